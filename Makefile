@@ -1,0 +1,36 @@
+# make demo   sets everything up and runs the main job
+# make test   sets everything up and runs checks and tests
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check setup mosquitto clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+mosquitto:
+	@tools/install-mosquitto
+
+demo: setup
+	$(BIN)/ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report demo-report.json
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup mosquitto check
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,169 @@
+"""What the planner takes and what it answers: plain immutable values.
+
+Layers are numbered 0 … L−1 and a range of layers is half open, ``[first_layer, end_layer)``. A *device*
+is one accelerator (or one simulated device on a CPU) of one node. Times are seconds, sizes are bytes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """The measured cost of one layer for one microbatch on one device."""
+
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """What autograd keeps between the forward and the backward pass of one microbatch."""
+    output_bytes: int
+    """What crosses to the next stage in one direction for one microbatch."""
+
+    @property
+    def state_bytes(self) -> int:
+        """What a device must receive to become an owner of this layer."""
+        return self.parameter_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A model measured layer by layer, and the links its stages talk over."""
+
+    layers: tuple[LayerProfile, ...]
+    microbatch_rows: int
+    device_memory_bytes: int | None = None
+    """Memory of one device; ``None`` applies no memory limit."""
+    link_latency_s: float = 1e-4
+    link_bytes_per_s: float = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the user asked for, as far as planning is concerned."""
+
+    devices_per_node: int = 1
+    tolerate: int = 1
+    """Oobleck's f: how many simultaneous node failures must leave a copy of every layer."""
+    global_batch: int
+    """Samples of one step over all pipelines; exact, never changed by a plan."""
+    microbatch_rows: int
+    """Samples of one microbatch; divides ``global_batch``."""
+    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    """Fewest nodes to train on: one replica's n₀, or Oobleck's (f+1)·n₀ (§4.1.1)."""
+    objective: Literal["iteration", "paper"] = "iteration"
+    checkpoint_activations: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // self.microbatch_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Device:
+    """One device of one node; what a training rank is made of."""
+
+    node: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTemplate:
+    """A run of layers on ``devices`` devices of the template's node ``node_offset``."""
+
+    first_layer: int
+    end_layer: int
+    node_offset: int
+    devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A pipeline for ``nodes`` nodes that are not yet named (Oobleck §4.1)."""
+
+    nodes: int
+    stages: tuple[StageTemplate, ...]
+    objective_s: float
+    lower_bound_s: float
+
+    @property
+    def proved_optimal(self) -> bool:
+        return self.objective_s <= self.lower_bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlacement:
+    """A stage on named devices, all of one node. The devices split each microbatch by rows."""
+
+    first_layer: int
+    end_layer: int
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlacement:
+    """A template on named nodes with its share of the global batch.
+
+    The pipeline computes microbatches ``first_microbatch … first_microbatch + microbatches − 1`` of the
+    global batch; microbatch k is always rows ``[k·rows, (k+1)·rows)``, whatever the plan.
+    """
+
+    stages: tuple[StagePlacement, ...]
+    first_microbatch: int
+    microbatches: int
+    estimated_s: float
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(d.node for s in self.stages for d in s.devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Copy one layer's whole state (parameters, optimizer, persistent buffers) between devices."""
+
+    layer: int
+    source: Device
+    target: Device
+    size_bytes: int
+
+
+Method = Literal["initial", "unchanged", "simple", "borrow", "merge", "best"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who computes what, and which bytes must move before it can start."""
+
+    pipelines: tuple[PipelinePlacement, ...]
+    transfers: tuple[Transfer, ...]
+    """Largest first, spread over sources."""
+    method: Method
+    reason: str
+    """One sentence for the user: what was decided and why."""
+    estimated_iteration_s: float
+    idle_nodes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device in use, in rank order: rank r is ``devices[r]``."""
+        return tuple(d for p in self.pipelines for s in p.stages for d in s.devices)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(d.node for d in self.devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is true at the moment of planning.
+
+    ``holdings`` names, for every usable device, the layers it holds complete at the step that training
+    resumes from. ``previous`` is the plan that was running, or ``None`` at the start.
+    """
+
+    nodes: tuple[str, ...]
+    holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
+    previous: Plan | None = None

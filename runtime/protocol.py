@@ -1,0 +1,316 @@
+"""What a node daemon and its trainers say to each other over a unix socket. No torch in here.
+
+A frame is a 4-byte big-endian length and a msgpack map ``{"type": …, fields…}`` (``encode``/``Decoder``).
+The runtime knows neither the planner nor the state machines: a plan arrives as the plain data below.
+
+Order of a trainer's life::
+
+    node → trainer   Prepare            build the job's model, dataset, optimizer factory
+    trainer → node   Prepared | Raised
+    node → trainer   Quiesce(g, mode)   enter generation g: stop (abort | boundary) and report
+    trainer → node   Quiesced(g, …)
+    node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
+    trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
+    trainer → node   Done(g, …)         after the last step; the trainer stays, quiescable
+    trainer → node   Beat               all the time, from the control thread
+    node → trainer   Exit
+
+A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
+"""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all frames; the tag field ``type`` holds the class name."""
+
+
+class VoteData(msgspec.Struct, frozen=True, kw_only=True):
+    loss: float
+    gradient_norm: float
+    skipped: bool = False
+
+
+class StageData(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers ``[first_layer, end_layer)`` on these global ranks, which split each microbatch by rows."""
+
+    first_layer: int
+    end_layer: int
+    ranks: tuple[int, ...]
+
+
+class PipelineData(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages in order and the run of the global batch's microbatches that this pipeline computes."""
+
+    stages: tuple[StageData, ...]
+    first_microbatch: int
+    microbatches: int
+
+
+class TransferData(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank ``source`` sends the whole state of ``layer`` to rank ``target``."""
+
+    layer: int
+    source: int
+    target: int
+
+
+class WorldData(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation's training group, the same on every rank (rank r talks from ``hosts[r]``)."""
+
+    pipelines: tuple[PipelineData, ...]
+    transfers: tuple[TransferData, ...]
+    hosts: tuple[str, ...]
+
+
+class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a job that a trainer needs; validated again at this edge."""
+
+    function: str
+    """``path/to/file.py:name`` or ``package.module:name``."""
+    path: str
+    """Directory that relative paths and imports start from."""
+    seed: int
+    steps: int
+    global_batch: int
+    microbatch_rows: int
+    clip_gradient_norm: float | None = None
+    checkpoint_activations: bool = False
+    dtype: str = "float32"
+    backend: str = "gloo"
+    arguments: dict[str, str | int | float | bool] = {}
+    """Keyword arguments for the function."""
+
+
+# --- node → trainer ----------------------------------------------------------------------------
+
+
+class Prepare(Frame, frozen=True, kw_only=True):
+    job_id: str
+    training: TrainingData
+    profile: bool
+
+
+class Quiesce(Frame, frozen=True, kw_only=True):
+    generation: int
+    mode: str
+    """``abort`` or ``boundary``."""
+
+
+class Resume(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    vote: VoteData | None
+    rank: int
+    """-1: this trainer is not in the plan; it keeps its state until told otherwise."""
+    world: WorldData
+    rendezvous_host: str
+    rendezvous_port: int
+    token: str
+    """Shared secret of the rendezvous server."""
+
+
+class Sleep(Frame, frozen=True, kw_only=True):
+    """Chaos: the main thread sleeps for ``seconds`` at its next operation, other threads live on."""
+
+    seconds: float
+
+
+class Exit(Frame, frozen=True, kw_only=True):
+    pass
+
+
+Instruction = Prepare | Quiesce | Resume | Sleep | Exit
+
+# --- trainer → node ----------------------------------------------------------------------------
+
+
+class Attached(Frame, frozen=True, kw_only=True):
+    """First frame on the connection: which device's trainer this is."""
+
+    device: int
+    pid: int
+
+
+class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors the planner's LayerProfile; see there for units."""
+
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    output_bytes: int
+
+
+class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
+    layers: tuple[LayerProfileData, ...]
+    microbatch_rows: int
+    device_memory_bytes: int | None
+
+
+class Prepared(Frame, frozen=True, kw_only=True):
+    job_id: str
+    profile: ProfileData | None
+
+
+class Quiesced(Frame, frozen=True, kw_only=True):
+    """See statemachine.values.DeviceReport: the same fields, the same meaning."""
+
+    generation: int
+    committed_step: int
+    ready_step: int | None
+    vote: VoteData | None
+    held: tuple[int, ...]
+
+
+class Resumed(Frame, frozen=True, kw_only=True):
+    generation: int
+    bytes_moved: int
+    rendezvous_s: float
+    state_s: float
+
+
+class Stepped(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    vote: VoteData
+    step_s: float
+    bubble_s: float
+    """Time of this step that the main thread waited for peers."""
+
+
+class Beat(Frame, frozen=True, kw_only=True):
+    progress: int
+    waiting: bool
+
+
+class PeerSuspected(Frame, frozen=True, kw_only=True):
+    generation: int
+    detail: str
+
+
+class Done(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    digests: dict[int, str]
+    """Hex digest of each owned layer's parameters."""
+
+
+class Raised(Frame, frozen=True, kw_only=True):
+    """The training function or a layer raised; the process exits after this."""
+
+    where: str
+    """``prepare`` or ``training``."""
+    detail: str
+    """Traceback."""
+
+
+Report = Attached | Prepared | Quiesced | Resumed | Stepped | Beat | PeerSuspected | Done | Raised
+
+# --- trainer ↔ rendezvous server ---------------------------------------------------------------
+#
+# A key–value store, one name space per generation, that the process groups of a generation are formed
+# through. Plain TCP with the frames of this module; the first frame must be a StoreHello with the token.
+
+
+class StoreHello(Frame, frozen=True, kw_only=True):
+    token: str
+    generation: int
+    rank: int
+
+
+class StoreSet(Frame, frozen=True, kw_only=True):
+    key: str
+    value: bytes
+
+
+class StoreAdd(Frame, frozen=True, kw_only=True):
+    """Adds to the decimal number under ``key`` (0 when absent); answered with the sum."""
+
+    key: str
+    amount: int
+
+
+class StoreGet(Frame, frozen=True, kw_only=True):
+    """Answered when all ``keys`` exist, in their order, or with ``StoreRefused`` after ``timeout_s``."""
+
+    keys: tuple[str, ...]
+    timeout_s: float
+
+
+class StoreCheck(Frame, frozen=True, kw_only=True):
+    """Answered at once with one value: ``b"1"`` if all keys exist, else ``b"0"``."""
+
+    keys: tuple[str, ...]
+
+
+class StoreDelete(Frame, frozen=True, kw_only=True):
+    """Answered with ``b"1"`` if the key was there, else ``b"0"``."""
+
+    key: str
+
+
+class StoreValues(Frame, frozen=True, kw_only=True):
+    values: tuple[bytes, ...]
+
+
+class StoreRefused(Frame, frozen=True, kw_only=True):
+    reason: str
+
+
+StoreRequest = StoreHello | StoreSet | StoreAdd | StoreGet | StoreCheck | StoreDelete
+StoreReply = StoreValues | StoreRefused
+"""StoreHello and StoreSet are answered with empty ``StoreValues``."""
+
+MAX_STORE_FRAME_BYTES = 1024 * 1024
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(frame: Frame) -> bytes:
+    """One frame as bytes, length first."""
+    body = _ENCODER.encode(frame)
+    return len(body).to_bytes(4, "big") + body
+
+
+class ProtocolError(ValueError):
+    """The other end sent something that is no frame of this protocol."""
+
+
+Decoded = TypeVar("Decoded")
+
+
+class Decoder(Generic[Decoded]):
+    """Feed bytes, take frames: ``Decoder(Instruction)`` in a trainer, ``Decoder(Report)`` in a daemon."""
+
+    def __init__(self, union: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self._max = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Decoded]:
+        """All frames that are complete now.
+
+        :raises ProtocolError: the length is above the limit, or a body is no frame of this union.
+        """
+        self._buffer += data
+        frames: list[Decoded] = []
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > self._max:
+                raise ProtocolError(f"frame of {length} bytes; at most {self._max} are allowed")
+            if len(self._buffer) < 4 + length:
+                break
+            body = bytes(self._buffer[4 : 4 + length])
+            del self._buffer[: 4 + length]
+            try:
+                frames.append(self._decoder.decode(body))
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"malformed frame: {error}") from error
+        return frames

@@ -1,0 +1,161 @@
+"""Effects: imperatives that come out of a machine's ``step``, to be carried out in order.
+
+A driver interprets them: asyncio in production (``ftd``), the virtual world in the simulator. The order
+is part of the protocol: a ``PersistState`` that precedes a ``SendCommand`` must be durable before it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.values import Situation
+from statemachine.messages import Command, Resume, Signal
+from statemachine.values import Job, NodeState, Profiled, QuiesceMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    cause: str
+
+
+# --- both machines -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer(Effect):
+    """Deliver ``TimerFired(name)`` after ``delay_s``; a pending timer of that name is replaced."""
+
+    name: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTimer(Effect):
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitEvent(Effect):
+    """Tell the world (MQTT event stream, log). ``name`` is a past-tense fact: ``NodeLost``."""
+
+    name: str
+    reason: str
+    node: str | None = None
+    generation: int | None = None
+    step: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """JSON-compatible."""
+
+
+# --- the cluster machine -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCommand(Effect):
+    node: str
+    incarnation: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistState(Effect):
+    """Make ``ClusterMachine.durable_state()`` durable before going on to the next effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishCluster(Effect):
+    """Publish ``ClusterMachine.public_state()``, retained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildTemplates(Effect):
+    """Precompute templates and instantiations for up to ``max_nodes``: TemplatesReady / TemplatesFailed."""
+
+    profiled: Profiled
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePlan(Effect):
+    """Plan for ``generation``: answered by PlanReady or PlanImpossible of the same generation."""
+
+    generation: int
+    situation: Situation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRequest(Effect):
+    """Answer a client's request (submit, stop, drain)."""
+
+    request: str
+    accepted: bool
+    detail: str
+
+
+# --- the agent machine -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSignal(Effect):
+    """Send to the coordinator. Dropped while the broker is away: Hello says the state again."""
+
+    signal: Signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishNode(Effect):
+    """Publish the node's retained state for outside tools."""
+
+    state: NodeState
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTrainer(Effect):
+    """Fork a trainer for ``device``: later TrainerUp, or TrainerFailed."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillTrainer(Effect):
+    """End the trainer's whole process group: SIGTERM, and SIGKILL after ``grace_s`` (0: SIGKILL at once).
+
+    No TrainerFailed follows for a process ended this way.
+    """
+
+    device: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPrepare(Effect):
+    device: int
+    job: Job
+    profile: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerQuiesce(Effect):
+    device: int
+    generation: int
+    mode: QuiesceMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerResume(Effect):
+    """Hand this ``Resume`` to the trainer of ``device``."""
+
+    device: int
+    resume: Resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewIncarnation(Effect):
+    """Fenced: reconnect to the broker as a new incarnation and feed ``AgentStarted`` again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitDaemon(Effect):
+    code: int

@@ -1,0 +1,206 @@
+"""Events: past-tense facts that go into a machine's ``step``.
+
+Each carries ``at`` (seconds, one monotonic clock; the machines own no clock) and ``cause``, the id that
+follows it into every effect it leads to.
+"""
+
+from dataclasses import dataclass
+
+from planner.values import ModelProfile, Plan
+from statemachine.messages import FromNode, ToNode
+from statemachine.values import DeviceReport, FailureCause, Job, NodeFacts, Vote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    at: float
+    cause: str
+
+
+# --- both machines -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired(Event):
+    """The timer ``name`` that ``SetTimer`` asked for is due (never after ``CancelTimer``)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConnected(Event):
+    """The MQTT session is up, first time or again; subscriptions are in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerLost(Event):
+    """The MQTT session broke. The other side may be fine: nobody is declared dead for this."""
+
+
+# --- the cluster machine -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalArrived(Event):
+    """A node's message; may be a duplicate, late, or of an older incarnation."""
+
+    message: FromNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeVanished(Event):
+    """The broker published the node's last will, or its clean goodbye (``graceful``)."""
+
+    node: str
+    incarnation: int
+    graceful: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted(Event):
+    request: str
+    """Id under which the driver answers the client."""
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested(Event):
+    request: str
+    job: str
+    """Job id or name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested(Event):
+    request: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplatesReady(Event):
+    """``BuildTemplates`` is done; ``ComputePlan`` may be used for this job."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplatesFailed(Event):
+    """The job cannot run on any such cluster (user's error, names the remedy)."""
+
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReady(Event):
+    generation: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanImpossible(Event):
+    """No plan now. ``too_few``: wait for nodes (PAUSED). Otherwise state is lost (FAILED)."""
+
+    generation: int
+    too_few: bool
+    reason: str
+
+
+# --- the agent machine (one per node) ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStarted(Event):
+    """The daemon is up. ``incarnation`` is fresh; ``facts`` describe the node."""
+
+    incarnation: int
+    facts: NodeFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandArrived(Event):
+    message: ToNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerUp(Event):
+    """The trainer process of ``device`` connected and takes instructions."""
+
+    device: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPrepared(Event):
+    device: int
+    job_id: str
+    profile: ModelProfile | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerQuiesced(Event):
+    generation: int
+    report: DeviceReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerResumed(Event):
+    device: int
+    generation: int
+    bytes_moved: int
+    rendezvous_s: float
+    state_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStepped(Event):
+    device: int
+    generation: int
+    step: int
+    vote: Vote
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerBeat(Event):
+    """Sent by the trainer's control thread, many times a second.
+
+    ``progress`` counts operations of the main thread; ``waiting`` is true while the main thread has
+    nothing to do but wait for peers or for instructions (then standing still is not its fault).
+    """
+
+    device: int
+    progress: int
+    waiting: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSuspectsPeer(Event):
+    device: int
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerDone(Event):
+    device: int
+    generation: int
+    step: int
+    digests: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerFailed(Event):
+    """The process of ``device`` ended or its code raised (hangs are found by the machine itself)."""
+
+    device: int
+    pid: int
+    cause_of_failure: FailureCause
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminationRequested(Event):
+    """SIGTERM, or ``ftd chaos term``: leave gracefully, then exit."""
+
+    reason: str

@@ -1,0 +1,228 @@
+"""Messages between the coordinator and the nodes (nouns). The codec and the topics are in ``ftd.wire``.
+
+Every envelope carries the node's name and incarnation: from a node its own, to a node the one that the
+coordinator means. A node ignores, counts and logs a command for another incarnation; so does the
+coordinator with a signal from one that is not current.
+"""
+
+from dataclasses import dataclass, field
+
+from planner.values import ModelProfile, Plan
+from statemachine.values import (
+    CommittedStep,
+    DeviceReport,
+    FailureCause,
+    Job,
+    NodeFacts,
+    QuiesceMode,
+    Vote,
+)
+
+# --- node → coordinator: signals ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The node is here: on each (re)connection to the broker and when a coordinator asks (``Inquiry``)."""
+
+    facts: NodeFacts
+    job_id: str | None
+    prepared: bool
+    """Every trainer of this node has built the job ``job_id``."""
+    generation: int
+    """Highest generation the node has obeyed; 0 before the first."""
+    training: bool
+    """Its trainers are running under ``generation`` (not quiesced, not idle)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """I am alive; every ``heartbeat_s``. Carries the newest committed step it knows of."""
+
+    generation: int
+    committed: CommittedStep | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Every trainer has built the job and is idle, ready for a Quiesce."""
+
+    job_id: str
+    profile: ModelProfile | None
+    """Present when ``Prepare`` asked for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesced:
+    """Every trainer stopped under ``generation``; one report per device that is alive and prepared."""
+
+    generation: int
+    reports: tuple[DeviceReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Every trainer met the others under ``generation`` and holds its layers at the resume step."""
+
+    generation: int
+    bytes_moved: int
+    """Received by this node's trainers."""
+    rendezvous_s: float
+    state_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Steps committed since the last such message, oldest first. Sent by the node of rank 0."""
+
+    generation: int
+    steps: tuple[CommittedStep, ...]
+    step_s: float
+    """Duration of the newest step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLost:
+    """A trainer of this node failed; the node is UNHEALTHY until it says ``Prepared`` again."""
+
+    generation: int
+    device: int
+    cause: FailureCause
+    detail: str
+    """For people: exit status or exception, and the tail of its stderr."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSuspected:
+    """A hint: a trainer here saw a connection to a peer break."""
+
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """All steps are done; checksum (hex) of each layer's parameters held here."""
+
+    generation: int
+    step: int
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The node wants to leave gracefully (SIGTERM, a spot notice): replan without it at a boundary."""
+
+    reason: str
+
+
+Signal = (
+    Hello
+    | Heartbeat
+    | Prepared
+    | Quiesced
+    | Resumed
+    | Stepped
+    | TrainerLost
+    | PeerSuspected
+    | Finished
+    | Leaving
+)
+
+# --- coordinator → node: commands --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inquiry:
+    """Say Hello again: a coordinator started, or does not know you."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Build this job in your trainers (start them where needed); answer ``Prepared``."""
+
+    job: Job
+    profile: bool
+    """Measure the model and send the profile along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesce:
+    """Enter ``generation``: stop in the given mode and report. Idle trainers report at once.
+
+    A Quiesce of a higher generation supersedes one that is not answered yet.
+    """
+
+    generation: int
+    mode: QuiesceMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Train under ``plan`` from ``step`` on: roll forward to ``step`` first where a report said ready.
+
+    ``vote`` is that of ``step`` (``None`` at step 0). ``hosts`` maps each planned node to the address its
+    trainers are reached at; ``rendezvous`` is host:port of the server they meet through.
+    """
+
+    generation: int
+    job_id: str
+    step: int
+    vote: Vote | None
+    plan: Plan
+    hosts: dict[str, str]
+    rendezvous: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsWanted:
+    """Send ``Stepped`` for these committed steps once more: they were missed (first … last)."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End the trainers; the job is over (finished, failed, or stopped by a user)."""
+
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """Your incarnation is out: end your trainers at once and come back under a new incarnation."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """You may not join (another node of your name is alive, wrong device count); try again later."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """You hold nothing the job needs: a drained or leaving node may go."""
+
+
+Command = Inquiry | Prepare | Quiesce | Resume | StepsWanted | Stop | Fence | Rejection | Released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromNode:
+    node: str
+    incarnation: int
+    signal: Signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToNode:
+    node: str
+    incarnation: int
+    command: Command
+    cause: str
+    """Cause id of the event that made the coordinator say this (``ftd story``)."""
