@@ -55,6 +55,8 @@ class Policy:
     """Fewest nodes to train on: one replica's n₀, or Oobleck's (f+1)·n₀ (§4.1.1)."""
     objective: Literal["iteration", "paper"] = "iteration"
     checkpoint_activations: bool = False
+    device_memory_bytes: int | None = None
+    """Overrides what the profile says about one device."""
 
     @property
     def microbatches(self) -> int:
