@@ -213,6 +213,56 @@ class Raised(Frame, frozen=True, kw_only=True):
 
 Report = Attached | Prepared | Quiesced | Resumed | Stepped | Beat | PeerSuspected | Done | Raised
 
+
+class Output(Frame, frozen=True, kw_only=True):
+    """First frame on a trainer's *second* connection: all bytes behind it are its stdout and stderr, raw.
+
+    Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of
+    the stream. A socket needs no file that could be left behind, and it ends with the process group.
+    """
+
+    device: int
+    pid: int
+
+
+Greeting = Attached | Output
+"""What the first frame on a connection to the node's socket may be."""
+
+# --- node ↔ zygote -----------------------------------------------------------------------------
+#
+# ``python -m runtime.zygote --parent <pid of the daemon>`` speaks these frames over its stdin and stdout
+# (stderr is for people). Order: Warm once, when torch is imported; then per Spawn a Spawned, and an Exited
+# when that trainer ends, however it ends. End of stdin ends the zygote, and the kernel its trainers.
+
+
+class Spawn(Frame, frozen=True, kw_only=True):
+    """Fork a trainer. It leads its own process group and connects to ``socket_path`` (Attached, Output)."""
+
+    device: int
+    socket_path: str
+    environment: dict[str, str]
+    """Added to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
+
+
+class Warm(Frame, frozen=True, kw_only=True):
+    pid: int
+    import_s: float
+
+
+class Spawned(Frame, frozen=True, kw_only=True):
+    device: int
+    pid: int
+    """Also the id of its process group: end it with ``os.killpg``."""
+
+
+class Exited(Frame, frozen=True, kw_only=True):
+    pid: int
+    status: int
+    """Exit code, or the negative number of the signal that ended it, as ``subprocess`` counts."""
+
+
+ZygoteNotice = Warm | Spawned | Exited
+
 # --- trainer ↔ rendezvous server ---------------------------------------------------------------
 #
 # A key–value store, one name space per generation, that the process groups of a generation are formed
