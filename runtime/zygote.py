@@ -12,6 +12,7 @@ zygote ends (PR_SET_PDEATHSIG), so that SIGKILL of the daemon leaves no orphan b
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -24,7 +25,17 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from runtime.protocol import Decoder, Exited, Output, ProtocolError, Spawn, Spawned, Warm, ZygoteNotice, encode
+from runtime.protocol import (
+    Decoder,
+    Exited,
+    Output,
+    ProtocolError,
+    Spawn,
+    Spawned,
+    Warm,
+    ZygoteNotice,
+    encode,
+)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -120,11 +131,9 @@ def fork(spawn: Spawn, private: tuple[int, ...]) -> int:
     pid = os.fork()
     if pid == 0:
         become_trainer(spawn, zygote, private)
-    try:
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # It is already gone.
         # The child does the same. Whoever comes first, killpg works from the moment Spawned is sent.
         os.setpgid(pid, pid)
-    except (PermissionError, ProcessLookupError):
-        pass  # It is already gone.
     return pid
 
 

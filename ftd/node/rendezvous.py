@@ -1,0 +1,226 @@
+"""The server that the trainers of a generation meet through: a small key–value store over TCP.
+
+Process groups are formed by exchanging addresses under agreed keys. The server lives in the daemon of
+rank 0's node, so it needs no process of its own, and holds nothing that matters once a group is formed:
+a generation's keys go when its last connection closes or when a newer generation appears, and whoever
+still asks for an older one is refused, which is what keeps a stale trainer out of a new group.
+
+Frames are the ``Store…`` ones of ``runtime.protocol``. Untrusted input: nothing but ``StoreHello`` is
+read before the token was compared (in constant time), and frames, keys and bytes are bounded.
+"""
+
+import asyncio
+import contextlib
+import hmac
+from dataclasses import dataclass, field
+
+import structlog
+
+from runtime.protocol import (
+    MAX_STORE_FRAME_BYTES,
+    Decoder,
+    ProtocolError,
+    StoreAdd,
+    StoreCheck,
+    StoreDelete,
+    StoreGet,
+    StoreHello,
+    StoreRefused,
+    StoreReply,
+    StoreRequest,
+    StoreSet,
+    StoreValues,
+    encode,
+)
+
+log = structlog.get_logger()
+
+MAX_KEYS = 65_536
+"""Of one generation. Process groups need about one key per rank and group."""
+MAX_STORED_BYTES = 64 * 1024 * 1024
+MAX_CONNECTIONS = 4096
+HELLO_TIMEOUT_S = 10.0
+MAX_GET_TIMEOUT_S = 600.0
+
+
+class Refused(Exception):
+    """A request cannot be served; the text is for whoever asked."""
+
+
+@dataclass(slots=True)
+class _Generation:
+    """The name space of one generation."""
+
+    number: int
+    values: dict[str, bytes] = field(default_factory=dict)
+    size_bytes: int = 0
+    connections: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    superseded: bool = False
+
+    def put(self, key: str, value: bytes) -> None:
+        if key not in self.values and len(self.values) >= MAX_KEYS:
+            raise Refused(f"generation {self.number} has {MAX_KEYS} keys; no more are allowed")
+        grown = self.size_bytes - len(self.values.get(key, b"")) + len(value)
+        if grown > MAX_STORED_BYTES:
+            raise Refused(
+                f"generation {self.number} would hold {grown} bytes; {MAX_STORED_BYTES} are allowed"
+            )
+        self.size_bytes = grown
+        self.values[key] = value
+        self.wake()
+
+    def drop(self, key: str) -> bool:
+        value = self.values.pop(key, None)
+        self.size_bytes -= len(value or b"")
+        return value is not None
+
+    def wake(self) -> None:
+        """Everybody who waits for a change looks again; later waiters get a fresh event."""
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    async def get(self, keys: tuple[str, ...], timeout_s: float) -> tuple[bytes, ...]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout_s, MAX_GET_TIMEOUT_S)):
+                while not self.superseded and not all(key in self.values for key in keys):
+                    await self.changed.wait()
+        if self.superseded:
+            raise Refused(f"generation {self.number} is superseded")
+        missing = [key for key in keys if key not in self.values]
+        if missing:
+            raise Refused(f"no {missing[0]!r} within {timeout_s:g} s ({len(missing)} of {len(keys)} missing)")
+        return tuple(self.values[key] for key in keys)
+
+
+class RendezvousServer:
+    """``async with RendezvousServer(token, host=…) as server: … server.port``."""
+
+    def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """:param port: 0 takes a free one. Listening happens in ``start``."""
+        self._token = token.encode()
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._generations: dict[int, _Generation] = {}
+        self._newest = 0
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Generations that hold keys or connections now: at most one once older trainers are gone."""
+        return tuple(self._generations)
+
+    async def start(self) -> None:
+        """:raises OSError: the address cannot be bound."""
+        self._server = await asyncio.start_server(self._serve, self._host, self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    async def __aenter__(self) -> "RendezvousServer":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._connections) >= MAX_CONNECTIONS:
+            writer.close()
+            return
+        self._connections.add(task)
+        try:
+            await self._converse(reader, writer)
+        except (ConnectionError, asyncio.CancelledError, TimeoutError):
+            pass  # The trainer went away, said nothing, or this daemon stops: all of them normal.
+        except (ProtocolError, Refused) as error:
+            log.warning("rendezvous_refused", reason=str(error), peer=writer.get_extra_info("peername"))
+            with contextlib.suppress(ConnectionError):
+                writer.write(encode(StoreRefused(reason=str(error))))
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: a StoreHello, then requests, each answered before the next is looked at."""
+        decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_STORE_FRAME_BYTES)
+        generation: _Generation | None = None
+        try:
+            while True:
+                async with asyncio.timeout(HELLO_TIMEOUT_S if generation is None else None):
+                    data = await reader.read(65536)
+                if not data:
+                    return
+                for request in decoder.feed(data):
+                    if generation is None:
+                        generation = self._enter(request)
+                        reply: StoreReply = StoreValues(values=())
+                    else:
+                        reply = await self._answer(generation, request)
+                    writer.write(encode(reply))
+                    await writer.drain()
+        finally:
+            if generation is not None:
+                self._leave(generation)
+
+    def _enter(self, request: StoreRequest) -> _Generation:
+        """:raises Refused: not a hello, a wrong token, or a generation that is over."""
+        if not isinstance(request, StoreHello):
+            raise Refused("the first frame must be StoreHello")
+        if not hmac.compare_digest(request.token.encode(), self._token):
+            raise Refused("wrong token")
+        if request.generation < self._newest:
+            raise Refused(f"generation {request.generation} is over; {self._newest} is forming")
+        self._newest = request.generation
+        for old in [number for number in self._generations if number < self._newest]:
+            stale = self._generations.pop(old)
+            stale.superseded = True
+            stale.wake()
+        generation = self._generations.setdefault(self._newest, _Generation(self._newest))
+        generation.connections += 1
+        return generation
+
+    def _leave(self, generation: _Generation) -> None:
+        generation.connections -= 1
+        if generation.connections == 0 and self._generations.get(generation.number) is generation:
+            del self._generations[generation.number]
+
+    async def _answer(self, generation: _Generation, request: StoreRequest) -> StoreReply:
+        """:raises Refused: the generation is over, or a limit is exceeded: the connection ends."""
+        if generation.superseded:
+            raise Refused(f"generation {generation.number} is superseded")
+        match request:
+            case StoreHello():
+                raise Refused("a second StoreHello on one connection")
+            case StoreSet(key=key, value=value):
+                generation.put(key, value)
+                return StoreValues(values=())
+            case StoreAdd(key=key, amount=amount):
+                try:
+                    total = int(generation.values.get(key, b"0")) + amount
+                except ValueError:
+                    raise Refused(f"{key!r} holds no number") from None
+                generation.put(key, b"%d" % total)
+                return StoreValues(values=(b"%d" % total,))
+            case StoreGet(keys=keys, timeout_s=timeout_s):
+                try:
+                    return StoreValues(values=await generation.get(keys, timeout_s))
+                except Refused as refusal:
+                    return StoreRefused(reason=str(refusal))
+            case StoreCheck(keys=keys):
+                return StoreValues(values=(b"1" if all(k in generation.values for k in keys) else b"0",))
+            case StoreDelete(key=key):
+                return StoreValues(values=(b"1" if generation.drop(key) else b"0",))

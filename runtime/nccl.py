@@ -1,0 +1,164 @@
+"""The communicator for CUDA devices: NCCL behind the interface of ``runtime.communicator``.
+
+Written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*; gloo
+has the same callers and the same tests.
+
+NCCL differs from gloo in three ways that show here. An operation is ordered on CUDA streams, so ``wait``
+orders the current stream behind it and only ``settle`` waits on the host. Operations of one pair of ranks
+run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
+each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
+peer end, with garbage in their buffers, which nobody reads since ``settle`` raises.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Work
+
+from runtime.communicator import (
+    CHANNELS,
+    Aborted,
+    Channel,
+    Communicator,
+    Group,
+    Members,
+    PeerLost,
+    Pending,
+)
+from runtime.store import Rendezvous, RendezvousStore
+
+_POLL_S = 50e-6
+"""Between two looks at a CUDA event: NCCL offers no host-side wait that another thread can end."""
+
+
+class _Issued(Pending):
+    __slots__ = ("work",)
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+
+class NcclCommunicator(Communicator):
+    """:param device: the CUDA device of this rank."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(rank, size)
+        self._rendezvous = rendezvous
+        self._device = device
+        self._timeout_s = timeout_s
+        self._groups: dict[str | Members, Group] = {}
+        self._store: RendezvousStore | None = None
+
+    def form(self, groups: Sequence[Members]) -> None:
+        """NCCL forms its communicators at the first operation; a first all-reduce does it here, abortable."""
+        forming = Pending()
+
+        def run() -> None:
+            try:
+                self._form(groups)
+            except (RuntimeError, OSError) as error:
+                self._finish(forming, error)
+            else:
+                self._finish(forming, None)
+
+        threading.Thread(target=run, name="communication-form", daemon=True).start()
+        super().wait(forming)
+
+    def _form(self, groups: Sequence[Members]) -> None:
+        torch.cuda.set_device(self._device)
+        store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
+        with self._condition:
+            self._store = store
+        for channel in CHANNELS:
+            self._groups[channel] = self._make(store, channel, self.world)
+        for members in dict.fromkeys((self.world, *groups)):
+            if self.rank in members and len(members) > 1:
+                group = self._make(store, "-".join(map(str, members)), members)
+                group.allreduce([torch.zeros(1, device=self._device)]).wait()
+                self._groups[members] = group
+        torch.cuda.current_stream().synchronize()
+
+    def _make(self, store: RendezvousStore, name: str, members: Members) -> Group:
+        self.check()
+        backend = dist.ProcessGroupNCCL
+        options = backend.Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        return backend(PrefixStore(name, store), members.index(self.rank), len(members), options)
+
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        self.check()
+        return self._issue(self._groups[channel].send([tensor], peer, 0))
+
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        self.check()
+        return self._issue(self._groups[channel].recv([tensor], peer, 0))
+
+    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+        self.check()
+        if len(members) == 1:
+            pending = Pending()
+            pending.done = True
+            return pending
+        return self._issue(self._groups[members].allreduce([tensor]))
+
+    def _issue(self, work: Work) -> Pending:
+        return _Issued(work)
+
+    def wait(self, pending: Pending) -> None:
+        self.check()
+        if isinstance(pending, _Issued):
+            try:
+                pending.work.wait()
+            except RuntimeError as error:
+                self.check()
+                raise PeerLost(str(error)) from error
+        else:
+            super().wait(pending)
+
+    def settle(self, pending: Pending) -> None:
+        self.wait(pending)
+        if not isinstance(pending, _Issued):
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        while not done.query():
+            self.check()
+            time.sleep(_POLL_S)
+        if self._aborted:
+            raise Aborted  # The event may have come from the abort: no value can be trusted.
+
+    def abort(self) -> None:
+        super().abort()
+        with self._condition:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        # ncclCommAbort can take long; the caller must go on at once.
+        threading.Thread(target=self._abort_groups, name="communication-abort", daemon=True).start()
+
+    def _abort_groups(self) -> None:
+        for group in list(self._groups.values()):
+            group.abort()
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, {}
+        with self._condition:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        threading.Thread(target=groups.clear, name="communication-close", daemon=True).start()
