@@ -1,0 +1,61 @@
+"""What passes between layers: a tensor or a tuple of tensors, with the samples in dim 0.
+
+Pipeline stages send activations tensor by tensor; ``ActivationShape`` tells a receiver which buffers to
+allocate and how to put them together again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Activation = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShape:
+    row_shape: tuple[int, ...]
+    """Without dim 0, the rows."""
+    dtype: torch.dtype
+
+    @property
+    def differentiable(self) -> bool:
+        """Gradients flow back for it, as zeros where the layer made no use of it."""
+        return self.dtype.is_floating_point
+
+    def size_bytes(self, rows: int) -> int:
+        size = rows * self.dtype.itemsize
+        for length in self.row_shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationShape:
+    """One layer's output."""
+
+    tensors: tuple[TensorShape, ...]
+    is_tuple: bool
+
+    def size_bytes(self, rows: int) -> int:
+        return sum(tensor.size_bytes(rows) for tensor in self.tensors)
+
+    def allocate(self, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Uninitialised buffers for ``rows`` rows."""
+        return tuple(torch.empty((rows, *t.row_shape), dtype=t.dtype, device=device) for t in self.tensors)
+
+    def assemble(self, tensors: Sequence[Tensor]) -> Activation:
+        """The inverse of ``flatten``: what the next layer takes."""
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+
+def flatten(activation: Activation) -> tuple[Tensor, ...]:
+    return activation if isinstance(activation, tuple) else (activation,)
+
+
+def shape_of(activation: Activation) -> ActivationShape:
+    return ActivationShape(
+        tensors=tuple(TensorShape(row_shape=tuple(t.shape[1:]), dtype=t.dtype) for t in flatten(activation)),
+        is_tuple=isinstance(activation, tuple),
+    )

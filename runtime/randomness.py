@@ -1,0 +1,133 @@
+"""Random numbers of a layer as a function of (seed, step, sample, layer), whatever the layout.
+
+Every run of a layer on some rows reseeds the generators from (seed, step, first row, layer): a microbatch
+is always the same rows, so a step draws the same numbers in whichever pipeline it is computed, and again
+when it is redone or recomputed for activation checkpointing. A stage that splits a microbatch's rows over
+several devices needs more: there dropout masks are drawn sample by sample (``SampleDropout``), each from
+its own generator, so that they do not depend on where the rows were cut.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
+    {functional.dropout1d, functional.dropout2d, functional.dropout3d}
+)
+_DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
+
+
+def stream_seed(*key: int) -> int:
+    """A 63-bit seed from a tuple of integers; close keys give unrelated seeds."""
+    digest = blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Reseed the default generators that operations on ``device`` draw from."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """One run of a layer on rows of step ``step``'s global batch that begin at ``row``."""
+
+    seed: int
+    step: int
+    row: int
+    layer: int
+
+    @property
+    def seed_of_run(self) -> int:
+        return stream_seed(self.seed, self.step, self.row, self.layer)
+
+    def seed_of_mask(self, offset: int, call: int) -> int:
+        """For the sample ``offset`` rows further on and the layer's ``call``-th dropout."""
+        return stream_seed(self.seed, self.step, self.row + offset, self.layer, call)
+
+
+class SampleDropout(TorchFunctionMode):
+    """Replaces active ``F.dropout`` (1d, 2d, 3d too) by masks drawn sample by sample.
+
+    The mask of sample row r is a function of (seed, step, layer, r, how many dropouts the layer had run
+    before). Rows are dim 0 of the argument, or the outermost part of a dim 0 that folds other dimensions
+    into it, as in ``x.view(rows * length, -1)``; an argument of another shape gets one mask keyed by the
+    first row.
+
+    :param rows: of the layer's input, beginning at ``stream.row``.
+    """
+
+    def __init__(self, stream: Stream, rows: int) -> None:
+        super().__init__()
+        self._stream = stream
+        self._rows = rows
+        self._calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            x, p, training, inplace = _dropout_arguments(*args, **kwargs)
+            if training and p > 0.0:
+                mask = self._mask(x, p, per_channel=func in _CHANNEL_DROPOUTS)
+                return x.mul_(mask) if inplace else x * mask
+        return func(*args, **kwargs)
+
+    def _mask(self, x: Tensor, p: float, *, per_channel: bool) -> Tensor:
+        """Zeros and 1/(1−p), broadcastable to ``x``."""
+        call, self._calls = self._calls, self._calls + 1
+        shape = x.shape[:2] + (1,) * (x.dim() - 2) if per_channel and x.dim() > 2 else x.shape
+        by_row = self._rows > 0 and x.dim() > 0 and x.shape[0] % self._rows == 0
+        pieces = self._rows if by_row else 1
+        uniform = torch.empty(shape, dtype=torch.float32, device=x.device)
+        flat = uniform.view(pieces, -1)
+        generator = torch.Generator(device=x.device)
+        for piece in range(pieces):
+            generator.manual_seed(self._stream.seed_of_mask(piece, call))
+            flat[piece].uniform_(generator=generator)
+        scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+        return (uniform >= p).to(x.dtype).mul_(scale)
+
+
+class DropoutProbe(TorchFunctionMode):
+    """Notes whether a dropout that draws random numbers was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            _, p, training, _ = _dropout_arguments(*args, **kwargs)
+            self.seen = self.seen or (training and p > 0.0)
+        return func(*args, **kwargs)
+
+
+def _dropout_arguments(
+    input: Tensor,  # noqa: A002 - the names of F.dropout's parameters
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace

@@ -1,0 +1,88 @@
+"""One-forward-one-backward (PipeDream-Flush, Narayanan et al. 2021) as pure data.
+
+``one_f_one_b`` lists what one stage does in one step, in order; an executor runs the list. It works for
+any number of microbatches, also fewer than stages. Receives stand directly before the operation that
+uses what they bring, sends directly behind the operation that produces it. Sends must not block until
+they are received: stage s sends an activation while stage s + 1 may be about to send it a gradient.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveActivation:
+    """From the previous stage: the input of ``Forward(microbatch)``."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """To the next stage: the output of ``Forward(microbatch)``."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradient:
+    """From the next stage: the gradient of what ``SendActivation(microbatch)`` sent."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """To the previous stage: the gradient of what ``ReceiveActivation(microbatch)`` brought."""
+
+    microbatch: int
+
+
+Operation = ReceiveActivation | Forward | SendActivation | ReceiveGradient | Backward | SendGradient
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, ...]:
+    """The operations of ``stage`` (0 … stages − 1) for one step of its pipeline.
+
+    At most ``min(stages - stage, microbatches)`` microbatches are between their forward and their
+    backward pass at any time; both passes run in the order of the microbatches.
+    """
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage {stage} of a pipeline of {stages} stages")
+    if microbatches < 0:
+        raise ValueError(f"{microbatches} microbatches")
+    first, last = stage == 0, stage == stages - 1
+    warm_up = min(stages - stage - 1, microbatches)
+    operations: list[Operation] = []
+
+    def forward(microbatch: int) -> None:
+        if not first:
+            operations.append(ReceiveActivation(microbatch))
+        operations.append(Forward(microbatch))
+        if not last:
+            operations.append(SendActivation(microbatch))
+
+    def backward(microbatch: int) -> None:
+        if not last:
+            operations.append(ReceiveGradient(microbatch))
+        operations.append(Backward(microbatch))
+        if not first:
+            operations.append(SendGradient(microbatch))
+
+    for microbatch in range(warm_up):
+        forward(microbatch)
+    for microbatch in range(warm_up, microbatches):
+        forward(microbatch)
+        backward(microbatch - warm_up)
+    for microbatch in range(microbatches - warm_up, microbatches):
+        backward(microbatch)
+    return tuple(operations)

@@ -1,0 +1,255 @@
+"""One layer's whole state as bytes, to be sent to a rank that becomes an owner of it.
+
+``pack`` makes a header (msgpack: what the bytes are, and everything that is not a tensor) and a payload
+(one contiguous uint8 tensor in host memory). ``unpack`` checks the header against the model before it
+touches anything, then fills the layer. What travels: parameters, trainable or not, persistent buffers,
+the optimizer's state of each parameter, group options and the schedule. No pickle.
+"""
+
+import hashlib
+import math
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from runtime.model import Model, SharedTensor
+from runtime.optimizer import Optimization, Scalar
+
+_FORMAT = 1
+_ALIGNMENT_BYTES = 16
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+class StateError(ValueError):
+    """A peer sent something that is not the state of this layer of this model."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor: ``size_bytes`` bytes of the payload from ``offset``, row-major."""
+
+    name: str
+    """Canonical name of the parameter or buffer."""
+    role: Literal["parameter", "buffer", "optimizer"]
+    key: str
+    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool
+    """The optimizer keeps it in host memory whatever the parameter's device (``step`` of Adam)."""
+    offset: int
+    size_bytes: int
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    layer: int
+    entries: tuple[Entry, ...]
+    scalars: dict[str, dict[str, int | float | bool | str | None]]
+    """The optimizer's state of each parameter that is no tensor."""
+    schedule: dict[str, Any]
+    size_bytes: int
+
+
+class LayerStates:
+    """Packs and fills the layers of one model and its optimizer."""
+
+    def __init__(self, model: Model, optimization: Optimization) -> None:
+        self._model = model
+        self._optimization = optimization
+        self._decoder = msgspec.msgpack.Decoder(Header)
+
+    def pack(self, layer: int) -> tuple[bytes, Tensor]:
+        """Header and payload. The payload is a copy: training may go on while it is sent."""
+        self._check_held(layer)
+        tensors, scalars = self._collect(layer)
+        entries: list[Entry] = []
+        end = 0
+        for name, role, key, tensor in tensors:
+            size_bytes = tensor.numel() * tensor.element_size()
+            entries.append(
+                Entry(
+                    name=name,
+                    role=role,
+                    key=key,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    on_host=tensor.device.type == "cpu",
+                    offset=end,
+                    size_bytes=size_bytes,
+                )
+            )
+            end += math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        header = Header(
+            format=_FORMAT,
+            layer=layer,
+            entries=tuple(entries),
+            scalars=scalars,
+            schedule=self._optimization.schedule(),
+            size_bytes=end,
+        )
+        payload = torch.empty(end, dtype=torch.uint8)
+        for entry, (_, _, _, tensor) in zip(entries, tensors, strict=True):
+            _view(payload, entry).copy_(tensor)
+        return msgspec.msgpack.encode(header), payload
+
+    def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
+        """Make this process hold ``layer`` with the state in ``payload``.
+
+        :raises StateError: header or payload do not fit this model; nothing was changed.
+        """
+        decoded = self._decode(header)
+        self._check(layer, decoded, payload)
+        try:
+            self._optimization.set_schedule(decoded.schedule)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"layer {layer}: {error}") from error
+        self._model.materialise(layer)
+        values = {tensor.name: tensor.value for tensor in self._model.tensors_of(layer)}
+        states: dict[str, dict[str, Tensor | Scalar]] = {
+            tensor.name: dict(decoded.scalars.get(tensor.name, {}))
+            for tensor in self._model.tensors_of(layer)
+            if tensor.trainable
+        }
+        with torch.no_grad():
+            for entry in decoded.entries:
+                source = _view(payload, entry)
+                if entry.role == "optimizer":
+                    device = torch.device("cpu") if entry.on_host else self._model.device
+                    states[entry.name][entry.key] = source.to(device, copy=True)
+                else:
+                    values[entry.name].copy_(source)
+        for name, state in states.items():
+            self._optimization.set_parameter_state(name, state)
+
+    def state_bytes(self, layer: int) -> int:
+        """Size of the payload, without making it."""
+        self._check_held(layer)
+        tensors, _ = self._collect(layer)
+        return sum(
+            math.ceil(t.numel() * t.element_size() / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            for _, _, _, t in tensors
+        )
+
+    def digest(self, layer: int) -> str:
+        """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
+
+        Buffers are left out: running statistics depend on which microbatches a replica saw.
+        """
+        self._check_held(layer)
+        digest = hashlib.sha256()
+        for tensor in self._model.tensors_of(layer):
+            if tensor.kind == "parameter":
+                value = tensor.value.detach()
+                digest.update(f"{tensor.name}:{value.dtype}:{tuple(value.shape)};".encode())
+                digest.update(_bytes_of(value.cpu()).numpy().data)
+        return digest.hexdigest()
+
+    def _collect(
+        self, layer: int
+    ) -> tuple[
+        list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]],
+        dict[str, dict[str, Scalar]],
+    ]:
+        tensors: list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]] = []
+        scalars: dict[str, dict[str, Scalar]] = {}
+        for shared in self._model.tensors_of(layer):
+            tensors.append((shared.name, shared.kind, "", shared.value.detach()))
+            if not shared.trainable:
+                continue
+            for key, value in self._optimization.parameter_state(shared.name).items():
+                if isinstance(value, Tensor):
+                    tensors.append((shared.name, "optimizer", key, value.detach()))
+                else:
+                    scalars.setdefault(shared.name, {})[key] = value
+        return tensors, scalars
+
+    def _check_held(self, layer: int) -> None:
+        if layer not in self._model.held:
+            raise RuntimeError(f"layer {layer} is not held here")
+
+    def _decode(self, header: bytes) -> Header:
+        try:
+            decoded = self._decoder.decode(header)
+        except msgspec.DecodeError as error:
+            raise StateError(f"malformed header: {error}") from error
+        if decoded.format != _FORMAT:
+            raise StateError(f"header of format {decoded.format}; this version reads {_FORMAT}")
+        return decoded
+
+    def _check(self, layer: int, header: Header, payload: Tensor) -> None:
+        if header.layer != layer:
+            raise StateError(f"state of layer {header.layer} came where layer {layer} was expected")
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
+            raise StateError(
+                f"layer {layer}: payload of {payload.numel()} x {payload.dtype}, "
+                f"the header says {header.size_bytes} bytes"
+            )
+        expected = {tensor.name: tensor for tensor in self._model.tensors_of(layer)}
+        end = 0
+        seen: set[tuple[str, str]] = set()
+        for entry in header.entries:
+            if entry.name not in expected:
+                raise StateError(f"layer {layer} has no parameter or buffer {entry.name!r}")
+            _check_entry(layer, entry, expected[entry.name], header.size_bytes)
+            if entry.offset < end or (entry.name, entry.key) in seen:
+                raise StateError(f"layer {layer}: {entry.name} {entry.key} overlaps or comes twice")
+            end = entry.offset + entry.size_bytes
+            seen.add((entry.name, entry.key))
+        missing = [name for name in expected if (name, "") not in seen]
+        if missing:
+            raise StateError(f"layer {layer}: {', '.join(missing)} is missing")
+        strange = [name for name in header.scalars if name not in expected or not expected[name].trainable]
+        if strange:
+            raise StateError(f"layer {layer}: optimizer state for {', '.join(strange)}")
+
+
+def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: int) -> None:
+    place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise StateError(f"{place}: unknown dtype {entry.dtype!r}")
+    if (
+        any(length < 0 for length in entry.shape)
+        or entry.size_bytes != math.prod(entry.shape) * dtype.itemsize
+    ):
+        raise StateError(f"{place}: {entry.size_bytes} bytes cannot be {entry.shape} of {entry.dtype}")
+    if entry.offset < 0 or entry.offset % _ALIGNMENT_BYTES or entry.offset + entry.size_bytes > payload_bytes:
+        raise StateError(f"{place}: bytes {entry.offset} + {entry.size_bytes} are outside of the payload")
+    if entry.role == "optimizer":
+        if not shared.trainable or not entry.key:
+            raise StateError(f"{place}: optimizer state for something that is not trained")
+        return
+    value = shared.value
+    if (entry.role, entry.key, tuple(value.shape), value.dtype) != (shared.kind, "", entry.shape, dtype):
+        raise StateError(
+            f"{place}: a {entry.role} of {entry.shape} {entry.dtype} came, "
+            f"this model has a {shared.kind} of {tuple(value.shape)} {value.dtype}"
+        )
+
+
+def _view(payload: Tensor, entry: Entry) -> Tensor:
+    """The entry's part of the payload with its dtype and shape; no copy."""
+    part = payload[entry.offset : entry.offset + entry.size_bytes]
+    return part.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,287 @@
+"""What a user's training function returns, and how it is found, called and checked.
+
+The function is ordinary code of the user's, named in the job file as ``path/to/file.py:name`` or
+``package.module:name``. Whatever is wrong with it or with what it returns is a ``TrainingError`` that
+names the thing to fix; nothing below this module has to doubt a ``Training``.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from runtime.protocol import TrainingData
+
+OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+class TrainingError(ValueError):
+    """The training function, or what it returned, cannot be used; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training function returns.
+
+    The function runs in every trainer, and each must end up with the same values: take random numbers
+    from ``torch``, ``random`` or ``numpy.random``, which are seeded with the job's seed before the call.
+    """
+
+    layers: Sequence[nn.Module]
+    """Run one after the other: each takes what the one before returned, a tensor or a tuple of tensors
+    with the samples in dim 0. The first takes the data set's input. To tie weights let two layers hold
+    the same ``nn.Parameter``."""
+    loss: Callable[[Any, Tensor], Tensor]
+    """``loss(output of the last layer, target)``: a scalar, the *mean* over rows."""
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+    """Takes the trainable parameters with their names (``"3.attention.weight"`` is of layer 3)."""
+    dataset: Any
+    """Map-style: ``len(dataset)`` and ``dataset[index] -> (input, target)``, tensors without a batch
+    dimension; the same index gives the same sample on every node."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """A learning-rate schedule, advanced once a step."""
+
+
+class CastDataset:
+    """The user's data set with floating-point tensors in the job's dtype."""
+
+    def __init__(self, dataset: Any, dtype: torch.dtype) -> None:
+        self._dataset = dataset
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, target = self._dataset[index]
+        return self._cast(x), self._cast(target)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def load_training(data: TrainingData) -> Training:
+    """Find the training function, call it and check what it returns.
+
+    Seeds the generators of torch, random and numpy, and puts ``data.path`` (and the directory of the
+    script) in front of ``sys.path`` so that the script can import its neighbours.
+
+    :raises TrainingError: anything that the user has to change.
+    """
+    _check_numbers(data)
+    function = _find(data)
+    try:
+        inspect.signature(function).bind(**data.arguments)
+    except TypeError as error:
+        raise TrainingError(
+            f"{data.function} does not take the job's arguments {sorted(data.arguments)}: {error}; "
+            f"its signature is {inspect.signature(function)}"
+        ) from error
+    _seed(data.seed)
+    try:
+        training = function(**data.arguments)
+    except Exception as error:
+        raise TrainingError(f"{data.function} raised {_describe(error)}") from error
+    if not isinstance(training, Training):
+        raise TrainingError(
+            f"{data.function} must return a runtime.training.Training, not {type(training).__name__}"
+        )
+    _check(training, data.function)
+    dtype = DTYPES[data.dtype]
+    for layer in training.layers:
+        layer.to(dtype)
+    return replace(training, layers=tuple(training.layers), dataset=CastDataset(training.dataset, dtype))
+
+
+# --- finding the function ------------------------------------------------------------------------
+
+
+def _find(data: TrainingData) -> Callable[..., Any]:
+    place, colon, name = data.function.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise TrainingError(
+            f"training function {data.function!r} must be written file.py:name or package.module:name"
+        )
+    root = Path(data.path).resolve()
+    if not root.is_dir():
+        raise TrainingError(f"directory {root} of the training function does not exist")
+    module = _load_file(root, place) if place.endswith(".py") else _load_module(root, place)
+    function = getattr(module, name, None)
+    if function is None:
+        raise TrainingError(f"{place} defines no {name!r}; it defines {_functions(module)}")
+    if not callable(function):
+        raise TrainingError(f"{data.function} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(root: Path, place: str) -> ModuleType:
+    path = (root / place).resolve()
+    if not path.is_file():
+        raise TrainingError(f"training script {path} does not exist")
+    for directory in dict.fromkeys((root, path.parent)):
+        _check_clash(directory)
+        _import_from(directory)
+    name = f"_ftd_training_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TrainingError(f"{path} cannot be imported as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise TrainingError(f"importing {path} raised {_describe(error)}") from error
+    return module
+
+
+def _load_module(root: Path, place: str) -> ModuleType:
+    if place.partition(".")[0] in OUR_PACKAGES:
+        raise TrainingError(f"{place} belongs to ftd; rename your module")
+    _check_clash(root)
+    _import_from(root)
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise TrainingError(f"importing {place} (from {root}) raised {_describe(error)}") from error
+
+
+def _import_from(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+
+
+def _check_clash(directory: Path) -> None:
+    """A user's ``storage.py`` would be shadowed by ours, with errors far from the cause."""
+    ours = Path(__file__).resolve().parent.parent
+    if directory == ours:
+        return
+    for name in OUR_PACKAGES:
+        script, package = directory / f"{name}.py", directory / name
+        clash = script if script.is_file() else package
+        if script.is_file() or (package.is_dir() and any(package.glob("*.py"))):
+            raise TrainingError(f"{clash} has the name of ftd's own package {name!r}; rename it")
+
+
+def _functions(module: ModuleType) -> str:
+    names = [
+        name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")
+    ]
+    return ", ".join(names) or "no function"
+
+
+def _describe(error: BaseException) -> str:
+    """``TypeError: … (gpt.py, line 12, in build)``: the innermost frame tells users where to look."""
+    frames = traceback.extract_tb(error.__traceback__)
+    message = f"{type(error).__name__}: {error}"
+    if not frames:
+        return message
+    frame = frames[-1]
+    return f"{message} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def _check_numbers(data: TrainingData) -> None:
+    if data.dtype not in DTYPES:
+        raise TrainingError(f"dtype {data.dtype!r} is not one of {', '.join(DTYPES)}")
+    if data.steps < 1:
+        raise TrainingError(f"steps must be at least 1, not {data.steps}")
+    if data.microbatch_rows < 1 or data.global_batch < 1 or data.global_batch % data.microbatch_rows:
+        raise TrainingError(
+            f"global_batch {data.global_batch} must be a positive multiple of microbatch "
+            f"{data.microbatch_rows}"
+        )
+    if not 0 <= data.seed < 2**63:
+        raise TrainingError(f"seed {data.seed} must lie between 0 and 2^63 - 1")
+    if data.clip_gradient_norm is not None and not data.clip_gradient_norm > 0:
+        raise TrainingError(f"clip_gradient_norm must be above 0, not {data.clip_gradient_norm}")
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _check(training: Training, function: str) -> None:
+    _check_layers(training.layers, function)
+    _check_ties(training.layers)
+    for name in ("loss", "optimizer"):
+        if not callable(getattr(training, name)):
+            raise TrainingError(f"{function}: Training.{name} must be a function")
+    if training.scheduler is not None and not callable(training.scheduler):
+        raise TrainingError(f"{function}: Training.scheduler must be a function or None")
+    if isinstance(training.loss, nn.Module) and any(True for _ in training.loss.parameters()):
+        raise TrainingError(f"{function}: Training.loss has parameters; make them part of the last layer")
+    _check_dataset(training.dataset, function)
+
+
+def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
+    if not isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) or not len(layers):
+        raise TrainingError(f"{function}: Training.layers must be a list of at least one nn.Module")
+    first_use: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TrainingError(f"{function}: layer {index} is a {type(layer).__name__}, not an nn.Module")
+        if id(layer) in first_use:
+            raise TrainingError(
+                f"{function}: layer {index} is the same module as layer {first_use[id(layer)]}; "
+                "make two modules and let them hold the same nn.Parameter"
+            )
+        first_use[id(layer)] = index
+        for name, parameter in layer.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise TrainingError(
+                    f"{function}: parameter {name} of layer {index} is uninitialised; "
+                    "give lazy modules their sizes"
+                )
+
+
+def _check_ties(layers: Sequence[nn.Module]) -> None:
+    """Parameters that share memory but are different objects would drift apart on different devices."""
+    owner: dict[int, tuple[int, str]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if not parameter.numel():
+                continue
+            address = parameter.untyped_storage().data_ptr()
+            identity, other = owner.setdefault(address, (id(parameter), f"{index}.{name}"))
+            if identity != id(parameter):
+                raise TrainingError(
+                    f"parameters {other} and {index}.{name} share memory but are two nn.Parameters; "
+                    "tie them by assigning the same nn.Parameter to both"
+                )
+
+
+def _check_dataset(dataset: Any, function: str) -> None:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TrainingError(f"{function}: Training.dataset must be map-style (__len__ and __getitem__)")
+    if not len(dataset):
+        raise TrainingError(f"{function}: Training.dataset is empty")
+    try:
+        sample = dataset[0]
+    except Exception as error:
+        raise TrainingError(f"{function}: Training.dataset[0] raised {_describe(error)}") from error
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+    if not is_pair or not all(isinstance(part, Tensor) for part in sample):
+        raise TrainingError(
+            f"{function}: Training.dataset[0] must be a pair of tensors (input, target), "
+            f"not {type(sample).__name__}"
+        )
