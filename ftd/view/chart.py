@@ -1,0 +1,100 @@
+"""The loss as a small bar chart: block characters, a colour where a failure or a join happened."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.text import Text
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+FAILURE_STYLE = "red"
+CHANGE_STYLE = "green"
+LINE_STYLE = "#5fafff"
+
+
+class History:
+    """Values of consecutive steps in bounded memory: when full, neighbours are averaged in pairs."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._first: int | None = None
+        self._means: list[float] = []
+        self._open: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        if self._first is None:
+            self._first = step
+        self._open.append(value)
+        if len(self._open) < self._stride:
+            return
+        self._means.append(sum(self._open) / len(self._open))
+        self._open.clear()
+        if len(self._means) >= self._capacity:
+            pairs = zip(self._means[::2], self._means[1::2], strict=False)
+            self._means = [(a + b) / 2 for a, b in pairs]
+            self._stride *= 2
+
+    @property
+    def values(self) -> list[float]:
+        """Means over equal runs of steps, oldest first; the newest run may be shorter."""
+        return self._means + ([sum(self._open) / len(self._open)] if self._open else [])
+
+    @property
+    def first_step(self) -> int:
+        return self._first or 0
+
+    @property
+    def steps_per_value(self) -> int:
+        return self._stride
+
+
+def resample(values: Sequence[float], width: int) -> list[float]:
+    """At most ``width`` means over equal runs of ``values``; never more than there are values."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def column_of(step: int, history: History, columns: int) -> int:
+    """The column in which ``step`` is drawn when the whole history fills ``columns`` columns."""
+    count = len(history.values)
+    index = min(max(step - history.first_step, 0) // history.steps_per_value, count - 1)
+    return index if count <= columns else index * columns // count
+
+
+def loss_chart(
+    history: History,
+    *,
+    width: int,
+    height: int,
+    failures: Sequence[int] = (),
+    changes: Sequence[int] = (),
+) -> Text:
+    """``height`` lines of at most ``width`` characters, with the steps of failures and changes coloured.
+
+    A value that is not finite leaves its column empty.
+    """
+    columns = resample(history.values, width)
+    finite = [v for v in columns if v - v == 0]
+    if not finite:
+        return Text("waiting for the first step", style="dim")
+    low, high = min(finite), max(finite)
+    span = high - low or 1.0
+    levels = [1 + round((v - low) / span * (height * 8 - 1)) if v - v == 0 else 0 for v in columns]
+    styles = [LINE_STYLE] * len(columns)
+    for steps, style in ((changes, CHANGE_STYLE), (failures, FAILURE_STYLE)):
+        for step in steps:
+            styles[column_of(step, history, width)] = style
+    chart = Text(no_wrap=True)
+    for row in reversed(range(height)):
+        for level, style in zip(levels, styles, strict=True):
+            marked = style != LINE_STYLE
+            filled = min(max(level - row * 8, 0), 8)
+            if filled == 0 and marked:
+                chart.append("╵" if row == height - 1 else "╎", style=f"dim {style}")
+            else:
+                chart.append(BLOCKS[filled], style=style)
+        if row:
+            chart.append("\n")
+    return chart

@@ -1,0 +1,191 @@
+"""The report of a run (``ftd local --report FILE.json``): what it contains.
+
+``docs/report.md`` explains every field; ``docs/report.schema.json`` is generated from these classes
+(``python -m ftd.view.schema``) and a test keeps the two equal. Times ending in ``_ms`` are milliseconds,
+in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on the monotonic clock.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["finished", "failed", "stopped", "unfinished"]
+
+
+class ReportError(ValueError):
+    """This JSON is no report of a version that this program knows; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What was run; ``None`` where no state or event told it."""
+
+    name: str | None
+    job_id: str | None
+    steps: int | None
+    global_batch: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One committed step."""
+
+    step: int
+    loss: float | None
+    """``None`` where the loss was not a finite number (JSON has no word for it)."""
+    gradient_norm: float | None
+    skipped: bool
+    """Committed without an update, because a gradient was not finite."""
+    step_s: float | None
+    generation: int | None
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """Layers ``[first_layer, end_layer)`` on these devices (``node/index``)."""
+
+    first_layer: int
+    end_layer: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFacts:
+    stages: tuple[StageFacts, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault that was injected on purpose, and what came of it."""
+
+    fault: str
+    """``kill``, ``stop``, ``hang``, …"""
+    node: str | None
+    at_s: float
+    detected_how: str | None
+    detected_ms: float | None
+    """From the fault until the coordinator knew of *this* node; ``None`` when it never had to."""
+    total_ms: float | None
+    """From *this* fault to the next committed step."""
+    generations: tuple[int, ...]
+    """Recoveries it led to: the first got over it, later ones brought the node back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One way from a failure, a join or a drain to the next committed step."""
+
+    cause: str
+    """``start``, ``node_lost``, ``trainer_lost``, ``node_joined``, ``node_returned``, ``node_drained``,
+    or ``resumed`` (enough nodes again after a pause)."""
+    node: str | None
+    """The first of ``nodes``."""
+    nodes: tuple[str, ...]
+    detected_how: str | None
+    measured_from: Literal["fault", "detection"]
+    """Where ``total_ms`` begins: the injected fault, or the coordinator's first knowledge."""
+    at_s: float
+    """When it was detected."""
+    detected_ms: float | None
+    """Fault to detection; ``None`` when measured from the detection."""
+    quiesce_ms: float
+    plan_ms: float
+    state_ms: float
+    resume_ms: float
+    total_ms: float
+    commit_gap_ms: float | None
+    """Time between the last commit before and the first after, as the coordinator saw them."""
+    rolled_back_steps: int
+    """Committed steps that were lost: always 0 while a live replica has the state."""
+    recomputed_steps: int
+    """1 when the step in flight had to be done again."""
+    tier: str
+    """Where state came from: ``live_replica``, or ``none`` when nothing had to move."""
+    bytes_moved: int
+    method: str
+    reason: str
+    decision: str | None
+    """What became of the step in flight: ``roll_forward``, ``redo``, ``boundary``, ``start``."""
+    generation: int
+    generations_tried: int
+    """More than 1 when another failure came during the recovery."""
+    step: int
+    """Training went on after this committed step."""
+    pipelines_before: tuple[PipelineFacts, ...]
+    pipelines_after: tuple[PipelineFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Too few nodes were left; ends with the next recovery."""
+
+    at_s: float
+    needed: int | None
+    present: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """Process ids of one node, oldest first: a second entry is a restart."""
+
+    daemon: tuple[int, ...] = ()
+    trainers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Device index → process ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final:
+    step: int
+    loss: float | None
+    checksum: str | None
+    """sha256 over the digests of all layers' parameters; ``None`` when the job did not finish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The whole report."""
+
+    schema: int = SCHEMA_VERSION
+    job: JobFacts
+    outcome: Outcome
+    outcome_reason: str
+    started_at: str | None
+    """ISO-8601, UTC."""
+    duration_s: float
+    steps: tuple[StepRecord, ...]
+    start: Recovery | None
+    """The first plan: the same path as a recovery, but no failure."""
+    recoveries: tuple[Recovery, ...]
+    faults: tuple[Fault, ...]
+    pauses: tuple[Pause, ...]
+    processes: dict[str, Processes]
+    final: Final
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    def to_bytes(self) -> bytes:
+        """An indented JSON document, newline at its end."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    @classmethod
+    def from_json(cls, document: object) -> "Report":
+        """Check a report read from a file.
+
+        :raises ReportError: another schema version, or a field that is missing or of the wrong type.
+        """
+        version = document.get("schema") if isinstance(document, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ReportError(f"schema is {version!r}; this program reads version {SCHEMA_VERSION}")
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            raise ReportError(str(error)) from error

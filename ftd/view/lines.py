@@ -1,0 +1,46 @@
+"""One event on one line: for the live view, ``ftd events`` and ``ftd story``."""
+
+from typing import Any
+
+from rich.text import Text
+
+from ftd.view.text import EVENT_MARKS, JsonMap, clock, number, words
+
+
+def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
+    """``12:00:01.123  ✖ node lost  node-2  last will after 3 ms`` with colours."""
+    name = str(event.get("event", "?"))
+    mark, style = EVENT_MARKS.get(name, ("·", "dim"))
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if with_clock:
+        line.append(f"{clock(event.get('at'))}  ", style="dim")
+    line.append(f"{mark} {words(name)}", style=style)
+    if event.get("node"):
+        line.append(f"  {event['node']}", style="bold")
+    said = _said(name, event)
+    if said:
+        line.append(f"  {said}")
+    return line
+
+
+def plain_event(event: JsonMap) -> str:
+    """The same for a log or a pipe: no colours, no symbols, the step in a fixed column."""
+    name = str(event.get("event", "?"))
+    step = event.get("step")
+    where = f"step {step}" if step is not None else ""
+    parts = [clock(event.get("at")), f"{where:<10}", name]
+    if event.get("node"):
+        parts.append(str(event["node"]))
+    said = _said(name, event)
+    return " ".join(parts) + (f": {said}" if said else "")
+
+
+def _said(name: str, event: JsonMap) -> str:
+    """The event's reason, in one line; for a committed step its numbers, which are its news."""
+    details: dict[str, Any] = event.get("details") or {}
+    if name == "StepCommitted":
+        rate = details.get("samples_per_s")
+        speed = f", {number(rate, 0)} samples/s" if rate else ""
+        skipped = ", skipped" if details.get("skipped") else ""
+        return f"step {event.get('step')}  loss {number(details.get('loss'))}{speed}{skipped}"
+    return " ".join(str(event.get("reason") or "").split())

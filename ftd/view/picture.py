@@ -1,0 +1,204 @@
+"""All that is known of a run, and how it looks as one frame of the live view."""
+
+from collections import deque
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ftd.view.blocks import PipelineBars, node_table
+from ftd.view.chart import History, loss_chart
+from ftd.view.lines import event_line
+from ftd.view.text import (
+    FAILURE_CAUSES,
+    PHASE_STYLES,
+    QUIET_EVENTS,
+    JsonMap,
+    NodeColours,
+    clock,
+    duration,
+    number,
+    plural,
+)
+
+CHART_HEIGHT = 6
+MOST_PIPELINES = 8
+MOST_NODES = 12
+
+
+class Picture:
+    """Collects states and events; ``draw`` makes a frame, ``progress_line`` a line for a log."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps
+        self._state: JsonMap = {}
+        self._events: deque[JsonMap] = deque(maxlen=200)
+        self._losses = History()
+        self._failures: list[int] = []
+        self._changes: list[int] = []
+        self._colours = NodeColours()
+        self._loss: float | None = None
+        self._seen_step = 0
+        self._recorded_step = 0
+
+    @property
+    def step(self) -> int:
+        """The newest step that an event or a state told of."""
+        return max(self._seen_step, int(self._state.get("step") or 0))
+
+    @property
+    def total_steps(self) -> int | None:
+        job = self._state.get("job")
+        return int(job["steps"]) if job else self._total_steps
+
+    def see_state(self, state: JsonMap) -> None:
+        if "nodes" not in state:  # the last will of the coordinator says the phase alone
+            state = {**self._state, **state}
+        self._state = state
+        for name in sorted(state.get("nodes") or ()):
+            self._colours.of(name)
+
+    def see_event(self, event: JsonMap) -> None:
+        name = event.get("event")
+        details: JsonMap = event.get("details") or {}
+        if name == "StepCommitted":
+            self._see_step(int(event["step"]), details.get("loss"))
+        if name == "RecoveryCompleted":
+            recovery: JsonMap = details.get("recovery") or {}
+            if recovery.get("cause") in FAILURE_CAUSES:
+                self._failures.append(int(recovery["step"]))
+            elif recovery.get("cause") != "start":
+                self._changes.append(int(recovery.get("step") or 0))
+        if name not in QUIET_EVENTS:
+            self._events.append(event)
+
+    def _see_step(self, step: int, loss: float | None) -> None:
+        self._seen_step = max(self._seen_step, step)
+        if loss is None or step <= self._recorded_step:
+            return
+        self._recorded_step = step
+        self._loss = loss
+        self._losses.add(step, loss)
+
+    def progress_line(self) -> str:
+        total = self.total_steps
+        phase = self._state.get("phase", "WAITING")
+        nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
+        at_work = sum(1 for n in nodes.values() if n.get("in_plan"))
+        parts = [
+            clock(datetime.now(UTC).isoformat()),
+            f"{'progress':<10}",
+            f"step {self.step}" + (f"/{total}" if total else ""),
+            f"loss {number(self._current_loss())}",
+            f"{number(self._state.get('samples_per_s'), 0)} samples/s",
+            f"{phase}, {plural(at_work, 'node')} at work",
+        ]
+        waiting = self._state.get("waiting_for")
+        return "  ".join(parts) + (f", waiting for {waiting}" if waiting else "")
+
+    def draw(self, width: int, height: int) -> RenderableType:
+        wide = width >= 96
+        nodes = node_table(self._state, self._colours, most=MOST_NODES)
+        pipelines = self._state.get("pipelines") or ()
+        parts: list[RenderableType] = [self._headline()]
+        if wide:
+            left = min(max(44, width * 2 // 5), 56)
+            middle = Table.grid(expand=True)
+            middle.add_column(width=left)
+            middle.add_column(ratio=1)
+            tall = self._middle_height(wide)
+            middle.add_row(_box(nodes, "nodes", tall), self._chart_box(width - left, tall))
+            parts.append(middle)
+        else:
+            parts += [_box(nodes, "nodes"), self._chart_box(width)]
+        bars = PipelineBars(pipelines, self._colours, most=MOST_PIPELINES)
+        parts.append(_box(bars, "pipelines"))
+        used = 5 + self._middle_height(wide) + max(1, min(len(pipelines), MOST_PIPELINES)) + 2
+        parts.append(self._event_box(max(3, min(10, height - used - 3))))
+        return Group(*parts)
+
+    def _middle_height(self, wide: bool) -> int:
+        rows = 3 + min(max(len(self._state.get("nodes") or ()), 1), MOST_NODES)
+        chart = CHART_HEIGHT + 3
+        return max(rows, chart) if wide else rows + chart
+
+    def _headline(self) -> RenderableType:
+        phase = str(self._state.get("phase") or "WAITING")
+        style = PHASE_STYLES.get(phase, "white")
+        job: JsonMap = self._state.get("job") or {}
+        total = self.total_steps
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=13)
+        grid.add_column(width=16)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right")
+        share = self.step / total if total else 0.0
+        progress = Table.grid(expand=True)
+        progress.add_column(ratio=1)
+        progress.add_row(
+            ProgressBar(total=total or 1, completed=self.step, complete_style=style, finished_style=style)
+        )
+        grid.add_row(
+            Text(phase, style=f"{style} reverse" if phase != "RUNNING" else f"bold {style}"),
+            Text(f"step {self.step}" + (f"/{total}" if total else ""), style="bold"),
+            progress,
+            Text(f"{share:4.0%}  {self._left(total)}"),
+        )
+        waiting = self._state.get("waiting_for")
+        grid.add_row(
+            Text(f"generation {self._state.get('generation', 0)}", style="dim"),
+            Text.assemble(("loss ", "dim"), (number(self._current_loss()), "bold")),
+            Text(f"waiting for {waiting}", style="yellow") if waiting else self._speed(),
+            Text(f"global batch {job['global_batch']}" if "global_batch" in job else "", style="dim"),
+        )
+        title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
+        return Panel(grid, title=title, title_align="left", border_style=style)
+
+    def _current_loss(self) -> float | None:
+        return self._loss if self._loss is not None else self._state.get("loss")
+
+    def _speed(self) -> Text:
+        rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")
+        if not rate or not step_s:
+            return Text("")
+        return Text.assemble((number(rate, 0), "bold"), (" samples/s   step ", "dim"), duration(step_s))
+
+    def _left(self, total: int | None) -> str:
+        step_s = self._state.get("step_s")
+        if not total or not step_s or self._state.get("phase") != "RUNNING":
+            return ""
+        return f"{duration((total - self.step) * step_s)} left"
+
+    def _chart_box(self, width: int, height: int | None = None) -> RenderableType:
+        chart = loss_chart(
+            self._losses,
+            width=width - 4,
+            height=CHART_HEIGHT,
+            failures=self._failures,
+            changes=self._changes,
+        )
+        legend = Text(no_wrap=True, overflow="ellipsis")
+        values = self._losses.values
+        if values:
+            legend.append(f"{number(values[0], 2)} → {number(values[-1], 2)}", style="dim")
+            legend.append("   █", style="red").append(
+                f" {plural(len(self._failures), 'failure')}", style="dim"
+            )
+            legend.append("   █", style="green").append(
+                f" {plural(len(self._changes), 'other change')}", style="dim"
+            )
+        return _box(Group(chart, legend), "loss", height)
+
+    def _event_box(self, rows: int) -> RenderableType:
+        newest = list(self._events)[-rows:]
+        lines: list[RenderableType] = [event_line(e) for e in newest]
+        return _box(Group(*lines) if lines else Text("nothing has happened yet", style="dim"), "events")
+
+
+def _box(content: RenderableType, title: str, height: int | None = None) -> Panel:
+    return Panel(
+        content, title=f"[dim]{title}[/]", title_align="left", border_style="bright_black", height=height
+    )

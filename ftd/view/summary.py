@@ -1,0 +1,202 @@
+"""The summary of a run: what failed, what was decided and why, and what it cost."""
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ftd.view.chart import History, loss_chart
+from ftd.view.document import Fault, PipelineFacts, Recovery, Report
+from ftd.view.text import (
+    CAUSE_WORDS,
+    FAILURE_CAUSES,
+    JsonMap,
+    duration,
+    how_words,
+    milliseconds,
+    number,
+    pipeline_name,
+    pipeline_text,
+    plural,
+    single_device,
+    size,
+)
+
+_OUTCOME_STYLES = {
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    "unfinished": "yellow",
+}
+_DECISION_WORDS = {
+    "roll_forward": "every rank held complete gradients of step {next}: all applied it, nothing was redone",
+    "redo": "no rank had passed the vote of step {next}, so all did it again",
+    "boundary": "all stopped together behind step {step}",
+}
+CHART_WIDTH = 92
+CHART_HEIGHT = 5
+
+
+def render_summary(report: Report) -> RenderableType:
+    """Everything at a glance, for 100 columns and more."""
+    parts: list[RenderableType] = [_headline(report)]
+    if report.recoveries:
+        parts += [
+            "",
+            Text.assemble(("Failures and changes", "bold"), ("  times in milliseconds", "dim")),
+            _recovery_table(report),
+        ]
+        parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
+    else:
+        parts += ["", Text("No failure, no join, no drain: one plan from the first step to the last.")]
+    unanswered = [f for f in report.faults if not f.generations]
+    if unanswered:
+        parts += ["", Text("Injected faults that needed no recovery", style="bold"), _unanswered(unanswered)]
+    for pause in report.pauses:
+        parts.append(Text(f"Paused after {duration(pause.at_s)}: {pause.reason}", style="yellow"))
+    return Group(*parts)
+
+
+def _headline(report: Report) -> RenderableType:
+    style = _OUTCOME_STYLES[report.outcome]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    total = report.job.steps
+    failures = [r for r in report.recoveries if r.cause in FAILURE_CAUSES]
+    lost = sum(r.rolled_back_steps for r in report.recoveries)
+    redone = sum(r.recomputed_steps for r in report.recoveries)
+    grid.add_row(
+        "outcome",
+        Text.assemble(
+            (report.outcome, style), f" after {duration(report.duration_s)}  ", (report.outcome_reason, "dim")
+        ),
+    )
+    grid.add_row(
+        "steps",
+        f"{report.final.step}{f' of {total}' if total else ''} committed, {lost} lost, {redone} recomputed",
+    )
+    if report.steps:
+        first, last = report.steps[0], report.steps[-1]
+        grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
+    others = plural(len(report.recoveries) - len(failures), "other change")
+    grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
+    grid.add_row("checksum", Text(report.final.checksum or "none: the job did not finish", overflow="fold"))
+    parts: list[RenderableType] = [grid]
+    if report.steps:
+        parts += ["", _chart(report)]
+    title = f"[bold]ftd[/] · {report.job.name or 'run'}"
+    return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def _speed(report: Report) -> str:
+    times = sorted(s.step_s for s in report.steps if s.step_s)
+    if not times:
+        return ""
+    median_s = times[len(times) // 2]
+    batch = report.job.global_batch
+    rate = f", {number(batch / median_s, 0)} samples/s" if batch else ""
+    return f"   (median step {duration(median_s)}{rate})"
+
+
+def _worst(failures: Sequence[Recovery]) -> str:
+    if not failures:
+        return ""
+    worst = max(failures, key=lambda r: r.total_ms)
+    return f"; at worst {duration(worst.total_ms / 1000)} from a failure to the next committed step"
+
+
+def _chart(report: Report) -> Text:
+    history = History()
+    for step in report.steps:
+        history.add(step.step, step.loss if step.loss is not None else float("nan"))
+    return loss_chart(
+        history,
+        width=CHART_WIDTH,
+        height=CHART_HEIGHT,
+        failures=[r.step for r in report.recoveries if r.cause in FAILURE_CAUSES],
+        changes=[r.step for r in report.recoveries if r.cause not in FAILURE_CAUSES],
+    )
+
+
+def _recovery_table(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("what happened", min_width=18)
+    table.add_column("noticed by", min_width=9)
+    for phase in ("detect", "quiesce", "plan", "state", "resume"):
+        table.add_column(phase, justify="right", no_wrap=True)
+    table.add_column("total", justify="right", no_wrap=True, style="bold")
+    table.add_column("moved", justify="right", no_wrap=True)
+    table.add_column("lost", justify="right", no_wrap=True)
+    table.add_column("redone", justify="right", no_wrap=True)
+    for index, recovery in enumerate(report.recoveries, start=1):
+        failure = recovery.cause in FAILURE_CAUSES
+        table.add_row(
+            Text(str(index), style="red" if failure else "green"),
+            str(recovery.step),
+            _what(recovery, [f for f in report.faults if f.generations[:1] == (recovery.generation,)]),
+            how_words(recovery.detected_how),
+            milliseconds(recovery.detected_ms),
+            milliseconds(recovery.quiesce_ms),
+            milliseconds(recovery.plan_ms),
+            milliseconds(recovery.state_ms),
+            milliseconds(recovery.resume_ms),
+            milliseconds(recovery.total_ms),
+            size(recovery.bytes_moved),
+            Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
+            str(recovery.recomputed_steps),
+        )
+    return table
+
+
+def _what(recovery: Recovery, faults: Sequence[Fault]) -> Text:
+    nodes = ", ".join(recovery.nodes) or "cluster"
+    text = Text.assemble((nodes, "bold"), f" {CAUSE_WORDS.get(recovery.cause, recovery.cause)}")
+    if faults:
+        text.append(f" ({', '.join(dict.fromkeys(f.fault for f in faults))})", style="dim")
+    return text
+
+
+def _decisions(report: Report) -> RenderableType:
+    parts: list[RenderableType] = []
+    for index, recovery in enumerate(report.recoveries, start=1):
+        failure = recovery.cause in FAILURE_CAUSES
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(width=2, style="red" if failure else "green")
+        grid.add_column(width=7, style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        method = f"{recovery.method}: " if recovery.method else ""
+        grid.add_row(str(index), "plan", Text(f"{method}{recovery.reason}"))
+        if recovery.decision in _DECISION_WORDS:
+            sentence = _DECISION_WORDS[recovery.decision]
+            grid.add_row("", "step", sentence.format(step=recovery.step, next=_next_step(recovery)))
+        if recovery.generations_tried > 1:
+            grid.add_row(
+                "", "tries", f"{recovery.generations_tried} generations: something failed during the recovery"
+            )
+        grid.add_row("", "before", _pipelines(recovery.pipelines_before))
+        grid.add_row("", "after", _pipelines(recovery.pipelines_after))
+        parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
+    return Group(*parts)
+
+
+def _next_step(recovery: Recovery) -> int:
+    """The step that was in flight: after a roll-forward it is the one that was resumed from."""
+    return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
+
+
+def _pipelines(pipelines: Sequence[PipelineFacts]) -> Text:
+    plain: list[JsonMap] = msgspec.to_builtins(pipelines)
+    short = single_device(plain)
+    lines = [f"{pipeline_name(i)}  {pipeline_text(p, short=short)}" for i, p in enumerate(plain)]
+    return Text("\n".join(lines) if lines else "nothing ran")
+
+
+def _unanswered(faults: Sequence[Fault]) -> Text:
+    return Text("\n".join(f"{f.fault} {f.node or ''} after {duration(f.at_s)}" for f in faults))

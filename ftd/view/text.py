@@ -1,0 +1,200 @@
+"""The words, numbers, symbols and colours that all views share.
+
+Pipelines come as the public JSON has them: ``{"stages": [{"first_layer", "end_layer", "devices"}],
+"microbatches"}`` with devices named ``node/index``.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+JsonMap = Mapping[str, Any]
+
+PHASE_STYLES = {
+    "WAITING": "cyan",
+    "RUNNING": "green",
+    "QUIESCING": "yellow",
+    "RECOVERING": "magenta",
+    "PAUSED": "bold yellow",
+    "FINISHED": "bold green",
+    "FAILED": "bold red",
+    "UNREACHABLE": "bold red",
+}
+
+NODE_MARKS = {
+    "HEALTHY": ("●", "green"),
+    "SNAP": ("◍", "cyan"),
+    "COMPLETED": ("◉", "blue"),
+    "UNHEALTHY": ("▲", "yellow"),
+    "OFFLINE": ("✖", "red"),
+}
+
+EVENT_MARKS = {
+    "NodeLost": ("✖", "bold red"),
+    "TrainerLost": ("✖", "red"),
+    "NodeFenced": ("✖", "red"),
+    "NodeRejected": ("✖", "yellow"),
+    "JobFailed": ("✖", "bold red"),
+    "ReplicasDiverged": ("✖", "bold red"),
+    "ChaosInjected": ("↯", "bold yellow"),
+    "ChaosRefused": ("↯", "yellow"),
+    "BrokerLost": ("▲", "yellow"),
+    "ClusterPaused": ("▮", "bold yellow"),
+    "PeerSuspected": ("▲", "yellow"),
+    "MessageRefused": ("▲", "yellow"),
+    "NodeJoined": ("✚", "bold green"),
+    "NodeRecovered": ("✚", "green"),
+    "RecoveryCompleted": ("✔", "bold green"),
+    "JobFinished": ("✔", "bold green"),
+    "BrokerRestored": ("✔", "green"),
+}
+"""Every other event gets a dim dot."""
+
+QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
+"""Too many to list one by one where people look."""
+
+FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost"})
+
+CAUSE_WORDS = {
+    "start": "started",
+    "node_lost": "lost",
+    "trainer_lost": "lost a trainer",
+    "node_joined": "joined",
+    "node_returned": "came back",
+    "node_drained": "drained",
+    "resumed": "enough nodes again",
+}
+
+HOW_WORDS = {
+    "last_will": "last will",
+    "no_answer": "no answer",
+    "goodbye": "said goodbye",
+    "exited": "process exit",
+    "raised": "exception",
+    "hung": "no progress",
+}
+
+_NODE_COLOURS = (
+    "#5fafff",
+    "#ffaf5f",
+    "#87d787",
+    "#d787d7",
+    "#d7d75f",
+    "#5fd7d7",
+    "#ff8787",
+    "#afafff",
+    "#d7af87",
+    "#87d7af",
+    "#ff87d7",
+    "#bcbcbc",
+)
+
+
+class NodeColours:
+    """A colour for each node that stays its own for the whole run, also after the node is gone."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, str] = {}
+
+    def of(self, node: str) -> str:
+        return self._given.setdefault(node, _NODE_COLOURS[len(self._given) % len(_NODE_COLOURS)])
+
+
+def words(name: str) -> str:
+    """``NodeLost`` → ``node lost``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
+
+
+def how_words(how: str | None) -> str:
+    """How a failure was noticed, for people; ``–`` where nobody said."""
+    return HOW_WORDS.get(how, how.replace("_", " ")) if how else "–"
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
+
+
+def layer_range(first_layer: int, end_layer: int) -> str:
+    """The half-open range as people read it, both ends included: ``0–3``."""
+    return str(first_layer) if end_layer - first_layer == 1 else f"{first_layer}–{end_layer - 1}"
+
+
+def size(size_bytes: float) -> str:
+    """``0 B``, ``640 KiB``, ``3.2 MiB``."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def milliseconds(value_ms: float | None) -> str:
+    """For a column headed ``ms``: whole from 10 on, one decimal below, ``–`` where unknown."""
+    if value_ms is None:
+        return "–"
+    return f"{value_ms:.0f}" if value_ms >= 9.95 else f"{value_ms:.1f}"
+
+
+def duration(value_s: float) -> str:
+    """``98 ms``, ``1.24 s``, ``12.4 s``, ``2:05``, ``3:04:05``."""
+    if value_s < 1:
+        return f"{value_s * 1000:.0f} ms"
+    if value_s < 60:
+        return f"{value_s:.2f} s" if value_s < 10 else f"{value_s:.1f} s"
+    minutes, seconds = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A loss or a rate; ``–`` where there is none (yet) and the word itself where it is not finite."""
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
+
+
+def clock(at: str | None) -> str:
+    """The local wall-clock time of an ISO-8601 stamp, to the millisecond."""
+    if not at:
+        return "--:--:--.---"
+    moment = datetime.fromisoformat(at).astimezone()
+    return f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03}"
+
+
+def single_device(pipelines: Iterable[JsonMap]) -> bool:
+    """True where every node in use shows one device: then ``/0`` says nothing and is left out."""
+    return all(d.endswith("/0") for p in pipelines for s in p["stages"] for d in s["devices"])
+
+
+def device_names(devices: Sequence[str], *, short: bool) -> str:
+    """``node-0`` (short), ``node-0/1``, ``node-0/0,1``."""
+    by_node: dict[str, list[str]] = {}
+    for device in devices:
+        node, _, index = device.rpartition("/")
+        by_node.setdefault(node, []).append(index)
+    if short:
+        return " ".join(by_node)
+    return " ".join(f"{node}/{','.join(indices)}" for node, indices in by_node.items())
+
+
+def stage_node(stage: JsonMap) -> str:
+    """The node whose devices run this stage (a stage never spans nodes)."""
+    return str(stage["devices"][0]).rpartition("/")[0]
+
+
+def pipeline_text(pipeline: JsonMap, *, short: bool) -> str:
+    """One pipeline on one line: ``node-0 0–3 │ node-1 4–7 × 4``."""
+    stages = " │ ".join(
+        f"{device_names(s['devices'], short=short)} {layer_range(s['first_layer'], s['end_layer'])}"
+        for s in pipeline["stages"]
+    )
+    return f"{stages}  × {pipeline['microbatches']}"
+
+
+def pipeline_name(index: int) -> str:
+    """A, B, …, Z, then A1, B1, …: short enough for a column."""
+    letter = chr(ord("A") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26}"
