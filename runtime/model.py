@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 Kind = Literal["parameter", "buffer"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTensor:
     """A parameter or persistent buffer and every place in the layers that refers to it."""
 
@@ -238,6 +238,15 @@ class Model:
         finally:
             for tensor, value in saved:
                 tensor.value.copy_(value)
+
+    @contextmanager
+    def without_checkpointing(self) -> Iterator[None]:
+        """Keep activations inside, whatever the job says: a profile measures the plain passes."""
+        checkpointing, self._checkpoint = self._checkpoint, False
+        try:
+            yield
+        finally:
+            self._checkpoint = checkpointing
 
     def _trainable(self) -> list[SharedTensor]:
         return [t for t in self._tensors if t.trainable]

@@ -9,11 +9,13 @@ What is per parameter (moments) moves with its layer; what is per group (learnin
 is the same on every rank at the same step, and travels with every layer, as plain data.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch._dynamo  # Every optimizer does it on first use (0.8 s): here it happens before trainers are forked.
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
@@ -169,6 +171,10 @@ def _make_optimizer(factory: Any, named: list[tuple[str, nn.Parameter]]) -> Opti
         raise TrainingError(f"Training.optimizer raised {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise TrainingError(f"Training.optimizer must return an Optimizer, not {type(optimizer).__name__}")
+    if any(p.default is p.empty for p in inspect.signature(optimizer.step).parameters.values()):
+        raise TrainingError(
+            f"{type(optimizer).__name__}.step needs a closure; take an optimizer that steps by gradients alone"
+        )
     return optimizer
 
 
@@ -231,7 +237,7 @@ def _restored(like: Any, plain: Any) -> Any:
         case Tensor():
             return torch.full_like(like, plain)
         case Counter():
-            return Counter({k: v for k, v in plain["pairs"]})
+            return Counter(dict(plain["pairs"]))
         case dict():
             return {k: _restored(like.get(k), v) for k, v in plain["pairs"]}
         case list() | tuple() if isinstance(plain, list):

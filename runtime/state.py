@@ -119,7 +119,7 @@ class LayerStates:
         self._check(layer, decoded, payload)
         try:
             self._optimization.set_schedule(decoded.schedule)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"layer {layer}: {error}") from error
         self._model.materialise(layer)
         values = {tensor.name: tensor.value for tensor in self._model.tensors_of(layer)}

@@ -34,7 +34,7 @@ class TrainingError(ValueError):
     """The training function, or what it returned, cannot be used; the message says what to change."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What a training function returns.
 

@@ -1,0 +1,52 @@
+"""The plain loop that everything distributed is compared with: one process, one model, no pipelines."""
+
+import math
+
+import torch
+
+from runtime.model import Model
+from runtime.optimizer import Optimization
+from runtime.protocol import TrainingData
+from runtime.sampling import Sampler
+from runtime.training import Training, load_training
+
+
+def reference_losses(training: Training, data: TrainingData, steps: int) -> list[float]:
+    """The mean loss over the global batch of each of the first ``steps`` steps."""
+    return reference_run(training, data, steps)[0]
+
+
+def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[list[float], Model]:
+    """Also the trained model. Takes over ``training``'s layers: load it anew for another run."""
+    model = Model(training, data)
+    optimization = Optimization(model)
+    sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+    everything = range(model.layer_count)
+    microbatches = data.global_batch // data.microbatch_rows
+    losses: list[float] = []
+    for step in range(1, steps + 1):
+        inputs, targets = sampler.load(training.dataset, sampler.indices(step))
+        total = 0.0
+        for first in range(0, data.global_batch, data.microbatch_rows):
+            rows = slice(first, first + data.microbatch_rows)
+            output = model.forward(0, model.layer_count, inputs[rows], step=step, row=first)
+            loss = training.loss(output, targets[rows])
+            torch.autograd.backward(loss / microbatches)
+            total += loss.item()
+        parameters = [parameter for _, parameter in model.named_parameters(everything)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+        if data.clip_gradient_norm is not None and norm > data.clip_gradient_norm:
+            for gradient in gradients:
+                gradient.mul_(data.clip_gradient_norm / norm)
+        optimization.step(everything, skipped=not math.isfinite(norm))
+        for parameter in parameters:
+            parameter.grad = None
+        losses.append(total / microbatches)
+    return losses, model
+
+
+def load(data: TrainingData) -> Training:
+    """``load_training`` without leaving torch's generator seeded for the next test."""
+    with torch.random.fork_rng(devices=[]):
+        return load_training(data)
