@@ -1,0 +1,189 @@
+"""``ftd.toml``: one file for the coordinator and the nodes of a cluster; each reads what concerns it.
+
+Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` is a commented sample.
+"""
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftd.config.locate import (
+    DEFAULT_CLUSTER,
+    BrokerAddress,
+    parse_broker,
+    user_runtime_dir,
+)
+from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
+from ftd.errors import ConfigurationError
+from statemachine.timing import Timing
+
+
+class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[broker]``: the MQTT broker that everybody of the cluster meets at."""
+
+    url: str = "mqtt://127.0.0.1:1883"
+    username: str | None = None
+    password: str | None = None
+
+
+class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[node]``: this host."""
+
+    name: str | None = None
+    """Unique in the cluster, and the same after a restart; by default the host's name."""
+    devices: int = 1
+    """Trainers to run: one for each GPU, or simulated devices on a CPU."""
+    host: str | None = None
+    """Address under which the other nodes reach this one; by default that of the way to the broker."""
+    chaos: bool = False
+    """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
+    runtime_dir: str | None = None
+    """Sockets and logs of the trainers."""
+
+
+class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[coordinator]``."""
+
+    state_dir: str | None = None
+    """Holds the journal; without it a restarted coordinator knows no job."""
+
+
+class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file as written."""
+
+    cluster: str = DEFAULT_CLUSTER
+    """Clusters may share a broker; the name is the third level of every topic."""
+    secret: str | None = None
+    """Shared by all nodes: trainers show it when they meet (the rendezvous server asks)."""
+    secret_file: str | None = None
+    """The same in a file that only this user can read; relative to ftd.toml."""
+    broker: BrokerTable = BrokerTable()
+    node: NodeTable = NodeTable()
+    coordinator: CoordinatorTable = CoordinatorTable()
+    timing: dict[str, int | float] = {}
+    """Overrides of ``statemachine.timing.Timing``, field by field."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """``ftd.toml``, checked, defaults filled in, paths absolute."""
+
+    cluster: str
+    broker: BrokerAddress
+    node: str
+    devices: int
+    host: str
+    chaos: bool
+    runtime_dir: Path
+    state_dir: Path
+    secret: str | None
+    timing: Timing = dataclasses.field(default_factory=Timing)
+
+    def broker_address(self) -> BrokerAddress:
+        return self.broker
+
+    def require_secret(self) -> str:
+        """:raises ConfigurationError: there is none; a node must not let strangers into its rendezvous."""
+        if not self.secret:
+            raise ConfigurationError(
+                "a node needs the cluster's shared secret",
+                field="secret",
+                remedy='add secret_file = "secret" to ftd.toml, the same content on every node',
+            )
+        return self.secret
+
+
+def load_daemon_config(path: Path) -> DaemonConfig:
+    """Read and check ``ftd.toml``.
+
+    :raises ConfigurationError: names the field and the remedy.
+    """
+    return daemon_config(read_toml(path), directory=path.resolve().parent, where=path.name)
+
+
+def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
+    """``ftd.toml``'s content, checked; relative paths start at ``directory``."""
+    file = convert(data, DaemonFile, where=where)
+    broker = parse_broker(file.broker.url)
+    if file.broker.username is not None:
+        broker = dataclasses.replace(broker, username=file.broker.username, password=file.broker.password)
+    elif file.broker.password is not None:
+        raise ConfigurationError("a password without a username", field="broker.password", remedy="add both")
+    node = file.node.name if file.node.name is not None else socket.gethostname().split(".")[0]
+    require_name(file.cluster, "cluster")
+    require_name(node, "node.name")
+    require_positive(file.node.devices, "node.devices")
+    runtime = file.node.runtime_dir
+    state = file.coordinator.state_dir
+    return DaemonConfig(
+        cluster=file.cluster,
+        broker=broker,
+        node=node,
+        devices=file.node.devices,
+        host=file.node.host or way_to(broker),
+        chaos=file.node.chaos,
+        runtime_dir=(directory / runtime) if runtime else user_runtime_dir() / file.cluster / node,
+        state_dir=(directory / state) if state else _default_state_dir(file.cluster),
+        secret=_secret(file, directory),
+        timing=_timing(file.timing),
+    )
+
+
+def way_to(broker: BrokerAddress) -> str:
+    """The local address of the route to the broker: what others most likely reach this host at.
+
+    Connecting a datagram socket sends nothing. Without a route (offline, unknown name) loopback is the
+    only address that works at all.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            broker.host, broker.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _default_state_dir(cluster: str) -> Path:
+    base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "ftd" / cluster
+
+
+def _secret(file: DaemonFile, directory: Path) -> str | None:
+    if file.secret is not None and file.secret_file is not None:
+        raise ConfigurationError("both secret and secret_file", field="secret", remedy="keep one of them")
+    if file.secret_file is None:
+        return file.secret
+    path = directory / file.secret_file
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot be read: {error}", field="secret_file") from None
+    if not secret:
+        raise ConfigurationError(f"{path} is empty", field="secret_file", remedy="put a random line in it")
+    return secret
+
+
+def _timing(overrides: dict[str, int | float]) -> Timing:
+    known = {field.name: field for field in dataclasses.fields(Timing)}
+    values: dict[str, Any] = {}
+    for name, value in overrides.items():
+        if name not in known:
+            raise ConfigurationError(
+                "unknown field", field=f"timing.{name}", remedy=nearest(name, list(known))
+            )
+        require_positive(value, f"timing.{name}")
+        whole = isinstance(known[name].default, int)
+        if whole and not float(value).is_integer():
+            raise ConfigurationError(f"{value} is no whole number", field=f"timing.{name}")
+        values[name] = int(value) if whole else float(value)
+    try:
+        return Timing(**values)
+    except ValueError as error:
+        raise ConfigurationError(str(error).removeprefix("timing: "), field="timing") from None

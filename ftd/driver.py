@@ -1,0 +1,159 @@
+"""Runs a pure machine in the real world: the coordinator's and the node's main loop.
+
+Events go in through ``feed``; the machine answers with effects; ``perform`` carries them out, in order,
+each finished before the next begins. Timers live here, so that the machines own no clock. A bug in a step
+is logged with its event and the daemon goes on: a training run outlives our mistakes where it can.
+"""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from ftd.errors import FtdError
+from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
+from statemachine.events import Event, TimerFired
+
+_log = structlog.get_logger("ftd.driver")
+
+_EVENTS_BEFORE_YIELD = 64
+"""A flood of messages must not keep timers and sockets from being served."""
+
+
+class Machine(Protocol):
+    """What ``statemachine``'s machines have in common."""
+
+    def step(self, event: Event) -> list[Effect]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A timer rang. Void when it was cancelled or set anew before its turn in the queue came."""
+
+    name: str
+    ticket: int
+
+
+class Driver:
+    """See the module. One per machine; everything happens on one event loop."""
+
+    def __init__(self, machine: Machine, perform: Callable[[Effect], Awaitable[None] | None]) -> None:
+        """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable;
+        an ``FtdError`` from it ends ``run`` (the daemon cannot go on), anything else is logged as a bug."""
+        self.machine = machine
+        self.bugs = 0
+        """Exceptions in steps and effects so far; a healthy daemon has none."""
+        self._perform = perform
+        self._queue: asyncio.Queue[Event | _Due] = asyncio.Queue()
+        self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
+        self._tickets = itertools.count(1)
+        self._causes = itertools.count(1)
+        self._suffix = secrets.token_hex(2)
+
+    def now(self) -> float:
+        """Seconds on the monotonic clock that all processes of this host share."""
+        return time.monotonic()
+
+    def cause(self) -> str:
+        """A fresh cause id: unique in the cluster, short enough to read aloud (``c-00042-a1b2``)."""
+        return f"c-{next(self._causes):05d}-{self._suffix}"
+
+    def feed(self, event: Event) -> None:
+        """Queue an event; never blocks. Build it with ``at=driver.now(), cause=driver.cause()``."""
+        self._queue.put_nowait(event)
+
+    async def run(self) -> None:
+        """Process events until cancelled.
+
+        :raises FtdError: an effect failed in a way that the daemon cannot survive.
+        """
+        handled = 0
+        while True:
+            item = await self._queue.get()
+            event = self._ring(item) if isinstance(item, _Due) else item
+            if event is not None:
+                await self.process(event)
+            handled += 1
+            if handled % _EVENTS_BEFORE_YIELD == 0:
+                await asyncio.sleep(0)
+
+    async def process(self, event: Event) -> None:
+        """One step and its effects."""
+        try:
+            effects = self.machine.step(event)
+        except Exception:
+            self.bugs += 1
+            _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
+            return
+        await self.carry_out(effects)
+
+    async def carry_out(self, effects: list[Effect]) -> None:
+        """Effects in order; also those that a restored machine begins with."""
+        for effect in effects:
+            try:
+                if isinstance(effect, SetTimer):
+                    self._set_timer(effect.name, effect.delay_s)
+                elif isinstance(effect, CancelTimer):
+                    self._cancel_timer(effect.name)
+                elif (pending := self._perform(effect)) is not None:
+                    await pending
+            except FtdError:
+                raise
+            except Exception:
+                self.bugs += 1
+                _log.exception("carry_out", effect=repr(effect)[:2000], cause=effect.cause)
+
+    def stop_timers(self) -> None:
+        """Cancel all timers, at the end of the daemon's life."""
+        for name in list(self._timers):
+            self._cancel_timer(name)
+
+    def _set_timer(self, name: str, delay_s: float) -> None:
+        self._cancel_timer(name)
+        due = _Due(name, next(self._tickets))
+        handle = asyncio.get_running_loop().call_later(delay_s, self._queue.put_nowait, due)
+        self._timers[name] = (due.ticket, handle)
+
+    def _cancel_timer(self, name: str) -> None:
+        if (entry := self._timers.pop(name, None)) is not None:
+            entry[1].cancel()
+
+    def _ring(self, due: _Due) -> TimerFired | None:
+        entry = self._timers.get(due.name)
+        if entry is None or entry[0] != due.ticket:
+            return None
+        del self._timers[due.name]
+        return TimerFired(at=self.now(), cause=self.cause(), name=due.name)
+
+
+class EventGate:
+    """Lets an event of each kind through once a second: a peer that repeats itself cannot flood the stream.
+
+    Kinds are told apart by name, node and reason. The next one let through says how many were held back.
+    """
+
+    LIMITED = frozenset({"MessageIgnored", "MessageRefused", "PeerSuspected", "NodeRejected"})
+    PERIOD_S = 1.0
+    MAX_KINDS = 1024
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str | None, str], tuple[float, int]] = {}
+
+    def admit(self, event: EmitEvent, now: float) -> int | None:
+        """How many like it were held back before this one; None holds this one back, too."""
+        if event.name not in self.LIMITED:
+            return 0
+        key = (event.name, event.node, event.reason)
+        since, held = self._kinds.get(key, (-self.PERIOD_S, 0))
+        if now - since < self.PERIOD_S:
+            self._kinds[key] = (since, held + 1)
+            return None
+        if len(self._kinds) >= self.MAX_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = (now, 0)
+        return held

@@ -1,0 +1,236 @@
+"""One MQTT connection that comes back by itself: daemons and commands all talk through this.
+
+``run`` connects, subscribes, delivers messages, and begins again when the connection breaks. Publishing
+never blocks and never raises: while the broker is away a message is dropped, or kept when the caller asked
+for it (``keep=True``), and state that others rely on is published again in ``on_connected``.
+
+Only clean sessions are used. What the broker would keep for an absent client is stale by the time that it
+returns; the protocol above (Hello, Inquiry, retained state) reconciles instead.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import aiomqtt
+import structlog
+
+from ftd.config.locate import BrokerAddress
+from ftd.errors import Unreachable
+
+_log = structlog.get_logger("ftd.mqtt")
+
+KEEP_ALIVE_S = 5
+"""Only a vanished host needs it: a closed socket is noticed at once, and liveness has its own heartbeats."""
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+CONNECT_S = 3.0
+"""For the connection itself and for each acknowledgement on the way to a usable session."""
+MAX_KEPT = 10_000
+
+# Small packets wait up to 40 ms for the peer's delayed acknowledgement without TCP_NODELAY.
+_SOCKET_OPTIONS = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Will:
+    """What the broker publishes, retained, when this client dies without a goodbye."""
+
+    topic: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outgoing:
+    topic: str
+    payload: bytes
+    retain: bool
+    qos: int
+    keep: bool
+
+
+def _ignore() -> None:
+    return None
+
+
+class MqttSession:
+    """See the module.
+
+    Callbacks run on the event loop and must not block. Order: ``on_connected`` when all subscriptions are
+    acknowledged, then messages (retained ones first), then ``on_lost``; and again.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerAddress,
+        *,
+        client_id: str,
+        subscriptions: Sequence[str] = (),
+        will: Will | None = None,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None] = _ignore,
+        on_lost: Callable[[], None] = _ignore,
+    ) -> None:
+        """``on_message`` gets (topic, payload, retained). ``client_id`` must be unique at the broker: a
+        daemon's is its name and incarnation."""
+        self.broker = broker
+        self.client_id = client_id
+        self._subscriptions = tuple(subscriptions)
+        self._will = will
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._client: aiomqtt.Client | None = None
+        self._up = asyncio.Event()
+        self._problem = "not tried yet"
+        self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
+        self._publishing: dict[asyncio.Task[None], _Outgoing] = {}
+        self._silent_until = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; then say goodbye, so that the last will is not sent."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            await asyncio.sleep(max(0.0, self._silent_until - asyncio.get_running_loop().time()))
+            try:
+                was_up = await self._connect_and_serve()
+            except (aiomqtt.MqttError, OSError, TimeoutError) as error:
+                was_up = False
+                self._note_problem(error)
+            retry_s = FIRST_RETRY_S if was_up else min(2 * retry_s, LAST_RETRY_S)
+            await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """:raises Unreachable: not within ``timeout_s``; says what was wrong at the last attempt."""
+        try:
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        except TimeoutError:
+            raise Unreachable(
+                f"the MQTT broker at {self.broker.url} does not answer: {self._problem} "
+                "(is it running, and are the address and the credentials right?)"
+            ) from None
+
+    def publish(
+        self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
+    ) -> None:
+        """Send in the order of the calls. ``keep``: send it after the next connect if there is none now."""
+        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep)
+        if self._client is None:
+            if keep:
+                self._kept.append(message)
+            return
+        task = asyncio.get_running_loop().create_task(self._send(self._client, message))
+        self._publishing[task] = message
+        task.add_done_callback(lambda done: self._publishing.pop(done, None))
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        """Wait until what was published is acknowledged, or for ``timeout_s``."""
+        if self._publishing:
+            await asyncio.wait(tuple(self._publishing), timeout=timeout_s)
+
+    def interrupt(self, for_s: float = 0.0) -> None:
+        """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
+        self._silent_until = asyncio.get_running_loop().time() + for_s
+        if self._client is not None:
+            paho_socket = self._client._client.socket()
+            if isinstance(paho_socket, socket.socket):
+                with contextlib.suppress(OSError):
+                    paho_socket.shutdown(socket.SHUT_RDWR)
+
+    async def _connect_and_serve(self) -> bool:
+        """One connection from first to last byte; true when it had been usable."""
+        client = self._new_client()
+        up = False
+        try:
+            async with client:
+                if self._subscriptions:
+                    await client.subscribe([(topic, 1) for topic in self._subscriptions])
+                self._client = client
+                up = True
+                self._announce_up()
+                async for message in client.messages:
+                    self._deliver(message)
+        except (aiomqtt.MqttError, OSError) as error:
+            if not up:
+                raise
+            self._note_problem(error)
+            self._announce_lost()
+        finally:
+            self._client = None
+            self._up.clear()
+        return up
+
+    def _deliver(self, message: aiomqtt.Message) -> None:
+        payload = message.payload
+        try:
+            self._on_message(message.topic.value, payload, message.retain)
+        except Exception:
+            # One message must not cost the connection; that this happened at all is a bug of ours.
+            _log.exception("deliver", topic=str(message.topic), size_bytes=len(payload))
+
+    def _new_client(self) -> aiomqtt.Client:
+        will = self._will
+        client = aiomqtt.Client(
+            self.broker.host,
+            self.broker.port,
+            username=self.broker.username,
+            password=self.broker.password,
+            identifier=self.client_id,
+            clean_session=True,
+            keepalive=KEEP_ALIVE_S,
+            timeout=CONNECT_S,
+            will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
+            socket_options=_SOCKET_OPTIONS,
+            max_inflight_messages=1000,
+        )
+        client.pending_calls_threshold = MAX_KEPT
+        client._client.connect_timeout = CONNECT_S
+        return client
+
+    def _announce_up(self) -> None:
+        _log.info("connected", broker=self.broker.url)
+        self._problem = "lost"
+        self._up.set()
+        self._on_connected()
+        kept = list(self._kept)
+        self._kept.clear()
+        for message in kept:
+            self.publish(message.topic, message.payload, retain=message.retain, qos=message.qos, keep=True)
+
+    def _announce_lost(self) -> None:
+        self._client = None
+        self._up.clear()
+        # An acknowledgement that has not come never will: nothing else wakes these.
+        unsent = dict(self._publishing)
+        for task, message in unsent.items():
+            task.cancel()
+            if message.keep:
+                self._kept.append(message)
+        self._on_lost()
+
+    def _note_problem(self, error: BaseException) -> None:
+        problem = str(error) or type(error).__name__
+        if problem != self._problem:
+            _log.warning("not_connected", broker=self.broker.url, problem=problem)
+        self._problem = problem
+
+    async def _send(self, client: aiomqtt.Client, message: _Outgoing) -> None:
+        try:
+            await client.publish(
+                message.topic, message.payload, qos=message.qos, retain=message.retain, timeout=math.inf
+            )
+        except (aiomqtt.MqttError, ValueError) as error:
+            # Refused before it left (the connection just broke). ``_announce_lost`` may have kept it already:
+            # twice is what QoS 1 allows.
+            _log.debug("publish_failed", topic=message.topic, problem=str(error))
+            if message.keep:
+                self._kept.append(message)

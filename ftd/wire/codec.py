@@ -1,0 +1,144 @@
+"""msgpack for what coordinator and nodes say to each other: ``FromNode`` and ``ToNode``.
+
+On the wire::
+
+    {"node": "node-3", "incarnation": 17…, "type": "Quiesced", "body": {…}}          from a node
+    {… the same …, "cause": "c-00042-a1b2"}                                          to a node
+
+The messages are plain dataclasses of the pure core, which knows no codec; so the tag is in the envelope
+and a registry maps it to the class. Nothing is ever unpickled: a payload can only become these values.
+"""
+
+from typing import Any, get_args
+
+import msgspec
+
+from ftd.errors import WireError
+from statemachine.messages import Command, FromNode, Signal, ToNode
+from statemachine.messages import Hello as _Hello
+
+MAX_PAYLOAD_BYTES = 1024 * 1024
+"""Also the limit we ask brokers to hold. A plan for 1,000 devices is about 100 KiB."""
+
+
+class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    incarnation: int
+    type: str
+    body: msgspec.Raw
+
+
+class _ToNode(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    incarnation: int
+    type: str
+    body: msgspec.Raw
+    cause: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_NODE = msgspec.msgpack.Decoder(_FromNode)
+_TO_NODE = msgspec.msgpack.Decoder(_ToNode)
+_SIGNALS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Signal)
+}
+_COMMANDS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Command)
+}
+
+
+def encode_from_node(message: FromNode) -> bytes:
+    return _sized(
+        _FromNode(
+            node=message.node,
+            incarnation=message.incarnation,
+            type=type(message.signal).__name__,
+            body=msgspec.Raw(_ENCODER.encode(message.signal)),
+        )
+    )
+
+
+def encode_to_node(message: ToNode) -> bytes:
+    return _sized(
+        _ToNode(
+            node=message.node,
+            incarnation=message.incarnation,
+            type=type(message.command).__name__,
+            body=msgspec.Raw(_ENCODER.encode(message.command)),
+            cause=message.cause,
+        )
+    )
+
+
+def decode_from_node(payload: bytes, node: str | None = None) -> FromNode:
+    """A node's signal; ``node`` is the name in the topic that it came on.
+
+    :raises WireError: oversized, malformed, an unknown type, impossible numbers, or signed by another node
+        than its topic's.
+    """
+    envelope: _FromNode = _decoded(_FROM_NODE, payload, "signal")
+    _check_node(envelope.node, node)
+    signal = _body(_SIGNALS, envelope.type, envelope.body)
+    _check_numbers(signal)
+    return FromNode(node=envelope.node, incarnation=envelope.incarnation, signal=signal)
+
+
+def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
+    """A command to ``node``.
+
+    :raises WireError: as ``decode_from_node``.
+    """
+    envelope: _ToNode = _decoded(_TO_NODE, payload, "command")
+    _check_node(envelope.node, node)
+    command = _body(_COMMANDS, envelope.type, envelope.body)
+    _check_numbers(command)
+    return ToNode(node=envelope.node, incarnation=envelope.incarnation, command=command, cause=envelope.cause)
+
+
+def check_size(payload: bytes) -> None:
+    """:raises WireError: more than ``MAX_PAYLOAD_BYTES``."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise WireError(f"payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+
+
+def _sized(envelope: msgspec.Struct) -> bytes:
+    payload = _ENCODER.encode(envelope)
+    check_size(payload)
+    return payload
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str) -> Any:
+    check_size(payload)
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed {what}: {error}") from None
+
+
+def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: msgspec.Raw) -> Any:
+    decoder = registry.get(name)
+    if decoder is None:
+        raise WireError(f"unknown message type {name[:40]!r}; known: {', '.join(registry)}")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed {name}: {error}") from None
+
+
+def _check_node(claimed: str, topic: str | None) -> None:
+    if topic is not None and claimed != topic:
+        raise WireError(f"a message on {topic!r}'s topic claims to be {claimed[:64]!r}'s")
+
+
+def _check_numbers(message: Any) -> None:
+    """What types cannot say: no counter of ours is ever negative."""
+    for name in ("generation", "step", "first", "last", "bytes_moved", "device"):
+        value = getattr(message, name, 0)
+        if value < 0:
+            raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
+    if isinstance(message, _Hello):
+        facts = message.facts
+        if not 1 <= facts.devices <= 4096:
+            raise WireError(f"malformed Hello: {facts.devices} devices; 1 to 4096 are allowed")
+        if not 0 <= facts.rendezvous_port <= 65535:
+            raise WireError(f"malformed Hello: rendezvous_port is {facts.rendezvous_port}")

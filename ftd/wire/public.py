@@ -1,0 +1,182 @@
+"""The JSON that outside tools read and write: states, events, requests, answers, chaos.
+
+These Structs are the contract. Readers ignore fields that they do not know, so that a field can be added
+without a new ``schema``; requests refuse them, because a request that is half understood is dangerous.
+"""
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+from ftd.errors import WireError
+from ftd.wire.codec import check_size
+from statemachine.effects import EmitEvent
+from statemachine.values import NodeState
+
+SCHEMA = 1
+
+
+def timestamp() -> str:
+    """Now, ISO-8601 in UTC with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Retained on ``node/<node>/state``; with state OFFLINE it is the node's last will."""
+
+    node: str
+    incarnation: int
+    state: NodeState
+    generation: int
+    step: int
+    reason: str
+    at: str
+    devices: int
+    host: str
+    graceful: bool = False
+    """OFFLINE on purpose: the node said goodbye, nothing broke."""
+    schema: int = SCHEMA
+
+
+class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One fact on ``events``; ``monotonic`` is this host's CLOCK_MONOTONIC in seconds."""
+
+    event: str
+    node: str | None
+    generation: int | None
+    step: int | None
+    reason: str
+    at: str
+    monotonic: float
+    cause: str
+    details: dict[str, Any]
+    schema: int = SCHEMA
+
+
+class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``planner.values.Policy``; ``devices_per_node`` None: what the cluster's nodes have."""
+
+    global_batch: int
+    microbatch_rows: int
+    devices_per_node: int | None = None
+    tolerate: int = 1
+    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    objective: Literal["iteration", "paper"] = "iteration"
+    checkpoint_activations: bool = False
+    device_memory_bytes: int | None = None
+
+
+class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as submitted; ``training`` is runtime.protocol.TrainingData."""
+
+    name: str
+    steps: int
+    policy: PolicyData
+    training: dict[str, Any]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="do"):
+    """Base of all requests. ``request`` is chosen by the client: the same id is served once."""
+
+    request: str
+    reply: str
+    """Client id; the answer comes on ``reply/<client id>``."""
+    schema: int = SCHEMA
+
+
+class SubmitRequest(Request, frozen=True, kw_only=True, tag="submit"):
+    job: JobData
+
+
+class StopRequest(Request, frozen=True, kw_only=True, tag="stop"):
+    job: str
+    """Id or name."""
+
+
+class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
+    node: str
+
+
+class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
+    """Answered with the public state in ``data``, also when the retained one is not there yet."""
+
+
+class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
+    """A page of the journal: events (of ``node``, when given) or committed steps, oldest first.
+
+    ``after`` is the ``last`` of the page before. ``newest`` starts so that the page is the end.
+    """
+
+    what: Literal["events", "steps"] = "events"
+    node: str | None = None
+    after: int = 0
+    limit: int = 200
+    newest: bool = False
+
+
+AnyRequest = SubmitRequest | StopRequest | DrainRequest | StatusRequest | HistoryRequest
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """On ``reply/<client id>``; ``detail`` is a sentence, ``data`` what was asked for."""
+
+    request: str
+    accepted: bool
+    detail: str
+    data: dict[str, Any] | None = None
+    schema: int = SCHEMA
+
+
+class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """To ``chaos/<node>``: a fault on demand, obeyed only where the node's configuration allows it."""
+
+    request: str
+    reply: str
+    do: Literal["kill", "term", "stop", "hang", "disconnect"]
+    target: Literal["node", "trainer"] = "node"
+    device: int = 0
+    for_s: float | None = None
+    schema: int = SCHEMA
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode_json(value: Any) -> bytes:
+    """A Struct or plain data as JSON (a number that is not finite becomes null)."""
+    return _ENCODER.encode(value)
+
+
+def decode_json(payload: bytes, into: Any) -> Any:
+    """``payload`` as ``into`` (a Struct, a union of tagged Structs, or ``dict``).
+
+    :raises WireError: oversized or malformed; names the field.
+    """
+    check_size(payload)
+    decoder = _DECODERS.get(into)
+    if decoder is None:
+        decoder = _DECODERS[into] = msgspec.json.Decoder(into)
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed JSON message: {error}") from None
+
+
+def event_message(effect: EmitEvent, *, monotonic: float, held_back: int = 0) -> EventMessage:
+    """The envelope of an ``EmitEvent``; ``held_back`` similar ones were not published (``EventGate``)."""
+    details = dict(effect.details)
+    if held_back:
+        details["held_back"] = held_back
+    return EventMessage(
+        event=effect.name,
+        node=effect.node,
+        generation=effect.generation,
+        step=effect.step,
+        reason=effect.reason,
+        at=timestamp(),
+        monotonic=monotonic,
+        cause=effect.cause,
+        details=details,
+    )

@@ -1,0 +1,58 @@
+"""Topic names under ``ftd/v1/<cluster>/``, built and taken apart in one place."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topics:
+    """The topics of one cluster."""
+
+    cluster: str
+
+    @property
+    def root(self) -> str:
+        return f"ftd/v1/{self.cluster}"
+
+    @property
+    def cluster_state(self) -> str:
+        """Retained JSON: the public state, or UNREACHABLE (the coordinator's last will)."""
+        return f"{self.root}/cluster/state"
+
+    @property
+    def events(self) -> str:
+        """JSON event envelopes, not retained."""
+        return f"{self.root}/events"
+
+    @property
+    def request(self) -> str:
+        """JSON requests of clients to the coordinator."""
+        return f"{self.root}/request"
+
+    def node_state(self, node: str = "+") -> str:
+        """Retained JSON; OFFLINE is the node's last will. Without a name: the filter for all nodes."""
+        return f"{self.root}/node/{node}/state"
+
+    def node_signal(self, node: str = "+") -> str:
+        """msgpack FromNode."""
+        return f"{self.root}/node/{node}/signal"
+
+    def node_command(self, node: str) -> str:
+        """msgpack ToNode."""
+        return f"{self.root}/node/{node}/command"
+
+    def chaos(self, node: str) -> str:
+        """JSON chaos requests to a node."""
+        return f"{self.root}/chaos/{node}"
+
+    def reply(self, client: str) -> str:
+        """JSON answers to one client."""
+        return f"{self.root}/reply/{client}"
+
+    def node_of(self, topic: str) -> str | None:
+        """The node's name in a ``node/<node>/…`` or ``chaos/<node>`` topic of this cluster, else None."""
+        levels = topic.removeprefix(self.root + "/").split("/")
+        match levels:
+            case ["node", name, "state" | "signal" | "command"] | ["chaos", name]:
+                return name
+            case _:
+                return None
