@@ -1,0 +1,63 @@
+"""Real clusters for benchmarks: ``ftd local`` as a user runs it, default settings, and its report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+FTD = Path(sys.executable).parent / "ftd"
+
+Fault = dict[str, Any]
+"""One ``[[fault]]`` of a chaos scenario."""
+Report = dict[str, Any]
+
+
+def toml_table(fault: Fault) -> str:
+    lines = ["[[fault]]"]
+    for key, value in fault.items():
+        lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def run_local(
+    job: Path,
+    *,
+    nodes: int,
+    steps: int,
+    faults: list[Fault],
+    broker: str = "mosquitto",
+    limit_s: float = 1800.0,
+) -> Report:
+    """Run a job with ``ftd local`` to its end and return its report.
+
+    :raises RuntimeError: the run failed; carries the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
+        scenario = Path(directory) / "scenario.toml"
+        scenario.write_text("\n".join(toml_table(fault) for fault in faults))
+        report = Path(directory) / "report.json"
+        command = [
+            str(FTD), "local", str(job), "--nodes", str(nodes), "--steps", str(steps),
+            "--broker", broker, "--report", str(report), "--no-view",
+        ]  # fmt: skip
+        if faults:
+            command += ["--chaos", str(scenario)]
+        with subprocess.Popen(
+            command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            try:
+                printed, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                printed, _ = process.communicate(timeout=60)
+                raise RuntimeError(f"no end after {limit_s} s:\n{printed[-3000:]}") from None
+        if process.returncode != 0 or not report.exists():
+            raise RuntimeError(f"ftd local ended with {process.returncode}:\n{printed[-3000:]}")
+        document: Report = json.loads(report.read_text())
+        return document

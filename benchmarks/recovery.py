@@ -1,0 +1,185 @@
+"""From a failure to the next committed step, by phase, on real processes and default settings.
+
+    python -m benchmarks.recovery --kind kill --times 20
+    python -m benchmarks.recovery --kind kill --times 20 --peer .peer-venv     # beside torchft
+
+Kinds: ``kill`` (daemon and trainer of one node SIGKILLed together), ``trainer`` (its trainer alone),
+``stop`` (SIGSTOP of the trainer), ``hang`` (main thread asleep, other threads alive), ``join``.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ftd.config.job import load_job
+
+from benchmarks.clusters import REPOSITORY, Fault, Report, run_local
+from benchmarks.common import Limit, Result, Summary, main
+from benchmarks.peers import torchft
+
+WARM_UP_STEPS = 30
+APART_STEPS = 80
+PHASES = ("detected_ms", "quiesce_ms", "plan_ms", "state_ms", "resume_ms", "total_ms")
+CAUSES = {"kill": "node_lost", "join": "node_joined"}
+KINDS = ("kill", "trainer", "stop", "hang", "join")
+LIMITS_MS: dict[str, tuple[float, float]] = {
+    # kind: (median, worst) of ``total_ms``
+    "kill": (400, 1000),
+    "trainer": (400, 1000),
+    "stop": (1500, 1500),
+    "hang": (1500, 1500),
+}
+
+
+def faults_of(kind: str, times: int, nodes: int) -> list[Fault]:
+    """``times`` faults, each long enough after the one before that the cluster is whole again."""
+    faults: list[Fault] = []
+    for number in range(times):
+        step = WARM_UP_STEPS + number * APART_STEPS
+        node = f"node-{1 + number % (nodes - 1)}"
+        match kind:
+            case "kill" | "join":
+                faults.append({"at_step": step, "do": "kill", "node": node})
+                faults.append({"at_step": step + 10, "do": "start", "node": node})
+            case "trainer":
+                faults.append({"at_step": step, "do": "kill", "node": node, "target": "trainer"})
+            case "stop":
+                faults.append({"at_step": step, "do": "stop", "node": node, "target": "trainer"})
+            case "hang":
+                faults.append({"at_step": step, "do": "hang", "node": node, "for_s": 60})
+    return faults
+
+
+def measured_recoveries(report: Report, kind: str) -> list[dict[str, Any]]:
+    cause = CAUSES.get(kind, "trainer_lost")
+    return [recovery for recovery in report["recoveries"] if recovery["cause"] == cause]
+
+
+def returns_ms(report: Report) -> list[float]:
+    """From each fault to the first step committed with the node back in the plan."""
+    times = []
+    for fault in report["faults"]:
+        back = [
+            recovery
+            for recovery in report["recoveries"]
+            if recovery["cause"] == "node_returned"
+            and fault["node"] in recovery["nodes"]
+            and recovery["at_s"] > fault["at_s"]
+        ]
+        if back:
+            times.append((back[0]["at_s"] - fault["at_s"]) * 1000 + back[0]["total_ms"])
+    return times
+
+
+def measure(arguments: argparse.Namespace) -> Result:
+    steps = WARM_UP_STEPS + arguments.times * APART_STEPS
+    faults = faults_of(arguments.kind, arguments.times, arguments.nodes)
+    report = run_local(arguments.job, nodes=arguments.nodes, steps=steps, faults=faults)
+    recoveries = measured_recoveries(report, arguments.kind)
+    step_ms = statistics.median(s["step_s"] for s in report["steps"] if s["step_s"]) * 1000
+    result = Result(
+        name=f"recovery-{arguments.kind}",
+        what=f"{arguments.kind}: {len(recoveries)} times, {arguments.nodes} nodes, steps of {step_ms:.0f} ms,"
+        " mosquitto, default settings; milliseconds (min / median / max)",
+        columns=("phase", "milliseconds"),
+    )
+    for phase in PHASES:
+        values = tuple(r[phase] for r in recoveries if r[phase] is not None)
+        if values:
+            result.rows.append((phase.removesuffix("_ms"), str(Summary(values=values))))
+    totals = [r["total_ms"] for r in recoveries]
+    result.data = {"recoveries": recoveries, "step_ms": step_ms, "final": report["final"]}
+    result.limits = [
+        Limit(name="recoveries seen", measured=len(recoveries), limit=arguments.times, at_least=True),
+        Limit(name="rolled back steps", measured=sum(r["rolled_back_steps"] for r in recoveries), limit=0),
+        Limit(
+            name="recomputed steps, worst", measured=max(r["recomputed_steps"] for r in recoveries), limit=1
+        ),
+    ]
+    if arguments.kind in LIMITS_MS:
+        median, worst = LIMITS_MS[arguments.kind]
+        result.limits += [
+            Limit(name="fault to next commit, median ms", measured=statistics.median(totals), limit=median),
+            Limit(name="fault to next commit, worst ms", measured=max(totals), limit=worst),
+        ]
+    add_kind_specific(result, report, arguments.kind, recoveries, step_ms)
+    add_restarts(result, report, arguments.kind)
+    return result
+
+
+def add_kind_specific(
+    result: Result, report: Report, kind: str, recoveries: list[dict[str, Any]], step_ms: float
+) -> None:
+    if kind == "kill":
+        detections = [r["detected_ms"] for r in recoveries]
+        result.limits.append(
+            Limit(
+                name="kill to coordinator knowing, median ms",
+                measured=statistics.median(detections),
+                limit=50,
+            )
+        )
+    if kind == "trainer":
+        back = tuple(returns_ms(report))
+        result.rows.append(("fault to the trainer back in the plan", str(Summary(values=back))))
+        result.limits.append(
+            Limit(name="trainer back in the plan, median ms", measured=statistics.median(back), limit=1500)
+        )
+    if kind == "join":
+        stalls = tuple(r["commit_gap_ms"] - step_ms for r in recoveries if r["commit_gap_ms"] is not None)
+        result.rows.append(("stall of the others, state copy included", str(Summary(values=stalls))))
+        result.limits.append(Limit(name="stall of a join, worst ms", measured=max(stalls), limit=300))
+
+
+def add_restarts(result: Result, report: Report, kind: str) -> None:
+    """No surviving process may have been restarted: a node that was never hit has one pid of each."""
+    hit = {fault["node"] for fault in report["faults"]}
+    restarted = 0
+    for node, processes in report["processes"].items():
+        if node not in hit:
+            restarted += len(processes["daemon"]) - 1
+            restarted += sum(len(pids) - 1 for pids in processes["trainers"].values())
+    result.limits.append(Limit(name="surviving processes restarted", measured=restarted, limit=0))
+
+
+def add_peer(result: Result, arguments: argparse.Namespace) -> None:
+    """The same kill, the same model and batch, under torchft."""
+    job = load_job(arguments.job)
+    result.columns = (*result.columns, "recoveries")
+    result.rows = [(*row, str(len(result.data["recoveries"]))) for row in result.rows]
+    with tempfile.TemporaryDirectory(prefix="ftd-peer-") as directory:
+        training = Path(directory) / "training.json"
+        training.write_bytes(msgspec.json.encode(job.training))
+        for settings, times in (
+            (torchft.TUNED, arguments.times),
+            (torchft.AS_SHIPPED, min(5, arguments.times)),
+        ):
+            values = tuple(torchft.recoveries(arguments.peer, training, arguments.nodes, times, settings))
+            result.rows.append((settings.name, str(Summary(values=values)), f"{len(values)} of {times}"))
+            result.data[settings.name] = values
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=KINDS, default="kill")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--job", type=Path, default=REPOSITORY / "benchmarks/jobs/tiny.toml")
+    parser.add_argument("--peer", type=Path, help="virtual environment that holds torchft: measure it too")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parsed = parse()
+    outcome = measure(parsed)
+    if parsed.peer is not None and parsed.kind == "kill":
+        add_peer(outcome, parsed)
+    print(json.dumps({"totals_ms": [r["total_ms"] for r in outcome.data["recoveries"]]}))
+    main(outcome, parsed.out)
