@@ -128,6 +128,22 @@ class PipelineBars:
         return line
 
 
+def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_shares: bool = True) -> Text:
+    """Pipelines in words, one on a line: ``A  node-0 0–3 │ node-1 4–7  × 4``."""
+    short = single_device(pipelines)
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for index, pipeline in enumerate(pipelines):
+        text.append("\n" if index else "")
+        text.append(f"{pipeline_name(index):<3}", style="bold")
+        for position, stage in enumerate(pipeline["stages"]):
+            text.append(" │ " if position else "", style="dim")
+            text.append(device_names(stage["devices"], short=short), style=colours.of(stage_node(stage)))
+            text.append(f" {layer_range(stage['first_layer'], stage['end_layer'])}")
+        if with_shares:
+            text.append(f"  × {pipeline['microbatches']}", style="dim")
+    return text
+
+
 def _stage_label(stage: JsonMap, names: str, width: int) -> str:
     """The longest of a few labels that fits, centred; the layers are told before the names."""
     layers = layer_range(stage["first_layer"], stage["end_layer"])

@@ -3,26 +3,24 @@
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.chart import History, loss_chart
 from ftd.view.document import Fault, PipelineFacts, Recovery, Report
 from ftd.view.text import (
     CAUSE_WORDS,
     FAILURE_CAUSES,
-    JsonMap,
+    NodeColours,
     duration,
     how_words,
     milliseconds,
     number,
-    pipeline_name,
-    pipeline_text,
     plural,
-    single_device,
     size,
 )
 
@@ -37,7 +35,6 @@ _DECISION_WORDS = {
     "redo": "no rank had passed the vote of step {next}, so all did it again",
     "boundary": "all stopped together behind step {step}",
 }
-CHART_WIDTH = 92
 CHART_HEIGHT = 5
 
 
@@ -88,7 +85,7 @@ def _headline(report: Report) -> RenderableType:
     grid.add_row("checksum", Text(report.final.checksum or "none: the job did not finish", overflow="fold"))
     parts: list[RenderableType] = [grid]
     if report.steps:
-        parts += ["", _chart(report)]
+        parts += ["", _Chart(report)]
     title = f"[bold]ftd[/] · {report.job.name or 'run'}"
     return Panel(Group(*parts), title=title, title_align="left", border_style=style)
 
@@ -110,29 +107,36 @@ def _worst(failures: Sequence[Recovery]) -> str:
     return f"; at worst {duration(worst.total_ms / 1000)} from a failure to the next committed step"
 
 
-def _chart(report: Report) -> Text:
-    history = History()
-    for step in report.steps:
-        history.add(step.step, step.loss if step.loss is not None else float("nan"))
-    return loss_chart(
-        history,
-        width=CHART_WIDTH,
-        height=CHART_HEIGHT,
-        failures=[r.step for r in report.recoveries if r.cause in FAILURE_CAUSES],
-        changes=[r.step for r in report.recoveries if r.cause not in FAILURE_CAUSES],
-    )
+class _Chart:
+    """The loss over the whole width, marked where the plan changed."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        history = History()
+        for step in self._report.steps:
+            history.add(step.step, step.loss if step.loss is not None else float("nan"))
+        changes = self._report.recoveries
+        yield loss_chart(
+            history,
+            width=options.max_width,
+            height=CHART_HEIGHT,
+            failures=[r.step for r in changes if r.cause in FAILURE_CAUSES],
+            changes=[r.step for r in changes if r.cause not in FAILURE_CAUSES],
+        )
 
 
 def _recovery_table(report: Report) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("what happened", min_width=18)
-    table.add_column("noticed by", min_width=9)
+    table.add_column("noticed by", min_width=8)
     for phase in ("detect", "quiesce", "plan", "state", "resume"):
-        table.add_column(phase, justify="right", no_wrap=True)
-    table.add_column("total", justify="right", no_wrap=True, style="bold")
-    table.add_column("moved", justify="right", no_wrap=True)
+        table.add_column(phase, justify="right", no_wrap=True, min_width=5)
+    table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
+    table.add_column("moved", justify="right", no_wrap=True, min_width=8)
     table.add_column("lost", justify="right", no_wrap=True)
     table.add_column("redone", justify="right", no_wrap=True)
     for index, recovery in enumerate(report.recoveries, start=1):
@@ -165,6 +169,9 @@ def _what(recovery: Recovery, faults: Sequence[Fault]) -> Text:
 
 def _decisions(report: Report) -> RenderableType:
     parts: list[RenderableType] = []
+    colours = NodeColours()
+    for node in sorted(report.processes, key=natural):
+        colours.of(node)
     for index, recovery in enumerate(report.recoveries, start=1):
         failure = recovery.cause in FAILURE_CAUSES
         grid = Table.grid(padding=(0, 1))
@@ -180,8 +187,8 @@ def _decisions(report: Report) -> RenderableType:
             grid.add_row(
                 "", "tries", f"{recovery.generations_tried} generations: something failed during the recovery"
             )
-        grid.add_row("", "before", _pipelines(recovery.pipelines_before))
-        grid.add_row("", "after", _pipelines(recovery.pipelines_after))
+        grid.add_row("", "before", _pipelines(recovery.pipelines_before, colours))
+        grid.add_row("", "after", _pipelines(recovery.pipelines_after, colours))
         parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
     return Group(*parts)
 
@@ -191,11 +198,10 @@ def _next_step(recovery: Recovery) -> int:
     return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
 
 
-def _pipelines(pipelines: Sequence[PipelineFacts]) -> Text:
-    plain: list[JsonMap] = msgspec.to_builtins(pipelines)
-    short = single_device(plain)
-    lines = [f"{pipeline_name(i)}  {pipeline_text(p, short=short)}" for i, p in enumerate(plain)]
-    return Text("\n".join(lines) if lines else "nothing ran")
+def _pipelines(pipelines: Sequence[PipelineFacts], colours: NodeColours) -> Text:
+    if not pipelines:
+        return Text("nothing ran", style="dim")
+    return pipeline_lines(msgspec.to_builtins(pipelines), colours)
 
 
 def _unanswered(faults: Sequence[Fault]) -> Text:

@@ -185,15 +185,6 @@ def stage_node(stage: JsonMap) -> str:
     return str(stage["devices"][0]).rpartition("/")[0]
 
 
-def pipeline_text(pipeline: JsonMap, *, short: bool) -> str:
-    """One pipeline on one line: ``node-0 0–3 │ node-1 4–7 × 4``."""
-    stages = " │ ".join(
-        f"{device_names(s['devices'], short=short)} {layer_range(s['first_layer'], s['end_layer'])}"
-        for s in pipeline["stages"]
-    )
-    return f"{stages}  × {pipeline['microbatches']}"
-
-
 def pipeline_name(index: int) -> str:
     """A, B, …, Z, then A1, B1, …: short enough for a column."""
     letter = chr(ord("A") + index % 26)

@@ -1,0 +1,60 @@
+"""``ftd status``: the cluster as its retained public state tells it, on one page."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ftd.view.blocks import PipelineBars, node_table
+from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, number
+
+_MEANINGS = {
+    "WAITING": "no job is running",
+    "RUNNING": "training",
+    "QUIESCING": "stopping for a new plan",
+    "RECOVERING": "starting under a new plan",
+    "PAUSED": "too few nodes; the survivors hold their state and wait",
+    "FINISHED": "all steps are done",
+    "FAILED": "the job cannot go on",
+    "UNREACHABLE": "the coordinator is away; trainers go on by themselves",
+}
+MOST = 10_000
+"""A status page leaves nothing out, unlike the live view, which must fit a screen."""
+
+
+def render_status(state: JsonMap) -> RenderableType:
+    """Phase, job, nodes and pipelines."""
+    phase = str(state.get("phase", "WAITING"))
+    colours = NodeColours()
+    table = node_table(state, colours, most=MOST)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row(
+        "cluster",
+        Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_MEANINGS.get(phase, '')}"),
+    )
+    if state.get("waiting_for"):
+        grid.add_row("waiting", Text(f"for {state['waiting_for']}", style="yellow"))
+    job = state.get("job")
+    if job:
+        grid.add_row("job", f"{job['name']} ({job['id']}), global batch {job['global_batch']}")
+        grid.add_row("step", _step(state, job["steps"]))
+    else:
+        grid.add_row("job", Text("none; submit one with: ftd submit JOB.toml", style="dim"))
+    if state.get("generation") is not None:
+        grid.add_row("plan", f"generation {state['generation']}")
+    parts: list[RenderableType] = [grid]
+    if state.get("nodes"):
+        parts += ["", table]
+    if state.get("pipelines"):
+        parts += ["", PipelineBars(state["pipelines"], colours, most=MOST)]
+    return Group(*parts)
+
+
+def _step(state: JsonMap, total: int) -> str:
+    step = int(state.get("step") or 0)
+    words = f"{step} of {total} ({step / total:.0%}), loss {number(state.get('loss'))}"
+    rate, step_s = state.get("samples_per_s"), state.get("step_s")
+    if rate and step_s:
+        words += f", {number(rate, 0)} samples/s, {duration(step_s)} a step"
+    return words

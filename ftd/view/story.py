@@ -1,0 +1,80 @@
+"""``ftd story NODE``: what happened to a node, and why.
+
+Every event carries the id of what caused it (``cause``). A recovery spans several causes, since each
+answer of a node is a new fact, but all its events carry its generation. So the events are put into
+chapters: same cause, same chapter; same generation as a ``GenerationStarted``, that one's chapter. A
+chapter belongs to a node's story when any of its events names the node.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ftd.view.lines import event_line
+from ftd.view.text import QUIET_EVENTS, JsonMap, clock, duration, plural
+
+
+def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
+    """The chapters of ``node``, oldest first; in each, how long after its beginning things happened."""
+    told = chapters(events, node)
+    if not told:
+        return Text(f"Nothing is known of a node named {node}.", style="yellow")
+    count = sum(len(c) for c in told)
+    parts: list[RenderableType] = [
+        Text.assemble((f"The story of {node}", "bold"), f": {plural(count, 'event')}")
+    ]
+    for chapter in told:
+        parts += ["", _title(chapter), *_lines(chapter, node)]
+    return Group(*parts)
+
+
+def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
+    """The events of ``node``'s story in chapters, each in order of time; repeated deliveries once."""
+    known = {_identity(e): e for e in events if e.get("event") not in QUIET_EVENTS}
+    ordered = sorted(known.values(), key=lambda e: float(e["monotonic"]))
+    beginnings = {
+        e["generation"]: str(e["cause"])
+        for e in reversed(ordered)
+        if e["event"] == "GenerationStarted" and e.get("generation") is not None
+    }
+    by_cause: dict[str, list[JsonMap]] = {}
+    for event in ordered:
+        cause = str(event["cause"])
+        if event["event"] not in ("NodeJoined", "JobSubmitted"):
+            cause = beginnings.get(event.get("generation"), cause)
+        by_cause.setdefault(cause, []).append(event)
+    return [chapter for chapter in by_cause.values() if any(names(e, node) for e in chapter)]
+
+
+def names(event: JsonMap, node: str) -> bool:
+    """True when the event is about this node: its own, or in the list of a recovery's nodes."""
+    recovery = (event.get("details") or {}).get("recovery") or {}
+    return event.get("node") == node or node in recovery.get("nodes", ())
+
+
+def _identity(event: JsonMap) -> tuple[object, ...]:
+    return tuple(event.get(k) for k in ("monotonic", "event", "node", "generation", "step", "cause"))
+
+
+def _title(chapter: Sequence[JsonMap]) -> Text:
+    first, last = chapter[0], chapter[-1]
+    took_s = float(last["monotonic"]) - float(first["monotonic"])
+    title = Text(clock(first.get("at")), style="dim")
+    title.append(f"  because of {first['cause']}", style="dim italic")
+    if len(chapter) > 1:
+        title.append(f"  ({plural(len(chapter), 'event')} in {duration(took_s)})", style="dim")
+    return title
+
+
+def _lines(chapter: Sequence[JsonMap], node: str) -> list[Text]:
+    begun_s = float(chapter[0]["monotonic"])
+    lines = []
+    for index, event in enumerate(chapter):
+        after_s = float(event["monotonic"]) - begun_s
+        line = Text("  ", no_wrap=True, overflow="ellipsis")
+        line.append(f"{'' if index == 0 else '+' + duration(after_s):>9}  ", style="dim")
+        line.append("▌" if names(event, node) else "│", style="bold" if names(event, node) else "dim")
+        line.append(" ").append_text(event_line(event, with_clock=False))
+        lines.append(line)
+    return lines
