@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch._dynamo  # Every optimizer does it on first use (0.8 s): here it happens before trainers are forked.
+import torch._dynamo  # An optimizer's first use does it (0.8 s); here it is done before trainers are forked.
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
@@ -173,7 +173,7 @@ def _make_optimizer(factory: Any, named: list[tuple[str, nn.Parameter]]) -> Opti
         raise TrainingError(f"Training.optimizer must return an Optimizer, not {type(optimizer).__name__}")
     if any(p.default is p.empty for p in inspect.signature(optimizer.step).parameters.values()):
         raise TrainingError(
-            f"{type(optimizer).__name__}.step needs a closure; take an optimizer that steps by gradients alone"
+            f"{type(optimizer).__name__}.step needs a closure; take an optimizer that needs gradients alone"
         )
     return optimizer
 

@@ -1,0 +1,78 @@
+"""Sampling: a pure function of (seed, step) that uses every sample exactly once an epoch."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.sampling import Sampler
+from tests.runtime.support import Regression
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**40))
+def test_the_stream_of_steps_is_one_permutation_after_the_other(length: int, batch: int, seed: int) -> None:
+    sampler = Sampler(length, batch, seed)
+    steps = 3 * length // batch + 1
+    stream = [index for step in range(1, steps + 1) for index in sampler.indices(step)]
+    assert len(stream) == steps * batch
+    for first in range(0, len(stream) - length + 1, length):
+        assert sorted(stream[first : first + length]) == list(range(length))
+    counts = Counter(stream)
+    assert max(counts.values()) - min(counts[i] for i in range(length)) <= 1
+
+
+def test_a_batch_larger_than_the_data_set_takes_whole_epochs() -> None:
+    counts = Counter(Sampler(4, 12, 0).indices(1))
+    assert counts == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+def test_a_step_does_not_depend_on_the_steps_before() -> None:
+    assert Sampler(1000, 32, 7).indices(500) == Sampler(1000, 32, 7).indices(500)
+    sampler = Sampler(1000, 32, 7)
+    in_order = [sampler.indices(step) for step in range(1, 40)]
+    assert [Sampler(1000, 32, 7).indices(step) for step in reversed(range(1, 40))] == in_order[::-1]
+
+
+def test_the_indices_never_change_between_versions() -> None:
+    assert Sampler(1000, 6, 7).indices(1) == GOLDEN
+
+
+def test_seeds_and_epochs_differ_and_look_shuffled() -> None:
+    one, other = Sampler(1000, 1000, 1), Sampler(1000, 1000, 2)
+    assert one.indices(1) != one.indices(2) != other.indices(2)
+    indices = one.indices(1)
+    fixed = sum(position == index for position, index in enumerate(indices))
+    neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(indices))
+    assert fixed < 8
+    assert neighbours < 12
+
+
+def test_a_huge_data_set_needs_no_memory() -> None:
+    indices = Sampler(10**12, 64, 1).indices(10**9)
+    assert len(set(indices)) == 64
+    assert all(0 <= index < 10**12 for index in indices)
+
+
+def test_load_stacks_samples_in_the_order_asked_for() -> None:
+    dataset = Regression()
+    inputs, targets = Sampler(40, 4, 0).load(dataset, [7, 3])
+    assert torch.equal(inputs, torch.stack([dataset.x[7], dataset.x[3]]))
+    assert torch.equal(targets, torch.stack([dataset.y[7], dataset.y[3]]))
+
+
+@pytest.mark.parametrize(("length", "batch"), [(0, 1), (1, 0)])
+def test_nothing_to_draw_from_is_refused(length: int, batch: int) -> None:
+    with pytest.raises(ValueError, match="samples for a global batch"):
+        Sampler(length, batch, 0)
+
+
+def test_steps_are_counted_from_one() -> None:
+    with pytest.raises(ValueError, match="from 1"):
+        Sampler(4, 2, 0).indices(0)
+
+
+GOLDEN = [866, 772, 535, 89, 95, 338]
