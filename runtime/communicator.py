@@ -111,6 +111,13 @@ class Communicator(ABC):
         if pending.error is not None:
             raise PeerLost(str(pending.error)) from pending.error
 
+    def wait_any(self, pendings: Sequence[Pending]) -> None:
+        """At least one of them is done. Those that are need a ``wait`` of their own for their errors."""
+        with self._condition:
+            while not (self._aborted or any(pending.done for pending in pendings)):
+                self._condition.wait()
+        self.check()
+
     def settle(self, pending: Pending) -> None:
         """``wait``, and the values may be read on the host: what decides (VOTE) must really be there."""
         self.wait(pending)
@@ -172,12 +179,13 @@ class _Lane:
     in flight would block, with the interpreter lock held, until gloo's timeout.
     """
 
-    def __init__(self, name: str, finish: Callable[[Pending, BaseException | None], None]) -> None:
+    def __init__(
+        self, groups: dict[Members, Group], finish: Callable[[Pending, BaseException | None], None]
+    ) -> None:
         self._items: SimpleQueue[tuple[Work, Tensor, Pending] | None] = SimpleQueue()
         self._finish = finish
-        self.groups: dict[Members, Group] | None = None
-        self._thread = threading.Thread(target=self._run, name=f"communication-{name}", daemon=True)
-        self._thread.start()
+        self._groups: dict[Members, Group] | None = groups
+        threading.Thread(target=self._run, name="communication", daemon=True).start()
 
     def put(self, work: Work, tensor: Tensor) -> Pending:
         pending = Pending()
@@ -198,15 +206,15 @@ class _Lane:
             else:
                 self._finish(pending, None)
             del item, work, _tensor, pending
-        self.groups = None
+        self._groups = None
 
 
 class GlooCommunicator(Communicator):
     """gloo over TCP: a full mesh for the world and one for each further group.
 
-    ``send`` is a rendezvous in gloo (even 16 bytes wait for the receiver), hence posted. There is a lane
-    of its own for sends, receives and all-reduces, so that none waits behind another kind. Receives
-    complete in the order of posting, which is the order in which 1F1B uses them.
+    ``send`` is a rendezvous in gloo (even 16 bytes wait for the receiver), hence posted. Sends to a peer,
+    receives from a peer and all-reduces each have a lane of their own, so that nothing is noticed late
+    because something else, that may depend on it in a roundabout way, is slow.
     """
 
     def __init__(
@@ -219,7 +227,7 @@ class GlooCommunicator(Communicator):
         self._timeout_s = timeout_s
         self._groups: dict[Members, Group] = {}
         self._stores: list[RendezvousStore] = []
-        self._lanes = {name: _Lane(name, self._finish) for name in ("send", "receive", "reduce")}
+        self._lanes: dict[tuple[str, int], _Lane] = {}
 
     def form(self, groups: Sequence[Members]) -> None:
         wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
@@ -228,8 +236,6 @@ class GlooCommunicator(Communicator):
         for pending in forming:
             self.wait(pending)
         self._groups = formed
-        for lane in self._lanes.values():
-            lane.groups = formed
         self._close_stores()
 
     def _start_forming(self, members: Members, formed: dict[Members, Group]) -> Pending:
@@ -263,21 +269,26 @@ class GlooCommunicator(Communicator):
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
         tag = CHANNELS.index(channel)
-        return self._post("send", tensor, lambda: self._groups[self.world].send([tensor], peer, tag))
+        groups = self._groups
+        return self._post(("send", peer), tensor, lambda: groups[self.world].send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
         tag = CHANNELS.index(channel)
-        return self._post("receive", tensor, lambda: self._groups[self.world].recv([tensor], peer, tag))
+        return self._post(
+            ("receive", peer), tensor, lambda: self._groups[self.world].recv([tensor], peer, tag)
+        )
 
     def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
         if len(members) == 1:
             pending = Pending()
             pending.done = True
             return pending
-        return self._post("reduce", tensor, lambda: self._groups[members].allreduce([tensor]))
+        return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
 
-    def _post(self, lane: str, tensor: Tensor, post: Callable[[], Work]) -> Pending:
+    def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work]) -> Pending:
         self.check()
+        if lane not in self._lanes:
+            self._lanes[lane] = _Lane(self._groups, self._finish)
         try:
             work = post()
         except RuntimeError as error:

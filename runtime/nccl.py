@@ -130,10 +130,18 @@ class NcclCommunicator(Communicator):
         else:
             super().wait(pending)
 
+    def wait_any(self, pendings: Sequence[Pending]) -> None:
+        while True:
+            self.check()
+            for pending in pendings:
+                if isinstance(pending, _Issued):
+                    pending.done = pending.work.is_completed()
+                if pending.done:
+                    return
+            time.sleep(_POLL_S)
+
     def settle(self, pending: Pending) -> None:
         self.wait(pending)
-        if not isinstance(pending, _Issued):
-            return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
         while not done.query():

@@ -1,0 +1,230 @@
+"""The state of one trainer and the training step with its commit (design §4).
+
+A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three things is true, because that
+is what a quiesced trainer reports and what a recovery builds on:
+
+* it holds the layers ``complete`` at ``committed_step``, and nothing else is worth anything;
+* it also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE);
+* or it is inside APPLY, which nothing interrupts.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.communicator import Communicator
+from runtime.executor import StageExecutor
+from runtime.gradients import Gradients
+from runtime.model import Model
+from runtime.optimizer import Optimization
+from runtime.pace import Pace
+from runtime.protocol import Resume, TrainingData, VoteData
+from runtime.sampling import Sampler
+from runtime.state import LayerStates
+from runtime.training import load_training
+from runtime.transfer import Exchange
+from runtime.world import check_world, owners_of_layer, seat_of
+from storage.buckets import derive_buckets
+
+
+class EngineError(RuntimeError):
+    """The control plane asked for something that contradicts the state here: a bug of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """What it took to be ready to train under a generation."""
+
+    bytes_moved: int
+    rendezvous_s: float
+    state_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    vote: VoteData
+    stop: bool
+    """Somebody wants everybody to stop behind this step."""
+    step_s: float
+    bubble_s: float
+
+
+class Engine:
+    """:raises TrainingError: the user's training function or what it returns is at fault."""
+
+    def __init__(self, data: TrainingData, device: torch.device, pace: Pace) -> None:
+        training = load_training(data)
+        self.data = data
+        self.pace = pace
+        self.model = Model(training, data, device)
+        pace.tick()
+        self.optimization = Optimization(self.model)
+        self.states = LayerStates(self.model, self.optimization)
+        self._sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+        self.committed_step = 0
+        self.ready_step: int | None = None
+        self.vote: VoteData | None = None
+        """Of ``committed_step``."""
+        self.complete: set[int] = set(range(self.model.layer_count))
+        self.owned: frozenset[int] = frozenset()
+        """Layers of this rank's stage in the newest generation; only these are kept up to date."""
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._communicator: Communicator | None = None
+        self._gradients: Gradients | None = None
+        self._executor: StageExecutor | None = None
+
+    # --- between generations ---------------------------------------------------------------------
+
+    def settle(self, step: int, vote: VoteData | None) -> None:
+        """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
+
+        :raises EngineError: ``step`` is one that cannot be reached from here.
+        """
+        if self.ready_step is not None and self.ready_step == step:
+            if vote is None:
+                raise EngineError(f"step {step} is to be applied, but its vote is missing")
+            self._apply(vote)
+        elif self.committed_step == step:
+            self._discard()
+        elif self.committed_step < step:
+            # Fresh, or it missed something: nothing here is of use, all of it comes from others.
+            self._discard()
+            self.model.drop(range(self.model.layer_count))
+            self.complete = set()
+            self.committed_step, self.vote = step, vote
+        else:
+            raise EngineError(f"asked to resume at step {step}; step {self.committed_step} is committed here")
+        self._leave()
+
+    def enter(self, resume: Resume, communicator: Communicator) -> Entered:
+        """Meet the others, get the state that is missing, and be ready for ``step``.
+
+        :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
+        """
+        world = resume.world
+        check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
+        seat = seat_of(world, resume.rank, self.data.microbatch_rows)
+        buckets = derive_buckets(
+            self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
+        )
+        started = time.monotonic()
+        with self.pace.idle():
+            communicator.form(sorted({bucket.owners for bucket in buckets}))
+        formed = time.monotonic()
+        exchange = Exchange(
+            world.transfers,
+            states=self.states,
+            communicator=communicator,
+            pace=self.pace,
+            device=self.model.device,
+            complete=self.complete,
+        )
+        exchange.run()
+        missing = set(seat.layers) - self.complete
+        if missing:
+            raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
+        self.owned = frozenset(seat.layers)
+        self._communicator = communicator
+        self._gradients = Gradients(self.model, buckets, communicator)
+        self._executor = StageExecutor(
+            model=self.model,
+            data=self.data,
+            sampler=self._sampler,
+            seat=seat,
+            communicator=communicator,
+            gradients=self._gradients,
+            pace=self.pace,
+        )
+        return Entered(
+            bytes_moved=exchange.received_bytes,
+            rendezvous_s=formed - started,
+            state_s=time.monotonic() - formed,
+        )
+
+    # --- the step --------------------------------------------------------------------------------
+
+    def step(self, stop_wanted: Callable[[], bool]) -> StepResult:
+        """One step, to its commit.
+
+        :param stop_wanted: asked once, just before VOTE.
+        :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far it came.
+        """
+        executor, gradients = self._executor, self._gradients
+        if executor is None or gradients is None:
+            raise EngineError("no generation was entered")
+        started, self.pace.bubble_s = time.monotonic(), 0.0
+        self._keep_buffers()
+        loss = executor.run(self.committed_step + 1)
+        gradients.finish(self.pace)
+        self.ready_step = self.committed_step + 1
+        vote, stop = self._ask(loss, stop_wanted())
+        self._apply(vote)
+        return StepResult(
+            vote=vote, stop=stop, step_s=time.monotonic() - started, bubble_s=self.pace.bubble_s
+        )
+
+    def digests(self) -> dict[int, str]:
+        """Of the parameters of each owned layer."""
+        return {layer: self.states.digest(layer) for layer in sorted(self.owned)}
+
+    def _ask(self, loss: float, stop: bool) -> tuple[VoteData, bool]:
+        """VOTE: passing it proves that every rank of the world holds complete gradients."""
+        assert self._communicator is not None and self._gradients is not None
+        self.pace.tick()
+        squared, broken = self._gradients.squared_norm()
+        ballot = torch.tensor([loss, squared, broken, stop], dtype=torch.float64, device=self.model.device)
+        pending = self._communicator.all_reduce(ballot, self._communicator.world)
+        with self.pace.idle():
+            self._communicator.settle(pending)
+        total_loss, total_squared, total_broken, stops = ballot.tolist()
+        vote = VoteData(
+            loss=total_loss,
+            gradient_norm=math.sqrt(total_squared),
+            skipped=total_broken > 0 or not math.isfinite(total_squared),
+        )
+        return vote, stops > 0
+
+    def _apply(self, vote: VoteData) -> None:
+        """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this."""
+        assert self.ready_step is not None and self._gradients is not None
+        self.pace.tick()
+        clip = self.data.clip_gradient_norm
+        if clip is not None and vote.gradient_norm > clip and not vote.skipped:
+            self._gradients.scale(clip / vote.gradient_norm)
+        self.optimization.step(self.owned, skipped=vote.skipped)
+        self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
+        self._buffers = []
+        if self.complete != self.owned:
+            # The first commit of a generation: what others own now is out of date here.
+            self.complete = set(self.owned)
+            self.model.drop(set(range(self.model.layer_count)) - self.owned)
+        self.pace.tick()
+
+    # --- undoing ---------------------------------------------------------------------------------
+
+    def _keep_buffers(self) -> None:
+        """Running statistics change in COMPUTE; a step that is redone must not count its rows twice."""
+        self._buffers = [
+            (tensor.value, tensor.value.clone())
+            for layer in sorted(self.owned)
+            for tensor in self.model.tensors_of(layer)
+            if tensor.kind == "buffer"
+        ]
+
+    def _discard(self) -> None:
+        """Forget the step in flight."""
+        self.ready_step = None
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        self._buffers = []
+
+    def _leave(self) -> None:
+        """The generation is over: fresh buffers for the next, as a stuck thread may write into these."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self._communicator = self._gradients = self._executor = None

@@ -1,0 +1,175 @@
+"""The trainer: the process that trains on one device, and what its main thread does all its life.
+
+It is forked by the zygote (``run_trainer``) and told by its node what to do (``runtime.protocol``). Being
+stopped by a failure elsewhere is normal here: the main thread comes back from wherever it was, keeps its
+state, reports, and waits for the next generation in the same process.
+"""
+
+import gc
+import traceback
+
+import torch
+
+from runtime.communicator import Aborted, Communicator, PeerLost, make_communicator
+from runtime.engine import Engine
+from runtime.link import Link, Mailbox
+from runtime.pace import Pace
+from runtime.profile import measure
+from runtime.protocol import (
+    Done,
+    PeerSuspected,
+    Prepare,
+    Prepared,
+    ProfileData,
+    Quiesce,
+    Quiesced,
+    Raised,
+    Resume,
+    Resumed,
+    Stepped,
+)
+from runtime.store import Rendezvous
+from runtime.training import TrainingError
+
+
+class Trainer:
+    """:param device: index of the device within the node."""
+
+    def __init__(self, socket_path: str, device: int) -> None:
+        self._device = device
+        self._pace = Pace()
+        self._mailbox = Mailbox(self._pace)
+        self._link = Link(socket_path, device, self._mailbox, self._pace)
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+
+    def run(self) -> int:
+        """Serve until the process is ended; returns an exit code only when something was raised."""
+        where = "prepare"
+        try:
+            while True:
+                instruction = self._mailbox.next()
+                where = "prepare" if isinstance(instruction, Prepare) else "training"
+                match instruction:
+                    case Prepare():
+                        self._prepare(instruction)
+                    case Quiesce():
+                        self._report(instruction)
+                    case Resume():
+                        self._resume(instruction)
+        except TrainingError as error:
+            self._link.send(Raised(where=where, detail=str(error)))
+        except Exception:
+            self._link.send(Raised(where=where, detail=traceback.format_exc()))
+        return 1
+
+    def _prepare(self, prepare: Prepare) -> None:
+        self._pace.tick()
+        data = prepare.training
+        engine = Engine(data, torch_device(data.backend, self._device), self._pace)
+        self._pace.tick()
+        profile: ProfileData | None = measure(engine.model, data) if prepare.profile else None
+        self._engine = engine
+        # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
+        # must not have to pay. What is here now stays anyway.
+        gc.collect()
+        gc.freeze()
+        self._pace.tick()
+        self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
+
+    def _report(self, quiesce: Quiesce) -> None:
+        engine = self._engine
+        if engine is None:
+            report = Quiesced(
+                generation=quiesce.generation, committed_step=0, ready_step=None, vote=None, held=()
+            )
+        else:
+            report = Quiesced(
+                generation=quiesce.generation,
+                committed_step=engine.committed_step,
+                ready_step=engine.ready_step,
+                vote=engine.vote,
+                held=tuple(sorted(engine.complete)),
+            )
+        self._link.send(report)
+
+    def _resume(self, resume: Resume) -> None:
+        """Train under a generation until it is stopped, broken, or the last step is committed."""
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("a Resume came before any Prepare")
+        self._close()  # Everybody has reported since: nobody needs the old groups any more.
+        if resume.rank < 0:
+            return
+        engine.settle(resume.step, resume.vote)
+        rendezvous = Rendezvous(
+            host=resume.rendezvous_host,
+            port=resume.rendezvous_port,
+            token=resume.token,
+            generation=resume.generation,
+        )
+        self._communicator = make_communicator(
+            engine.data.backend, rendezvous, resume.rank, resume.world.hosts, engine.model.device
+        )
+        try:
+            self._mailbox.attach(self._communicator)
+            self._train(engine, resume, self._communicator)
+        except Aborted:
+            self._close()
+        except PeerLost as error:
+            self._close()
+            self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
+
+    def _train(self, engine: Engine, resume: Resume, communicator: Communicator) -> None:
+        """:raises CommunicationError: as soon as the control plane, or a peer's end, stops it."""
+        generation = resume.generation
+        entered = engine.enter(resume, communicator)
+        self._link.send(
+            Resumed(
+                generation=generation,
+                bytes_moved=entered.bytes_moved,
+                rendezvous_s=entered.rendezvous_s,
+                state_s=entered.state_s,
+            )
+        )
+        while engine.committed_step < engine.data.steps:
+            result = engine.step(lambda: self._mailbox.stop_wanted)
+            self._link.send(
+                Stepped(
+                    generation=generation,
+                    step=engine.committed_step,
+                    vote=result.vote,
+                    step_s=result.step_s,
+                    bubble_s=result.bubble_s,
+                )
+            )
+            if result.stop:
+                return
+        self._link.send(Done(generation=generation, step=engine.committed_step, digests=engine.digests()))
+
+    def _close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+
+
+def torch_device(backend: str, index: int) -> torch.device:
+    """The device that trainer ``index`` of a node computes on; alone where it was given a single one.
+
+    :raises TrainingError: NCCL was asked for on a host without CUDA.
+    """
+    if backend != "nccl":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise TrainingError('backend "nccl" needs a CUDA device, and this host has none; use "gloo"')
+    device = torch.device("cuda", index % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def run_trainer(socket_path: str, device: int) -> int:
+    """Be the trainer of ``device`` in this process; returns its exit code, if at all."""
+    gc.enable()
+    torch.set_num_threads(1)
+    return Trainer(socket_path, device).run()
