@@ -39,6 +39,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Trainers to run: one for each GPU, or simulated devices on a CPU."""
     host: str | None = None
     """Address under which the other nodes reach this one; by default that of the way to the broker."""
+    rendezvous_port: int = 0
+    """Where this node's trainers and those of others meet; 0 takes a free one, a firewall wants it fixed."""
     chaos: bool = False
     """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
     runtime_dir: str | None = None
@@ -77,6 +79,7 @@ class DaemonConfig:
     node: str
     devices: int
     host: str
+    rendezvous_port: int
     chaos: bool
     runtime_dir: Path
     state_dir: Path
@@ -117,6 +120,10 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     require_name(file.cluster, "cluster")
     require_name(node, "node.name")
     require_positive(file.node.devices, "node.devices")
+    if not 0 <= file.node.rendezvous_port <= 65535:
+        raise ConfigurationError(
+            f"{file.node.rendezvous_port} is no port", field="node.rendezvous_port", remedy="0 to 65535"
+        )
     runtime = file.node.runtime_dir
     state = file.coordinator.state_dir
     return DaemonConfig(
@@ -125,6 +132,7 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         node=node,
         devices=file.node.devices,
         host=file.node.host or way_to(broker),
+        rendezvous_port=file.node.rendezvous_port,
         chaos=file.node.chaos,
         runtime_dir=(directory / runtime) if runtime else user_runtime_dir() / file.cluster / node,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),

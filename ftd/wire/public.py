@@ -103,13 +103,12 @@ class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
 
 
 class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
-    """A page of the journal: events (of ``node``, when given) or committed steps, oldest first.
+    """A page of the journal: events (all but steps) or committed steps, oldest first.
 
     ``after`` is the ``last`` of the page before. ``newest`` starts so that the page is the end.
     """
 
     what: Literal["events", "steps"] = "events"
-    node: str | None = None
     after: int = 0
     limit: int = 200
     newest: bool = False
@@ -135,7 +134,8 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reply: str
     do: Literal["kill", "term", "stop", "hang", "disconnect"]
     target: Literal["node", "trainer"] = "node"
-    device: int = 0
+    device: int | None = None
+    """One trainer; left out, all trainers of the node."""
     for_s: float | None = None
     schema: int = SCHEMA
 

@@ -1,0 +1,122 @@
+"""Plays a scenario: follows the events and says, and sees to it, that each fault happens when it is due."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+
+from ftd.errors import FtdError
+from ftd.local.scenario import AfterTime, AtStep, Fault, OnEvent, Scenario
+
+log = structlog.get_logger()
+
+
+class Cues:
+    """Which faults are due: fed with events and the time, each fault comes out exactly once.
+
+    MQTT may deliver an event twice, so events are told apart by their cause, name and moment.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._waiting = list(scenario.faults)
+        self._occurrences: Counter[str] = Counter()
+        self._seen: set[tuple[str, str, float]] = set()
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def next_delay_s(self) -> float | None:
+        """When, counted from the scenario's begin, the next fault by time is due."""
+        delays = [f.trigger.delay_s for f in self._waiting if isinstance(f.trigger, AfterTime)]
+        return min(delays, default=None)
+
+    def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
+        """The faults that this event triggers, in the scenario's order."""
+        name = str(event.get("event"))
+        step = event.get("step")
+        if name == "StepCommitted":  # A step by number: seeing one twice triggers nothing twice.
+            return self._take(lambda t: isinstance(t, AtStep) and step is not None and t.step <= step)
+        identity = (name, str(event.get("cause")), float(event.get("monotonic") or 0.0))
+        if identity in self._seen:
+            return []
+        self._seen.add(identity)
+        self._occurrences[name] += 1
+        return self._take(
+            lambda t: isinstance(t, OnEvent) and t.event == name and t.occurrence == self._occurrences[name]
+        )
+
+    def on_time(self, elapsed_s: float) -> list[Fault]:
+        """The faults that are due ``elapsed_s`` after the scenario's begin."""
+        return self._take(lambda t: isinstance(t, AfterTime) and t.delay_s <= elapsed_s)
+
+    def _take(self, due: Callable[[AtStep | AfterTime | OnEvent], bool]) -> list[Fault]:
+        taken = [fault for fault in self._waiting if due(fault.trigger)]
+        self._waiting = [fault for fault in self._waiting if fault not in taken]
+        return taken
+
+
+class Conductor:
+    """Runs a scenario: ``on_event`` with every event, ``inject`` is awaited for every fault that is due.
+
+    Faults that are due together are injected together. One that fails (a node that is gone, a refusal) is
+    told to ``on_failure`` and does not keep the others from happening.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        inject: Callable[[Fault], Awaitable[None]],
+        on_failure: Callable[[Fault, FtdError], None],
+    ) -> None:
+        self._cues = Cues(scenario)
+        self._inject = inject
+        self._on_failure = on_failure
+        self._running: set[asyncio.Task[None]] = set()
+        self._clock: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        """Faults whose moment has not come."""
+        return self._cues.waiting
+
+    def begin(self) -> None:
+        """Start the clock of the faults by time."""
+        self._clock = asyncio.get_running_loop().create_task(self._keep_time(time.monotonic()))
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        self._perform(self._cues.on_event(event))
+
+    async def finish(self) -> None:
+        """Wait for the faults under way."""
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Inject nothing more."""
+        tasks = [*self._running, *([self._clock] if self._clock else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_time(self, began_at: float) -> None:
+        while (delay_s := self._cues.next_delay_s) is not None:
+            await asyncio.sleep(max(0.0, began_at + delay_s - time.monotonic()))
+            self._perform(self._cues.on_time(time.monotonic() - began_at))
+
+    def _perform(self, faults: list[Fault]) -> None:
+        for fault in faults:
+            task = asyncio.get_running_loop().create_task(self._one(fault))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _one(self, fault: Fault) -> None:
+        log.info("inject", fault=str(fault))
+        try:
+            await self._inject(fault)
+        except FtdError as error:
+            self._on_failure(fault, error)

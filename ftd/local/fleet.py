@@ -1,0 +1,159 @@
+"""The processes of a cluster on one machine: started, watched, and gone without a trace at the end."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftd.errors import PeerError
+from ftd.node.processes import adopt_orphans, bury, children, descendants, die_with_parent, kill_group, tail
+
+_GONE_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of our own under a short path (a unix socket's may have 107 bytes), gone afterwards.
+
+    Even a SIGKILL of this process leaves nothing: a small shell waits for the end of a pipe that only
+    this process holds open, and then removes the directory.
+    """
+    path = Path(tempfile.mkdtemp(prefix="ftd-", dir="/tmp" if os.access("/tmp", os.W_OK) else None))
+    reading, writing = os.pipe()
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", 'read _; sleep 0.2; rm -rf -- "$0"', str(path)],
+        stdin=reading,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(reading)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        janitor.kill()
+        janitor.wait()
+        os.close(writing)
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One process of the cluster, leader of its own process group."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    started_at: float
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+
+@dataclass(slots=True, kw_only=True)
+class Fleet:
+    """Starts, signals and ends the processes of one cluster.
+
+    Children die with this process (parent-death signal), and this process adopts what a killed child
+    leaves behind, so at the end "no child is left" is a fact the kernel confirms.
+    """
+
+    logs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        adopt_orphans()
+
+    async def start(self, name: str, command: Sequence[str]) -> Child:
+        """Start a process under a name; its output is appended to ``<name>.log``.
+
+        :raises PeerError: a process of this name is running, or the program cannot be started.
+        """
+        if name in self.children and self.children[name].running:
+            raise PeerError(f"{name} is running already")
+        log = self.logs / f"{name}.log"
+        with log.open("ab") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                    env={**os.environ, **self.environment},
+                )
+            except OSError as error:
+                raise PeerError(f"cannot start {name} ({command[0]}): {error.strerror}") from error
+        child = Child(name=name, process=process, log=log, started_at=time.monotonic())
+        self.children[name] = child
+        return child
+
+    def running(self, name: str) -> bool:
+        return name in self.children and self.children[name].running
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL the process group of ``name`` and wait for its leader's end."""
+        child = self.children[name]
+        kill_group(child.pid, signal.SIGKILL)
+        await child.process.wait()
+
+    async def terminate(self, names: Sequence[str], grace_s: float) -> None:
+        """Ask these to leave (SIGTERM); those that are still there after ``grace_s`` are killed."""
+        leaving = [self.children[name] for name in names if self.running(name)]
+        for child in leaving:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+        if leaving:
+            await asyncio.wait([asyncio.ensure_future(c.process.wait()) for c in leaving], timeout=grace_s)
+        for child in leaving:
+            if child.running:
+                await self.kill(child.name)
+
+    def reap_adopted(self) -> None:
+        """Bury what killed nodes left behind: processes nobody else waits for."""
+        bury(children() - {child.pid for child in self.children.values()})
+
+    async def end(self) -> None:
+        """SIGKILL everything below this process and wait until it is gone."""
+        own = {child.pid for child in self.children.values()}
+        below = {pid for root in children() & own for pid in descendants(root)} | (children() & own)
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _GONE_TIMEOUT_S
+        for child in self.children.values():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.process.wait(), max(0.1, deadline - time.monotonic()))
+        while (left := {pid for pid in below if _exists(pid)}) and time.monotonic() < deadline:
+            self.reap_adopted()
+            await asyncio.sleep(0.01)
+        if left:
+            raise PeerError(f"processes {sorted(left)} did not end within {_GONE_TIMEOUT_S:g} s of SIGKILL")
+
+    def tails(self, size_bytes: int = 3000) -> dict[str, str]:
+        """The end of every process's log that said anything."""
+        found = {name: tail(child.log, size_bytes) for name, child in self.children.items()}
+        return {name: text for name, text in found.items() if text}
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,170 @@
+"""Faults on demand: a node does to itself what a test or a demonstration asks for over MQTT.
+
+Refused, with an answer and an event, unless ``chaos = true`` stands in this node's configuration. A fault
+is announced before it strikes (``ChaosInjected``, with the moment at which it will): the announcement is
+acknowledged by the broker first, so even SIGKILL of this very process is on record with its exact time.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from typing import Any, Protocol, assert_never
+
+import structlog
+
+from ftd.node.processes import die_with_parent, kill_group
+from ftd.wire.public import Answer, ChaosRequest, decode_json
+from runtime.protocol import Sleep
+
+log = structlog.get_logger()
+
+NOTICE_S = 0.02
+"""From the announcement to the fault: an acknowledged publication takes well under a millisecond on
+mosquitto, and a fault that strikes at a moment known beforehand can be measured from it."""
+ANNOUNCE_TIMEOUT_S = 1.0
+DEFAULT_HANG_S = 3600.0
+DEFAULT_DISCONNECT_S = 5.0
+
+
+class Hands(Protocol):
+    """What chaos may touch: all of it belongs to this node."""
+
+    def trainer_pids(self, device: int | None) -> list[int]: ...
+
+    def zygote_pid(self) -> int | None: ...
+
+    def send_sleep(self, device: int, frame: Sleep) -> None: ...
+
+    def leave(self, reason: str) -> None:
+        """Begin a graceful leave, as SIGTERM does."""
+
+    def disconnect(self, for_s: float) -> None:
+        """Cut the connection to the broker without a goodbye and stay away."""
+
+    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+        """Publish an event."""
+
+    def answer(self, client: str, answer: Answer) -> None: ...
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return when everything published is acknowledged, or after ``timeout_s``."""
+
+
+class Chaos:
+    """Takes the payloads of ``chaos/<node>``.
+
+    :param devices: how many trainers this node has.
+    """
+
+    def __init__(self, *, node: str, devices: int, allowed: bool, hands: Hands) -> None:
+        self._node = node
+        self._devices = devices
+        self._allowed = allowed
+        self._hands = hands
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_request(self, payload: bytes) -> None:
+        """Check, answer, and strike.
+
+        :raises WireError: the payload is no chaos request; there is nobody to answer.
+        """
+        request: ChaosRequest = decode_json(payload, ChaosRequest)
+        problem = self._problem(request)
+        if problem is not None:
+            log.warning("chaos_refused", do=request.do, reason=problem)
+            self._hands.announce("ChaosRefused", problem, {"fault": request.do})
+            self._answer(request, accepted=False, detail=problem)
+            return
+        task = asyncio.get_running_loop().create_task(self._strike(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _problem(self, request: ChaosRequest) -> str | None:
+        """Why this request cannot be obeyed, or ``None``."""
+        if not self._allowed:
+            return (
+                f"chaos is off on {self._node}; set chaos = true under [node] in its ftd.toml "
+                "and restart the daemon to allow it"
+            )
+        if request.device is not None and not 0 <= request.device < self._devices:
+            return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
+        if request.for_s is not None and not 0 < request.for_s < float("inf"):
+            return f"for_s is {request.for_s:g}; give a positive number of seconds"
+        if request.do in ("kill", "stop", "hang") and not _whole_node(request) and not self._pids(request):
+            return f"{self._node} runs no such trainer now"
+        return None
+
+    async def _strike(self, request: ChaosRequest) -> None:
+        at = time.monotonic() + NOTICE_S
+        whole = _whole_node(request)
+        details = {
+            "fault": request.do,
+            "at": at,
+            "target": "node" if whole else "trainer",
+            "device": None if whole else request.device,
+            "for_s": request.for_s,
+        }
+        log.warning("chaos_injected", **details)
+        self._hands.announce("ChaosInjected", f"asked for by {request.reply}", details)
+        self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
+        await self._hands.flush(ANNOUNCE_TIMEOUT_S)
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        self._do(request)
+
+    def _do(self, request: ChaosRequest) -> None:
+        match request.do:
+            case "kill":
+                for pid in self._pids(request):
+                    kill_group(pid, signal.SIGKILL)
+                if _whole_node(request):
+                    if (zygote := self._hands.zygote_pid()) is not None:
+                        kill_group(zygote, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                self._stop(request)
+            case "hang":
+                for device in range(self._devices) if request.device is None else (request.device,):
+                    self._hands.send_sleep(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+            case "term":
+                self._hands.leave("ftd chaos term")
+            case "disconnect":
+                self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
+            case _:
+                assert_never(request.do)
+
+    def _stop(self, request: ChaosRequest) -> None:
+        """SIGSTOP, and where an end was asked for, a small shell outside that wakes everybody again."""
+        pids = self._pids(request)
+        if _whole_node(request):
+            pids += [pid for pid in (self._hands.zygote_pid(), os.getpid()) if pid is not None]
+        if request.for_s is not None:
+            wake = f"sleep {request.for_s:g}; kill -CONT {' '.join(map(str, pids))}"
+            subprocess.Popen(
+                ["/bin/sh", "-c", wake],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        for pid in pids:  # This process comes last.
+            os.kill(pid, signal.SIGSTOP)
+
+    def _pids(self, request: ChaosRequest) -> list[int]:
+        return self._hands.trainer_pids(None if _whole_node(request) else request.device)
+
+    def _answer(self, request: ChaosRequest, *, accepted: bool, detail: str) -> None:
+        self._hands.answer(request.reply, Answer(request=request.request, accepted=accepted, detail=detail))
+
+
+def _whole_node(request: ChaosRequest) -> bool:
+    """It strikes the daemon, too; ``hang`` never does, ``term`` and ``disconnect`` always."""
+    match request.do:
+        case "kill" | "stop":
+            return request.target == "node"
+        case "hang":
+            return False
+        case "term" | "disconnect":
+            return True

@@ -1,0 +1,95 @@
+"""Child processes that cannot outlive their parent, and the bounded tail of what they said."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A ``preexec_fn``: the kernel SIGKILLs the child when this process ends, however it ends.
+
+    The parent may die between ``fork`` and ``prctl``; then no signal would ever come, so the child looks
+    at its parent afterwards. Call it in the thread that lives as long as the process (the main thread):
+    the kernel means the parent *thread*.
+    """
+    parent = os.getpid()
+    prctl = _LIBC.prctl
+    sigkill = int(signal.SIGKILL)
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, sigkill)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def kill_group(pid: int, signal_number: int) -> bool:
+    """Signal a whole process group; ``False`` when it is gone."""
+    try:
+        os.killpg(pid, signal_number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def group_alive(pid: int) -> bool:
+    """Some process of this group exists (a zombie counts: its parent has not seen it yet)."""
+    return kill_group(pid, 0)
+
+
+def tail(path: Path, size_bytes: int = 8192) -> str:
+    """The last ``size_bytes`` of a log file as text; empty when there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - size_bytes))
+        return stream.read().decode("utf-8", errors="replace").strip()
+    return ""
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Run a module with this very interpreter: no PATH, no wrapper script in between."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of grandchildren whose parent dies, so that they can be waited for and counted."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> set[int]:
+    """Pids of this process's direct children, zombies and adopted ones included."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pids.update(int(pid) for pid in (task / "children").read_text().split())
+    return pids
+
+
+def descendants(root: int) -> set[int]:
+    """Pids of all processes below ``root`` at this moment, without ``root``."""
+    found: set[int] = set()
+    frontier = [root]
+    while frontier:
+        pid = frontier.pop()
+        with contextlib.suppress(OSError, ValueError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                below = {int(child) for child in (task / "children").read_text().split()} - found
+                found |= below
+                frontier.extend(below)
+    return found
+
+
+def bury(pids: set[int]) -> None:
+    """Take the exit status of those among ``pids`` that are dead children of this process."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

@@ -1,0 +1,366 @@
+"""The trainers of one host: forked by a zygote, heard over a unix socket, ended as whole process groups.
+
+The supervisor knows processes and frames and decides nothing: the agent machine says what to start, send
+and end, and every fact about a trainer goes back to it as an event. A trainer that was ended on request
+reports no failure; its successor may be started before it is quite gone, so processes are told apart by
+pid and never by device alone.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from ftd.node.processes import bury, kill_group
+from ftd.node.translation import event_of
+from ftd.node.zygote import Zygote
+from runtime import protocol
+from statemachine.events import Event, TrainerFailed
+from statemachine.values import FailureCause
+
+log = structlog.get_logger()
+
+OUTPUT_TAIL_BYTES = 8192
+ATTACH_TIMEOUT_S = 30.0
+"""From the fork to the trainer's first frame: it has torch already, so this is generous."""
+_LAST_WORDS_S = 0.05
+"""How long a failure report waits for the rest of a dead trainer's output."""
+_CLOSED_BUT_ALIVE_S = 1.0
+_MAX_GREETING_BYTES = 4096
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trainer:
+    """One trainer process, from the request to fork it until its end is known."""
+
+    device: int
+    pid: int | None = None
+    """``None`` until the zygote has forked it."""
+    writer: asyncio.StreamWriter | None = None
+    output: bytearray = field(default_factory=bytearray)
+    output_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    reported: bool = False
+    """Its end is wanted or already told; nothing it does is news any more."""
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Starts, feeds and ends the trainers of this node.
+
+    :param directory: private to this user; holds the socket the trainers connect to.
+    :param feed: takes every event, in the order in which things happened.
+    :param cause: makes the cause id of an event that nobody asked for.
+    :param environment: ``device → variables`` added to a trainer's environment.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int,
+        directory: Path,
+        feed: Callable[[Event], None],
+        cause: Callable[[str], str],
+        environment: Callable[[int], dict[str, str]],
+    ) -> None:
+        self._devices = devices
+        self._socket_path = directory / "trainers.sock"
+        self._feed = feed
+        self._cause = cause
+        self._environment = environment
+        self._current: dict[int, Trainer] = {}
+        self._unborn: dict[int, list[Trainer]] = {device: [] for device in range(devices)}
+        self._by_pid: dict[int, Trainer] = {}
+        self._births: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._closing = False
+        self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended)
+
+    async def start(self) -> None:
+        """Listen for trainers and warm the zygote; returns before torch is imported."""
+        self._socket_path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._connected, path=str(self._socket_path))
+        self._socket_path.chmod(0o600)
+        await self._zygote.start()
+
+    async def close(self) -> None:
+        """End every trainer and the zygote, at once."""
+        self._closing = True
+        for trainer in [*self._by_pid.values(), *self._current.values()]:
+            self._end(trainer, grace_s=0.0)
+        await self._zygote.close()
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket_path.unlink(missing_ok=True)
+
+    # --- what the agent machine asks for ---------------------------------------------------------
+
+    def start_trainer(self, device: int) -> None:
+        """Fork a trainer for ``device``; ``TrainerUp`` or ``TrainerFailed`` follows."""
+        if device in self._current:
+            self.kill_trainer(device, grace_s=0.0)
+        trainer = Trainer(device=device)
+        self._current[device] = trainer
+        self._unborn[device].append(trainer)
+        self._zygote.spawn(
+            protocol.Spawn(
+                device=device, socket_path=str(self._socket_path), environment=self._environment(device)
+            )
+        )
+        self._run(self._expect_attachment(trainer))
+
+    def kill_trainer(self, device: int, grace_s: float) -> None:
+        """End the process group of the device's trainer; no event follows."""
+        trainer = self._current.pop(device, None)
+        if trainer is not None:
+            self._end(trainer, grace_s)
+
+    def send(self, device: int, frame: protocol.Instruction) -> None:
+        """A frame for the device's trainer; lost if there is none (its failure is, or will be, an event)."""
+        trainer = self._current.get(device)
+        if trainer is None or trainer.writer is None or trainer.writer.is_closing():
+            log.info("send_without_trainer", device=device, frame=type(frame).__name__)
+            return
+        trainer.writer.write(protocol.encode(frame))
+
+    def refuse(self, device: int, cause: FailureCause, detail: str) -> None:
+        """Report the device's trainer as failed for a reason found here (a job it could not be told)."""
+        trainer = self._current.get(device)
+        if trainer is not None:
+            self._fail(trainer, cause, detail)
+
+    def pids(self, device: int | None = None) -> list[int]:
+        """Leaders of the running trainers' process groups, of one device or of all."""
+        return [t.pid for t in self._current.values() if t.pid is not None and device in (None, t.device)]
+
+    @property
+    def zygote_pid(self) -> int | None:
+        return self._zygote.pid
+
+    # --- the zygote ------------------------------------------------------------------------------
+
+    def _zygote_said(self, notice: protocol.ZygoteNotice) -> None:
+        match notice:
+            case protocol.Warm():
+                log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
+            case protocol.Spawned():
+                self._spawned(notice)
+            case protocol.Exited():
+                if notice.pid in self._by_pid:
+                    self._run(self._exited(self._by_pid[notice.pid], notice))
+
+    def _spawned(self, notice: protocol.Spawned) -> None:
+        if not self._unborn.get(notice.device):
+            kill_group(notice.pid, signal.SIGKILL)
+            return
+        trainer = self._unborn[notice.device].pop(0)
+        trainer.pid = notice.pid
+        self._by_pid[notice.pid] = trainer
+        if notice.pid in self._births:
+            self._births.pop(notice.pid).set()
+        if trainer.reported:  # It was ended before it was born.
+            kill_group(notice.pid, signal.SIGKILL)
+
+    async def _exited(self, trainer: Trainer, notice: protocol.Exited) -> None:
+        trainer.exited.set()
+        kill_group(notice.pid, signal.SIGKILL)  # What it started itself must not outlive it.
+        if not trainer.reported:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(trainer.output_ended.wait(), _LAST_WORDS_S)
+            self._fail(trainer, "exited", _exit_sentence(notice.status))
+        self._by_pid.pop(notice.pid, None)
+
+    def _zygote_ended(self, status: int, detail: str) -> None:
+        """Its trainers die with it, and nobody will tell their exit status."""
+        if self._closing:
+            return
+        log.warning("zygote_ended", status=status, detail=detail)
+        lost = [*self._by_pid.values(), *(t for unborn in self._unborn.values() for t in unborn)]
+        asyncio.get_running_loop().call_later(1.0, bury, set(self._by_pid))
+        self._by_pid.clear()
+        for unborn in self._unborn.values():
+            unborn.clear()
+        for trainer in lost:
+            trainer.exited.set()
+            if trainer.pid is not None:
+                kill_group(trainer.pid, signal.SIGKILL)
+            if not trainer.reported:
+                self._fail(
+                    trainer, "exited", f"the zygote that forked it ended ({_exit_sentence(status)}) {detail}"
+                )
+
+    # --- the trainers ----------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: a trainer's frames, or the stream of its output."""
+        try:
+            greeting = await self._greeting(reader, writer)
+            trainer = await self._newborn(greeting.pid)
+            if trainer is None or trainer.device != greeting.device:
+                raise protocol.ProtocolError(f"process {greeting.pid} is no trainer of this node")
+            match greeting:
+                case protocol.Attached():
+                    await self._listen(trainer, greeting, reader, writer)
+                case protocol.Output():
+                    await self._collect(trainer, reader)
+        except (protocol.ProtocolError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
+            log.warning("trainer_connection_refused", reason=str(error))
+        finally:
+            writer.close()
+
+    async def _greeting(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> protocol.Greeting:
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        if length > _MAX_GREETING_BYTES:
+            raise protocol.ProtocolError(f"a greeting of {length} bytes")
+        body = await reader.readexactly(length)
+        greeting: protocol.Greeting = msgspec.msgpack.decode(body, type=protocol.Greeting)
+        pid = _peer_pid(writer)
+        if pid != greeting.pid:
+            raise protocol.ProtocolError(f"process {pid} claims to be {greeting.pid}")
+        return greeting
+
+    async def _newborn(self, pid: int) -> Trainer | None:
+        """The trainer of this pid. It may connect before the zygote's word of its birth is read."""
+        if pid not in self._by_pid:
+            birth = self._births.setdefault(pid, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(birth.wait(), ATTACH_TIMEOUT_S)
+        return self._by_pid.get(pid)
+
+    async def _listen(
+        self,
+        trainer: Trainer,
+        attached: protocol.Attached,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        trainer.writer = writer
+        decoder: protocol.Decoder[protocol.Report] = protocol.Decoder(protocol.Report)
+        self._hear(trainer, attached)
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                try:
+                    frames = decoder.feed(data)
+                except protocol.ProtocolError as error:
+                    self._fail(trainer, "exited", f"its frames cannot be understood: {error}")
+                    return
+                for frame in frames:
+                    self._hear(trainer, frame)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(trainer.exited.wait(), _CLOSED_BUT_ALIVE_S)
+        if not trainer.reported:
+            self._fail(trainer, "exited", "it closed its connection but did not exit")
+
+    def _hear(self, trainer: Trainer, frame: protocol.Report) -> None:
+        if trainer.reported:
+            return
+        if isinstance(frame, protocol.Raised):
+            self._fail(trainer, "unprepared" if frame.where == "prepare" else "raised", frame.detail)
+            return
+        self._feed(
+            event_of(
+                frame,
+                device=trainer.device,
+                pid=trainer.pid or 0,
+                at=time.monotonic(),
+                cause=self._cause("trainer"),
+            )
+        )
+
+    async def _collect(self, trainer: Trainer, reader: asyncio.StreamReader) -> None:
+        """Keep the tail of what the trainer prints, and pass whole lines on to the log."""
+        line = bytearray()
+        try:
+            while data := await reader.read(1 << 14):
+                trainer.output += data
+                del trainer.output[:-OUTPUT_TAIL_BYTES]
+                *whole, rest = (bytes(line) + data).split(b"\n")
+                line = bytearray(rest[-OUTPUT_TAIL_BYTES:])
+                for text in whole:
+                    log.info("trainer_said", device=trainer.device, line=text.decode(errors="replace"))
+        finally:
+            trainer.output_ended.set()
+
+    async def _expect_attachment(self, trainer: Trainer) -> None:
+        await self._zygote.warm()
+        await asyncio.sleep(ATTACH_TIMEOUT_S)
+        if trainer.writer is None and not trainer.reported:
+            self._fail(trainer, "exited", f"it did not connect within {ATTACH_TIMEOUT_S:g} s of its start")
+
+    def _fail(self, trainer: Trainer, cause: FailureCause, what: str) -> None:
+        """Tell the machine that this trainer is lost, and make sure that it is."""
+        if trainer.reported:
+            return
+        if self._current.get(trainer.device) is trainer:
+            del self._current[trainer.device]
+        said = trainer.output.decode("utf-8", errors="replace").strip()
+        detail = f"{what}\n{said}" if said and cause == "exited" else what
+        self._end(trainer, grace_s=0.0)
+        self._feed(
+            TrainerFailed(
+                at=time.monotonic(),
+                cause=self._cause("trainer"),
+                device=trainer.device,
+                pid=trainer.pid or 0,
+                cause_of_failure=cause,
+                detail=detail[-OUTPUT_TAIL_BYTES:],
+            )
+        )
+
+    def _end(self, trainer: Trainer, grace_s: float) -> None:
+        trainer.reported = True
+        if trainer.pid is None or trainer.exited.is_set():
+            return
+        if grace_s <= 0 or self._closing:
+            kill_group(trainer.pid, signal.SIGKILL)
+            return
+        kill_group(trainer.pid, signal.SIGTERM)
+        kill_group(trainer.pid, signal.SIGCONT)  # A stopped process would never see the SIGTERM.
+        self._run(self._insist(trainer, trainer.pid, grace_s))
+
+    async def _insist(self, trainer: Trainer, pid: int, grace_s: float) -> None:
+        try:
+            await asyncio.wait_for(trainer.exited.wait(), grace_s)
+        except (TimeoutError, asyncio.CancelledError):
+            kill_group(pid, signal.SIGKILL)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _exit_sentence(status: int) -> str:
+    if status < 0:
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+    return f"exited with code {status}"
+
+
+def _peer_pid(writer: asyncio.StreamWriter) -> int:
+    """The kernel's word on who is at the other end of this unix socket."""
+    peer: socket.socket = writer.get_extra_info("socket")
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(
+        peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    )
+    if uid != os.getuid():
+        raise protocol.ProtocolError(f"process {pid} belongs to another user")
+    return int(pid)

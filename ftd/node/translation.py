@@ -1,0 +1,179 @@
+"""Between the agent machine's language and the trainers' frames: a plan becomes ranks, reports become events.
+
+The runtime knows neither planner nor state machines, so this is where a ``Plan`` turns into plain data:
+rank r is ``plan.devices[r]``, everything that names a device in the plan names its rank in the frame.
+"""
+
+from typing import Any, assert_never
+
+import msgspec
+
+from planner.values import Device, LayerProfile, ModelProfile, Plan
+from runtime import protocol
+from statemachine import messages
+from statemachine.events import (
+    Event,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerSuspectsPeer,
+    TrainerUp,
+)
+from statemachine.values import DeviceReport, Job, Vote
+
+
+def world_data(plan: Plan, hosts: dict[str, str]) -> protocol.WorldData:
+    """The training group of a plan; ``hosts`` maps each of its nodes to an address."""
+    ranks = {device: rank for rank, device in enumerate(plan.devices)}
+    return protocol.WorldData(
+        pipelines=tuple(
+            protocol.PipelineData(
+                stages=tuple(
+                    protocol.StageData(
+                        first_layer=stage.first_layer,
+                        end_layer=stage.end_layer,
+                        ranks=tuple(ranks[device] for device in stage.devices),
+                    )
+                    for stage in pipeline.stages
+                ),
+                first_microbatch=pipeline.first_microbatch,
+                microbatches=pipeline.microbatches,
+            )
+            for pipeline in plan.pipelines
+        ),
+        transfers=tuple(
+            protocol.TransferData(layer=t.layer, source=ranks[t.source], target=ranks[t.target])
+            for t in plan.transfers
+        ),
+        hosts=tuple(hosts[device.node] for device in plan.devices),
+    )
+
+
+def rank_of(plan: Plan, device: Device) -> int:
+    """The device's rank in the plan, or -1 where it idles."""
+    try:
+        return plan.devices.index(device)
+    except ValueError:
+        return -1
+
+
+def resume_frame(resume: messages.Resume, device: Device, token: str) -> protocol.Resume:
+    """The instruction for one device. :raises ValueError: the rendezvous address is no host:port."""
+    host, _, port = resume.rendezvous.rpartition(":")
+    return protocol.Resume(
+        generation=resume.generation,
+        step=resume.step,
+        vote=None if resume.vote is None else vote_data(resume.vote),
+        rank=rank_of(resume.plan, device),
+        world=world_data(resume.plan, resume.hosts),
+        rendezvous_host=host,
+        rendezvous_port=int(port),
+        token=token,
+    )
+
+
+def prepare_frame(job: Job, profile: bool) -> protocol.Prepare:
+    """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
+    training = msgspec.convert(job.training, protocol.TrainingData)
+    return protocol.Prepare(job_id=job.job_id, training=training, profile=profile)
+
+
+def vote_data(vote: Vote) -> protocol.VoteData:
+    return protocol.VoteData(loss=vote.loss, gradient_norm=vote.gradient_norm, skipped=vote.skipped)
+
+
+def vote_of(data: protocol.VoteData) -> Vote:
+    return Vote(loss=data.loss, gradient_norm=data.gradient_norm, skipped=data.skipped)
+
+
+def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause: str) -> Event:
+    """What a trainer's frame means to the agent machine."""
+    base: dict[str, Any] = {"at": at, "cause": cause}
+    match report:
+        case protocol.Attached():
+            return TrainerUp(**base, device=device, pid=report.pid)
+        case protocol.Prepared():
+            return TrainerPrepared(
+                **base, device=device, job_id=report.job_id, profile=_profile(report.profile)
+            )
+        case protocol.Quiesced():
+            return TrainerQuiesced(
+                **base, generation=report.generation, report=_device_report(device, report)
+            )
+        case protocol.Resumed():
+            return TrainerResumed(
+                **base,
+                device=device,
+                generation=report.generation,
+                bytes_moved=report.bytes_moved,
+                rendezvous_s=report.rendezvous_s,
+                state_s=report.state_s,
+            )
+        case protocol.Stepped():
+            return TrainerStepped(
+                **base,
+                device=device,
+                generation=report.generation,
+                step=report.step,
+                vote=vote_of(report.vote),
+                step_s=report.step_s,
+            )
+        case protocol.Beat():
+            return TrainerBeat(**base, device=device, progress=report.progress, waiting=report.waiting)
+        case protocol.PeerSuspected():
+            return TrainerSuspectsPeer(
+                **base, device=device, generation=report.generation, detail=report.detail
+            )
+        case protocol.Done():
+            return TrainerDone(
+                **base,
+                device=device,
+                generation=report.generation,
+                step=report.step,
+                digests=dict(report.digests),
+            )
+        case protocol.Raised():
+            return TrainerFailed(
+                **base,
+                device=device,
+                pid=pid,
+                cause_of_failure="unprepared" if report.where == "prepare" else "raised",
+                detail=report.detail,
+            )
+        case _:
+            assert_never(report)
+
+
+def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
+    return DeviceReport(
+        device=device,
+        committed_step=report.committed_step,
+        ready_step=report.ready_step,
+        vote=None if report.vote is None else vote_of(report.vote),
+        held=report.held,
+    )
+
+
+def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
+    if data is None:
+        return None
+    return ModelProfile(
+        layers=tuple(
+            LayerProfile(
+                forward_s=layer.forward_s,
+                backward_s=layer.backward_s,
+                parameter_bytes=layer.parameter_bytes,
+                gradient_bytes=layer.gradient_bytes,
+                optimizer_bytes=layer.optimizer_bytes,
+                activation_bytes=layer.activation_bytes,
+                output_bytes=layer.output_bytes,
+            )
+            for layer in data.layers
+        ),
+        microbatch_rows=data.microbatch_rows,
+        device_memory_bytes=data.device_memory_bytes,
+    )

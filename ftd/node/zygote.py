@@ -1,0 +1,131 @@
+"""The daemon's end of the zygote: start it, ask it to fork, start it again when it dies.
+
+``runtime.zygote`` imports torch once; this module only speaks ``Spawn`` and reads ``Warm | Spawned |
+Exited`` over its stdin and stdout, so the daemon stays free of torch.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable
+
+import structlog
+
+from ftd.node.processes import module_command
+from runtime import protocol
+
+log = structlog.get_logger()
+
+_RESTART_DELAYS_S = (0.0, 0.5, 2.0, 10.0)
+"""Before the n-th restart in a row; a zygote that became warm starts the count anew."""
+_STDERR_TAIL_BYTES = 4096
+
+
+class Zygote:
+    """Keeps one zygote running and forwards its notices in order.
+
+    :param on_end: called with its exit status and the tail of its stderr whenever it dies.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_notice: Callable[[protocol.ZygoteNotice], None],
+        on_end: Callable[[int, str], None],
+    ) -> None:
+        self._on_notice = on_notice
+        self._on_end = on_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._warm = asyncio.Event()
+        self._waiting: list[protocol.Spawn] = []
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def warm(self) -> None:
+        """Returns once torch is imported and forks are quick."""
+        await self._warm.wait()
+
+    def spawn(self, request: protocol.Spawn) -> None:
+        """Fork a trainer now, or as soon as the zygote is warm."""
+        if self._warm.is_set():
+            self._write(request)
+        else:
+            self._waiting.append(request)
+
+    async def close(self) -> None:
+        """End it; its trainers are killed by the kernel."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            await asyncio.sleep(_RESTART_DELAYS_S[min(failures, len(_RESTART_DELAYS_S) - 1)])
+            status, said = await self._live()
+            failures = 0 if self._warm.is_set() else failures + 1
+            self._warm.clear()
+            self._waiting.clear()
+            self._on_end(status, said)
+
+    async def _live(self) -> tuple[int, str]:
+        """One life of the zygote. :returns: exit status and the tail of its stderr."""
+        process = await asyncio.create_subprocess_exec(
+            *module_command("runtime.zygote", "--parent", str(os.getpid())),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._process = process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said = asyncio.get_running_loop().create_task(self._overhear(process.stderr))
+        try:
+            await self._listen(process.stdout)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            return await process.wait(), await said
+        finally:
+            said.cancel()
+
+    async def _listen(self, stream: asyncio.StreamReader) -> None:
+        decoder: protocol.Decoder[protocol.ZygoteNotice] = protocol.Decoder(protocol.ZygoteNotice)
+        while data := await stream.read(1 << 16):
+            try:
+                notices = decoder.feed(data)
+            except protocol.ProtocolError as error:
+                log.error("zygote_not_understood", reason=str(error))
+                return
+            for notice in notices:
+                if isinstance(notice, protocol.Warm):
+                    self._warm.set()
+                    waiting, self._waiting = self._waiting, []
+                    for request in waiting:
+                        self._write(request)
+                self._on_notice(notice)
+
+    async def _overhear(self, stream: asyncio.StreamReader) -> str:
+        kept = bytearray()
+        while data := await stream.read(1 << 14):
+            kept += data
+            del kept[:-_STDERR_TAIL_BYTES]
+            log.info("zygote_said", text=data.decode(errors="replace").rstrip())
+        return kept.decode(errors="replace").strip()
+
+    def _write(self, request: protocol.Spawn) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(protocol.encode(request))
