@@ -1,0 +1,403 @@
+"""The layered model: ties, what is held, shapes, and randomness that does not depend on the layout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from runtime.activations import Activation, flatten
+from runtime.model import Model
+from runtime.protocol import TrainingData
+from runtime.training import TrainingError
+from tests.runtime.reference import load
+from tests.runtime.support import data_for, gpt_data, training_of
+
+
+def gpt(**changes: object) -> Model:
+    data = gpt_data(**changes)
+    return Model(load(data), data)
+
+
+def model_of(*layers: nn.Module, **changes: object) -> Model:
+    checkpoint = bool(changes.pop("checkpoint_activations", False))
+    data = data_for("unused.py:build", checkpoint_activations=checkpoint)
+    return Model(training_of(list(layers), **changes), data)
+
+
+def rows(count: int = 4, first: int = 0) -> Tensor:
+    return torch.stack([torch.arange(6.0, dtype=torch.float64) + row for row in range(first, first + count)])
+
+
+# --- names and ties --------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_has_one_name_and_all_its_layers() -> None:
+    model = gpt()
+    assert model.layer_count == 4
+    assert model.layers_of("0.token.weight") == (0, 3)
+    names = [name for name, _ in model.named_parameters(range(4))]
+    assert len(names) == len(set(names)) == len(model.parameter_layers)
+    assert names == list(model.parameter_layers)
+    of_head = dict(model.named_parameters([3]))
+    assert list(of_head) == ["0.token.weight", "3.norm.weight", "3.norm.bias"]
+    assert of_head["0.token.weight"] is dict(model.named_parameters([0]))["0.token.weight"]
+    assert model.parameter_sizes["0.token.weight"].numel == 256 * 8
+    assert model.parameter_sizes["0.token.weight"].dtype == "float64"
+
+
+def test_frozen_parameters_are_state_but_are_not_trained() -> None:
+    frozen = nn.Linear(6, 6)
+    frozen.weight.requires_grad_(False)
+    model = model_of(frozen, nn.Linear(6, 1))
+    assert list(model.parameter_layers) == ["0.bias", "1.weight", "1.bias"]
+    assert [t.name for t in model.tensors_of(0)] == ["0.weight", "0.bias"]
+    model.drop([0])
+    model.materialise(0)
+    assert not model.tensors_of(0)[0].value.requires_grad
+
+
+class Holder(nn.Module):
+    """Ties by holding the other layer's whole submodule."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.inner(x))
+        return out
+
+
+def test_a_shared_submodule_is_a_tie_too() -> None:
+    inner = nn.Linear(6, 6)
+    model = model_of(nn.Sequential(inner), Holder(inner))
+    assert model.layers_of("0.0.weight") == (0, 1)
+    model.drop([0])
+    assert not inner.weight.is_meta
+    model.drop([1])
+    assert inner.weight.is_meta
+    model.materialise(1)
+    assert not inner.weight.is_meta
+
+
+# --- what is held ----------------------------------------------------------------------------------
+
+
+def test_dropped_layers_have_no_memory_and_get_it_back_empty() -> None:
+    model = gpt()
+    before = {name: parameter.shape for name, parameter in model.named_parameters(range(4))}
+    model.drop([1, 2])
+    assert model.held == {0, 3}
+    assert all(p.is_meta for _, p in model.named_parameters([1, 2]))
+    assert not any(p.is_meta for _, p in model.named_parameters([0, 3]))
+    version = model.version
+    model.materialise(1)
+    assert model.held == {0, 1, 3}
+    assert model.version != version
+    assert not any(p.is_meta for _, p in model.named_parameters([1]))
+    assert {name: parameter.shape for name, parameter in model.named_parameters(range(4))} == before
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for _, p in model.named_parameters(range(4)))
+
+
+def test_a_tied_tensor_stays_while_one_of_its_layers_is_held() -> None:
+    model = gpt()
+    tied = dict(model.named_parameters([0]))["0.token.weight"]
+    value = tied.detach().clone()
+    model.drop([0])
+    kept = dict(model.named_parameters([3]))["0.token.weight"]
+    assert torch.equal(kept, value)
+    model.materialise(0)
+    assert dict(model.named_parameters([0]))["0.token.weight"] is kept
+    assert torch.equal(kept, value)
+    model.drop([0, 3])
+    assert dict(model.named_parameters([0]))["0.token.weight"].is_meta
+    model.materialise(0)
+    module, head = model.training.layers[0], model.training.layers[3]
+    assert module.token.weight is head.weight
+    assert not head.weight.is_meta
+    assert head.norm.weight.is_meta
+
+
+def test_other_buffers_than_persistent_ones_are_kept() -> None:
+    layer = nn.Linear(6, 6)
+    layer.register_buffer("table", torch.ones(6, dtype=torch.float64), persistent=False)
+    layer.register_buffer("count", torch.ones(6, dtype=torch.float64))
+    model = model_of(layer, nn.Linear(6, 1))
+    model.drop([0])
+    assert layer.count.is_meta
+    assert torch.equal(layer.table, torch.ones(6, dtype=torch.float64))
+    assert [t.name for t in model.tensors_of(0)] == ["0.weight", "0.bias", "0.count"]
+
+
+def test_a_recurrent_layer_survives_being_dropped() -> None:
+    """nn.LSTM keeps a second list of its parameters."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(1, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.lstm(x.unsqueeze(2))[0][:, -1]
+            return out
+
+    model = model_of(Recurrent(), nn.Linear(4, 1))
+    x = rows()
+    expected = model.forward(0, 2, x, step=1, row=0)
+    saved = {name: p.detach().clone() for name, p in model.named_parameters([0])}
+    model.drop([0])
+    model.materialise(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters([0]):
+            parameter.copy_(saved[name])
+    assert torch.equal(tensor(model.forward(0, 2, x, step=1, row=0)), tensor(expected))
+
+
+def test_running_a_layer_that_is_not_held_is_refused() -> None:
+    model = gpt()
+    model.drop([2])
+    with pytest.raises(RuntimeError, match=r"layers \[2\] are not held"):
+        model.forward(1, 4, torch.zeros(4, 8, 8, dtype=torch.float64), step=1, row=0)
+
+
+# --- running ---------------------------------------------------------------------------------------
+
+
+def tensor(activation: Activation) -> Tensor:
+    assert isinstance(activation, Tensor)
+    return activation
+
+
+def test_layers_run_in_pieces_as_in_one() -> None:
+    model = gpt()
+    x, _ = model.training.dataset[0]
+    x = x.unsqueeze(0).repeat(4, 1)
+    middle = model.forward(0, 2, x, step=1, row=0)
+    assert torch.equal(
+        tensor(model.forward(2, 4, middle, step=1, row=0)), tensor(model.forward(0, 4, x, step=1, row=0))
+    )
+
+
+class Pair(nn.Module):
+    """(x, mask) in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        values, mask = x if isinstance(x, tuple) else (x, (x > 0).to(torch.int32))
+        return self.linear(values) * mask, mask
+
+
+class Join(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return (x[0] * x[1]).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_activations_may_be_tuples(checkpoint: bool) -> None:
+    model = model_of(Pair(), Pair(), Join(), checkpoint_activations=checkpoint)
+    first, second, last = model.output_shapes()
+    assert first == second
+    assert [(t.row_shape, t.dtype, t.differentiable) for t in first.tensors] == [
+        ((6,), torch.float64, True),
+        ((6,), torch.int32, False),
+    ]
+    assert first.is_tuple
+    assert not last.is_tuple
+    assert first.size_bytes(4) == 4 * 6 * (8 + 4)
+    assert last.tensors[0].row_shape == (1,)
+    output = model.forward(0, 1, rows(), step=1, row=0)
+    buffers = first.allocate(4, torch.device("cpu"))
+    for buffer, sent in zip(buffers, flatten(output), strict=True):
+        buffer.copy_(sent.detach())
+    result = model.forward(1, 3, first.assemble(buffers), step=1, row=0)
+    whole = model.forward(0, 3, rows(), step=1, row=0)
+    assert torch.equal(tensor(result), tensor(whole))
+    tensor(whole).sum().backward()
+    assert all(p.grad is not None for _, p in model.named_parameters([0, 1]))
+
+
+def test_evaluation_keeps_nothing_and_drops_nothing_out() -> None:
+    model = model_of(nn.Dropout(0.5), nn.Linear(6, 1))
+    x = rows()
+    output = tensor(model.forward(0, 1, x, step=1, row=0, train=False))
+    assert torch.equal(output, x)
+    assert not tensor(model.forward(0, 2, x, step=1, row=0, train=False)).requires_grad
+    assert not torch.equal(tensor(model.forward(0, 1, x, step=1, row=0)), x)
+
+
+def test_building_leaves_running_statistics_alone() -> None:
+    layer = nn.BatchNorm1d(6)
+    model = model_of(layer, nn.Linear(6, 1))
+    assert layer.num_batches_tracked == 0
+    assert torch.equal(layer.running_mean, torch.zeros(6, dtype=torch.float64))
+    model.forward(0, 1, rows(), step=1, row=0)
+    assert layer.num_batches_tracked == 1
+
+
+# --- randomness ------------------------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """Dropout by function, twice, on rows and on rows folded with another dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.3, training=self.training)
+        return functional.dropout(x.view(-1, 3), p=0.3, training=self.training).view(-1, 6)
+
+
+class Channels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout1d(x.view(-1, 3, 2), 0.5, training=self.training).view(-1, 6)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.0
+        functional.dropout(x, 0.5, training=self.training, inplace=True)
+        return x
+
+
+RANDOM_LAYERS: list[Callable[[], nn.Module]] = [lambda: nn.Dropout(0.4), Functional, Channels, InPlace]
+
+
+@pytest.mark.parametrize("layer", RANDOM_LAYERS)
+def test_dropout_is_a_function_of_the_sample_however_rows_are_cut(layer: Callable[[], nn.Module]) -> None:
+    model = model_of(layer(), nn.Linear(6, 1))
+    x = torch.ones(8, 6, dtype=torch.float64)
+
+    def run(first: int, end: int, step: int = 5) -> Tensor:
+        return tensor(model.forward(0, 1, x[first:end], step=step, row=16 + first))
+
+    whole = run(0, 8)
+    assert torch.equal(whole, torch.cat([run(0, 3), run(3, 4), run(4, 8)]))
+    assert torch.equal(whole, run(0, 8))
+    assert not torch.equal(whole, run(0, 8, step=6))
+    assert len({tuple(row.tolist()) for row in whole}) > 1
+
+
+def test_channel_dropout_drops_whole_channels() -> None:
+    model = model_of(Channels(), nn.Linear(6, 1))
+    x = torch.ones(64, 6, dtype=torch.float64)
+    pairs = tensor(model.forward(0, 1, x, step=1, row=0)).view(-1, 2)
+    assert torch.equal(pairs[:, 0], pairs[:, 1])
+    assert set(pairs.unique().tolist()) == {0.0, 2.0}
+
+
+def test_two_layers_and_two_calls_draw_different_numbers() -> None:
+    model = model_of(nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(6, 1))
+    x = torch.ones(32, 6, dtype=torch.float64)
+    one = tensor(model.forward(0, 1, x, step=1, row=0))
+    other = tensor(model.forward(1, 2, x, step=1, row=0))
+    assert not torch.equal(one, other)
+    assert 0.3 < float((one == 0).double().mean()) < 0.7
+    assert set(one.unique().tolist()) == {0.0, 2.0}
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_other_random_numbers_are_a_function_of_step_row_and_layer() -> None:
+    model = model_of(Noise(), Noise(), nn.Linear(6, 1))
+    x = rows()
+
+    def run(layer: int, step: int, row: int) -> Tensor:
+        return tensor(model.forward(layer, layer + 1, x, step=step, row=row))
+
+    one = run(0, 1, 0)
+    torch.rand(100)
+    assert torch.equal(one, run(0, 1, 0))
+    for other in (run(1, 1, 0), run(0, 2, 0), run(0, 1, 4)):
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layer", [*RANDOM_LAYERS, Noise])
+def test_checkpointing_recomputes_with_the_same_random_numbers(layer: Callable[[], nn.Module]) -> None:
+    def gradients(checkpoint: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = model_of(
+            nn.Linear(6, 6), layer(), nn.Linear(6, 6), nn.Linear(6, 1), checkpoint_activations=checkpoint
+        )
+        outputs = [tensor(model.forward(0, 4, rows(), step=2, row=row)).square().mean() for row in (0, 4)]
+        for output in outputs:
+            output.backward()
+        return [p.grad.clone() for _, p in model.named_parameters(range(4)) if p.grad is not None]
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert len(plain) == 6
+    for left, right in zip(plain, recomputed, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_checkpointing_keeps_only_what_crosses_layers() -> None:
+    def saved(checkpoint: bool) -> int:
+        model = gpt(checkpoint_activations=checkpoint)
+        x = torch.stack([model.training.dataset[i][0] for i in range(4)])
+        sizes: dict[int, int] = {}
+
+        def pack(value: Tensor) -> Tensor:
+            sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            output = model.forward(0, 4, x, step=1, row=0)
+        assert tensor(output).requires_grad
+        return sum(sizes.values())
+
+    assert saved(True) < saved(False) / 4
+
+
+def test_a_job_with_dropout_trains_alike_with_and_without_checkpointing() -> None:
+    from tests.runtime.reference import reference_losses
+
+    def losses(checkpoint: bool) -> list[float]:
+        data: TrainingData = gpt_data(checkpoint_activations=checkpoint, arguments={"dropout": 0.2})
+        return reference_losses(load(data), data, 3)
+
+    assert losses(True) == losses(False)
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t()
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "message"),
+    [
+        ([nn.Linear(5, 1)], {}, r"layer 0 \(Linear\) raised RuntimeError on \(4, 6\) torch.float64"),
+        ([Transposed()], {}, r"layer 0 \(Transposed\) returned a tensor of shape \(6, 4\) for 4 samples"),
+        ([Listed()], {}, r"layer 0 \(Listed\) must return a tensor or a tuple of tensors, not list"),
+        (
+            [nn.Linear(6, 1)],
+            {"loss": lambda output, target: functional.mse_loss(output, target, reduction="sum")},
+            r"the loss sums over samples; take the mean",
+        ),
+        (
+            [nn.Linear(6, 1)],
+            {"loss": lambda output, target: (output - target) ** 2},
+            "the loss must return one number",
+        ),
+        ([nn.Linear(6, 2)], {"loss": functional.nll_loss}, "the loss raised"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(
+    layers: list[nn.Module], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        model_of(*layers, **changes)
