@@ -5,7 +5,7 @@ Fed with the public cluster state; the live view and ``ftd status`` are put toge
 
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -22,18 +22,22 @@ from ftd.view.text import (
     stage_node,
 )
 
+_NAME_WIDTH = 20
+"""Of a node, at least this much of the name is shown."""
 
-def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Table:
+
+def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> RenderableType:
     """One row a node: state, what it computes. At most ``most`` rows, the troubled nodes first."""
     table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim", pad_edge=False)
-    table.add_column("node", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("computes", no_wrap=True, overflow="ellipsis")
     nodes: dict[str, JsonMap] = state.get("nodes") or {}
     roles = _roles(state.get("pipelines") or ())
     shown = sorted(nodes, key=natural)
     if len(shown) > most:
         shown = sorted(shown, key=lambda n: (nodes[n]["state"] == "HEALTHY", natural(n)))[: most - 1]
+    longest = max([len(n) for n in shown], default=4)
+    table.add_column("node", no_wrap=True, overflow="ellipsis", min_width=min(longest, _NAME_WIDTH))
+    table.add_column("state", no_wrap=True, min_width=max(map(len, NODE_MARKS)) + 2)
+    table.add_column("computes", no_wrap=True, overflow="ellipsis")
     for name in shown:
         node = nodes[name]
         mark, style = NODE_MARKS.get(node["state"], ("?", "white"))
@@ -42,11 +46,11 @@ def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Table:
             Text(f"{mark} {node['state']}", style=style),
             _role_text(node, roles.get(name)),
         )
-    if len(shown) < len(nodes):
-        rest = [nodes[n]["state"] for n in nodes if n not in shown]
-        counts = ", ".join(f"{rest.count(s)} {s}" for s in sorted(set(rest)))
-        table.add_row(Text("…", style="dim"), Text(f"and {counts}", style="dim"), "")
-    return table
+    if len(shown) == len(nodes):
+        return table
+    rest = [node["state"] for name, node in nodes.items() if name not in shown]
+    counts = ", ".join(f"{rest.count(s)} {s}" for s in sorted(set(rest)))
+    return Group(table, Text(f"… and {counts}", style="dim"))
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -81,7 +85,7 @@ def _role_text(node: JsonMap, role: str | None) -> Text:
     if node["state"] == "OFFLINE":
         return Text("–", style="dim")
     if node["state"] == "UNHEALTHY":
-        return Text("restarting its trainers", style="yellow")
+        return Text("restarting", style="yellow")
     if node.get("in_plan") and role:
         return Text(role)
     return Text("idle" if role is None else "waiting", style="dim")
@@ -114,7 +118,8 @@ class PipelineBars:
     def _bar(self, index: int, pipeline: JsonMap, width: int, *, short: bool) -> Text:
         stages: Sequence[JsonMap] = pipeline["stages"]
         total = stages[-1]["end_layer"]
-        line = Text(f"{pipeline_name(index):<3}", style="bold", no_wrap=True, overflow="crop")
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(f"{pipeline_name(index):<3}", style="bold")
         room = max(width - (len(stages) - 1), len(stages) * 3)
         for position, stage in enumerate(stages):
             left = room * stage["first_layer"] // total

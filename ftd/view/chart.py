@@ -15,6 +15,7 @@ class History:
     """Values of consecutive steps in bounded memory: when full, neighbours are averaged in pairs."""
 
     def __init__(self, capacity: int = 4096) -> None:
+        """``capacity`` is even, so that all values have a partner."""
         self._capacity = capacity
         self._stride = 1
         self._first: int | None = None

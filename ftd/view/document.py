@@ -169,7 +169,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
 
     def to_bytes(self) -> bytes:

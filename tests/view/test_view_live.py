@@ -1,0 +1,127 @@
+"""The live view: a frame on a terminal, lines in a pipe."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ftd.view.live import LiveView
+from ftd.view.picture import Picture
+
+Json = dict[str, Any]
+Make = Callable[..., Json]
+
+
+def frame(picture: Picture, width: int = 110, height: int = 40) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(picture.draw(width, height))
+    return captured.get().splitlines()
+
+
+def at_step_90(run_events: list[Json], state: Json) -> Picture:
+    picture = Picture(120)
+    picture.see_state(state)
+    for event in run_events:
+        if event["event"] == "StepCommitted" and event["step"] > 90:
+            break
+        picture.see_event(event)
+    return picture
+
+
+@pytest.mark.parametrize("width", [80, 110, 140])
+def test_a_frame_shows_nodes_pipelines_progress_and_events(
+    run_events: list[Json], state: Json, width: int
+) -> None:
+    lines = frame(at_step_90(run_events, state), width, 60)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert "step 90/120" in text and "75%" in text and "320 samples/s" in text
+    assert f"loss {5.5 * 0.985**90 + 1.2:.4f}" in text
+    node_2 = next(line for line in lines if line.startswith("│ node-2"))
+    assert "OFFLINE" in node_2 and "layers" not in node_2
+    node_4 = next(line for line in lines if line.startswith("│ node-4"))
+    assert "HEALTHY" in node_4 and "A  layers 6–7" in node_4
+    assert "1 failure" in text and "1 other change" in text
+    assert "✖ node lost  node-2  its connection to the broker broke" in text
+    assert "× 5 microbatches" in text
+
+
+def test_stages_are_as_wide_as_their_layers(run_events: list[Json], state: Json) -> None:
+    lines = frame(at_step_90(run_events, state))
+    bar = next(line for line in lines if line.startswith("│ A "))
+    first, second, third = bar.removeprefix("│ A  ").split("×")[0].rstrip().split("▸")
+    assert abs(len(first) - len(second)) <= 1
+    assert len(third) < len(second)
+    assert "node-4" in third
+
+
+def test_a_frame_fits_the_height(run_events: list[Json], state: Json) -> None:
+    picture = at_step_90(run_events, state)
+    assert len(frame(picture, 110, 30)) <= 30
+    newest = frame(picture, 110, 40)
+    assert any("node joined" in line for line in newest)
+
+
+def test_before_anything_is_known() -> None:
+    text = "\n".join(frame(Picture(None)))
+    assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text
+
+
+def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
+    node = state["nodes"]["node-0"]
+    nodes = {f"node-{i}": dict(node) for i in range(200)}
+    nodes["node-150"] |= {"state": "UNHEALTHY", "in_plan": False}
+    picture = Picture(10)
+    picture.see_state(state | {"nodes": nodes})
+    lines = frame(picture)
+    assert any("node-150" in line and "UNHEALTHY" in line for line in lines)
+    assert any("and 189 HEALTHY" in line for line in lines)
+
+
+def test_the_coordinators_last_will_keeps_the_nodes_on_the_screen(state: Json) -> None:
+    picture = Picture(120)
+    picture.see_state(state)
+    picture.see_state({"schema": 1, "phase": "UNREACHABLE"})
+    text = "\n".join(frame(picture))
+    assert "UNREACHABLE" in text and "node-3" in text and "step 90/120" in text
+
+
+def test_a_pipe_gets_a_line_for_each_important_event(run_events: list[Json], state: Json) -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=40), total_steps=120) as view:
+        view.on_state(state)
+        for event in run_events:
+            view.on_event(event)
+    lines = out.getvalue().splitlines()
+    assert not any("\x1b" in line for line in lines)
+    told = [line for line in lines if "progress" not in line]
+    important = [e for e in run_events if e["event"] != "StepCommitted"]
+    assert len(told) == len(important)
+    lost = next(line for line in told if "NodeLost" in line)
+    assert lost.endswith("NodeLost node-2: its connection to the broker broke")
+    progress = [line for line in lines if "progress" in line]
+    assert len(progress) < 20
+    assert "step 120/120" in progress[-1] and f"loss {5.5 * 0.985**120 + 1.2:.4f}" in progress[-1]
+    assert "4 nodes at work" in progress[-1]
+
+
+def test_reasons_of_several_lines_stay_on_one(event: Make) -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out))
+    view.on_event(event("TrainerLost", 1.0, node="a", reason="exit 1\nTraceback:\n  [bold]x[/]"))
+    assert out.getvalue().splitlines()[0].endswith("TrainerLost a: exit 1 Traceback: [bold]x[/]")
+
+
+def test_a_terminal_gets_a_picture_and_keeps_the_last(run_events: list[Json], state: Json) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=110, height=45, force_terminal=True)
+    with LiveView(console, total_steps=120) as view:
+        view.on_state(state)
+        for event in run_events:
+            view.on_event(event)
+    text = out.getvalue()
+    assert "\x1b[" in text
+    assert "step 120/120" in text and "job finished" in text

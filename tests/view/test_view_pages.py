@@ -1,0 +1,138 @@
+"""The summary, the status page and a node's story, as text."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from ftd.view.document import Report
+from ftd.view.report import ReportBuilder
+from ftd.view.status import render_status
+from ftd.view.story import chapters, render_story
+from ftd.view.summary import render_summary
+
+Json = dict[str, Any]
+Make = Callable[..., Json]
+
+
+def printed(page: RenderableType, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(page)
+    return out.getvalue()
+
+
+def columns(line: str) -> list[str]:
+    return line.split()
+
+
+@pytest.fixture
+def report(run_events: list[Json], state: Json) -> Report:
+    builder = ReportBuilder()
+    builder.on_state(state)
+    for event in run_events:
+        builder.on_event(event)
+    return builder.build()
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_the_summary_tells_each_change_in_one_row(report: Report, width: int) -> None:
+    text = printed(render_summary(report), width)
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if "quiesce" in line)
+    assert columns(lines[head])[-9:] == [
+        "detect", "quiesce", "plan", "state", "resume", "total", "moved", "lost", "redone",
+    ]  # fmt: skip
+    killed, joined = lines[head + 1], lines[head + 2]
+    assert columns(killed) == columns("1 40 node-2 lost (kill) last will 3.0 25 4.0 31 190 253 3.0 MiB 0 1")
+    assert columns(joined) == columns("2 80 node-4 joined prepared – 60 3.0 42 130 235 2.0 MiB 0 0")
+    assert max(map(len, lines)) <= width
+
+
+def test_the_summary_says_what_was_decided_and_why(report: Report) -> None:
+    text = printed(render_summary(report))
+    assert "simple: 3 of 4 nodes are left: node-3 takes all layers of the second pipeline" in text
+    assert "no rank had passed the vote of step 41, so all did it again" in text
+    before = text.index("B  node-2 0–3 │ node-3 4–7  × 4")
+    after = text.index("B  node-3 0–7  × 3")
+    assert before < after
+
+
+def test_the_summary_begins_with_the_outcome(report: Report) -> None:
+    text = printed(render_summary(report))
+    assert "finished after 15.0 s" in text
+    assert "120 of 120 committed, 0 lost, 1 recomputed" in text
+    assert "6.6175 → 2.0968" in text
+    assert "at worst 253 ms from a failure to the next committed step" in text
+    assert "ab" * 32 in text
+
+
+def test_the_summary_of_a_quiet_and_unfinished_run() -> None:
+    text = printed(render_summary(ReportBuilder().build()))
+    assert "unfinished" in text
+    assert "No failure, no join, no drain" in text
+    assert "none: the job did not finish" in text
+
+
+def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
+    builder = ReportBuilder()
+    builder.on_event(event("JobSubmitted", 1.0, details={"name": "gpt", "steps": 5}))
+    builder.on_event(event("ChaosInjected", 3.0, node="a", details={"fault": "disconnect", "at": 3.0}))
+    builder.on_event(event("ClusterPaused", 4.5, reason="1 node is left and 2 are needed"))
+    text = printed(render_summary(builder.build()))
+    assert "disconnect a after 2.00 s" in text
+    assert "Paused after 3.50 s: 1 node is left and 2 are needed" in text
+
+
+def test_the_roll_forward_names_the_step_that_was_saved(event: Make, recovery: Make) -> None:
+    told = recovery("node_lost", 2, 41, nodes=["a"])
+    builder = ReportBuilder()
+    builder.on_event(event("Quiesced", 5.0, generation=2, details={"decision": "roll_forward"}))
+    builder.on_event(event("RecoveryCompleted", 5.2, details={"recovery": told}))
+    text = printed(render_summary(builder.build()))
+    assert "every rank held complete gradients of step 41: all applied it" in text
+
+
+def test_the_status_page(state: Json) -> None:
+    text = printed(render_status(state))
+    assert "RUNNING  training" in text
+    assert "90 of 120 (75%), loss 2.6112, 320 samples/s, 100 ms a step" in text
+    rows = {columns(line)[0]: line for line in text.splitlines() if line.startswith("node-")}
+    assert "OFFLINE" in rows["node-2"] and "layers" not in rows["node-2"]
+    assert rows["node-4"].split() == ["node-4", "●", "HEALTHY", "A", "layers", "6–7"]
+    assert "× 5 microbatches" in text and "× 3 microbatches" in text
+
+
+def test_the_status_of_a_cluster_without_a_job_and_of_one_that_waits(state: Json) -> None:
+    assert "ftd submit JOB.toml" in printed(render_status({"phase": "WAITING", "nodes": {}, "pipelines": []}))
+    paused = state | {"phase": "PAUSED", "waiting_for": "1 more node", "pipelines": []}
+    text = printed(render_status(paused))
+    assert "PAUSED" in text and "for 1 more node" in text
+
+
+def test_the_status_of_a_coordinator_that_is_away() -> None:
+    text = printed(render_status({"schema": 1, "phase": "UNREACHABLE"}))
+    assert "UNREACHABLE" in text and "trainers go on by themselves" in text
+
+
+def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -> None:
+    told = chapters(run_events, "node-2")
+    names = [[e["event"] for e in chapter] for chapter in told]
+    assert names == [
+        ["NodeJoined"],
+        ["ChaosInjected"],
+        ["NodeLost", "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "RecoveryCompleted"],
+    ]
+    text = printed(render_story(run_events, "node-2"))
+    assert "The story of node-2: 8 events" in text
+    assert "because of will-2  (6 events in 250 ms)" in text
+    recovered = next(line for line in text.splitlines() if "recovery completed" in line)
+    assert columns(recovered)[:2] == ["+250", "ms"]
+    assert "▌" in recovered
+
+
+def test_the_story_leaves_out_what_is_not_about_the_node(run_events: list[Json]) -> None:
+    told = chapters(run_events + run_events, "node-4")
+    assert [[e["event"] for e in c] for c in told] == [["NodeJoined"], ["RecoveryCompleted"]]
+    assert "Nothing is known of a node named node-9" in printed(render_story(run_events, "node-9"))

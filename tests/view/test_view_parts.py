@@ -1,0 +1,182 @@
+"""Numbers with units, the loss chart, the plan's page."""
+
+import io
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ftd.view.blocks import natural
+from ftd.view.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
+from ftd.view.plan import render_plan
+from ftd.view.text import (
+    NodeColours,
+    device_names,
+    duration,
+    how_words,
+    layer_range,
+    milliseconds,
+    number,
+    pipeline_name,
+    size,
+    words,
+)
+from planner.values import (
+    Device,
+    LayerProfile,
+    ModelProfile,
+    PipelinePlacement,
+    Plan,
+    Policy,
+    StagePlacement,
+    StageTemplate,
+    Template,
+)
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1536), "1.5 KiB"),
+        (size(300 << 20), "300 MiB"),
+        (size(5 << 40), "5.0 TiB"),
+        (milliseconds(None), "–"),
+        (milliseconds(0.04), "0.0"),
+        (milliseconds(9.94), "9.9"),
+        (milliseconds(9.96), "10"),
+        (milliseconds(1234.4), "1234"),
+        (duration(0.0984), "98 ms"),
+        (duration(1.239), "1.24 s"),
+        (duration(59.94), "59.9 s"),
+        (duration(125), "2:05"),
+        (duration(3 * 3600 + 65), "3:01:05"),
+        (number(None), "–"),
+        (number(math.nan), "nan"),
+        (number(2.5), "2.5000"),
+        (layer_range(0, 4), "0–3"),
+        (layer_range(7, 8), "7"),
+        (words("RecoveryCompleted"), "recovery completed"),
+        (how_words("last_will"), "last will"),
+        (how_words(None), "–"),
+        (device_names(["node-0/0", "node-0/1"], short=False), "node-0/0,1"),
+        (device_names(["node-0/0"], short=True), "node-0"),
+        (pipeline_name(0), "A"),
+        (pipeline_name(27), "B1"),
+    ],
+)
+def test_numbers_and_names(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_names_sort_as_people_count() -> None:
+    names = ["node-10", "node-9", "a", "node-1", "node-1b"]
+    assert sorted(names, key=natural) == ["a", "node-1", "node-1b", "node-9", "node-10"]
+
+
+def test_a_node_keeps_its_colour() -> None:
+    colours = NodeColours()
+    first = colours.of("a")
+    assert colours.of("b") != first
+    assert colours.of("a") == first
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=400), st.integers(1, 60))
+def test_resampling_keeps_the_mean_of_equal_runs_and_the_range(values: list[float], width: int) -> None:
+    sampled = resample(values, width)
+    assert len(sampled) == min(width, len(values))
+    assert min(values) - 1e-9 <= min(sampled) and max(sampled) <= max(values) + 1e-9
+
+
+def test_a_long_history_stays_small_and_keeps_its_shape() -> None:
+    history = History(capacity=64)
+    for step in range(1, 10_001):
+        history.add(step, float(step))
+    assert len(history.values) <= 65
+    assert history.values == sorted(history.values)
+    assert history.values[-1] > 9_000
+    assert column_of(5_000, history, 20) == pytest.approx(10, abs=1)
+
+
+def test_the_chart_falls_and_marks_the_failure() -> None:
+    history = History()
+    for step in range(1, 41):
+        history.add(step, 41.0 - step)
+    chart = loss_chart(history, width=40, height=4, failures=[20])
+    rows = chart.plain.split("\n")
+    assert len(rows) == 4 and all(len(row) == 40 for row in rows)
+    assert rows[0][0] == "█" and rows[0][-1] == " "
+    heights = [sum(row[c] not in " ╎╵" for row in rows) for c in range(40)]
+    assert heights == sorted(heights, reverse=True)
+    assert {chart.plain.index("╵") % 41} == {19}
+    assert any(FAILURE_STYLE in str(span.style) for span in chart.spans)
+
+
+def test_the_chart_survives_losses_that_are_not_finite() -> None:
+    history = History()
+    for step, loss in enumerate([3.0, math.nan, math.inf, 1.0], start=1):
+        history.add(step, loss)
+    rows = loss_chart(history, width=10, height=2).plain.split("\n")
+    assert [row[1:3] for row in rows] == ["  ", "  "]
+    assert rows[0][0] == "█" and rows[1][3] != " "
+    assert loss_chart(History(), width=10, height=2).plain == "waiting for the first step"
+
+
+def test_the_plans_page() -> None:
+    layer = LayerProfile(
+        forward_s=0.01,
+        backward_s=0.02,
+        parameter_bytes=1 << 20,
+        gradient_bytes=1 << 20,
+        optimizer_bytes=2 << 20,
+        activation_bytes=1 << 18,
+        output_bytes=1 << 10,
+    )
+    profile = ModelProfile(layers=(layer,) * 8, microbatch_rows=4, device_memory_bytes=64 << 20)
+    policy = Policy(global_batch=32, microbatch_rows=4)
+    halves = tuple(
+        StageTemplate(first_layer=a, end_layer=a + 4, node_offset=a // 4, devices=1) for a in (0, 4)
+    )
+    templates = [
+        Template(nodes=2, stages=halves, objective_s=0.6, lower_bound_s=0.6),
+        Template(nodes=3, stages=halves, objective_s=0.55, lower_bound_s=0.5),
+    ]
+    placed = tuple(
+        StagePlacement(
+            first_layer=s.first_layer,
+            end_layer=s.end_layer,
+            devices=(Device(node=f"node-{s.node_offset}", index=0),),
+        )
+        for s in halves
+    )
+    plan = Plan(
+        pipelines=(PipelinePlacement(stages=placed, first_microbatch=0, microbatches=8, estimated_s=0.61),),
+        transfers=(),
+        method="initial",
+        reason="one pipeline of two nodes",
+        estimated_iteration_s=0.64,
+        idle_nodes=("node-2",),
+    )
+    out = io.StringIO()
+    Console(width=110, file=out).print(
+        render_plan(templates=templates, plan=plan, profile=profile, policy=policy)
+    )
+    lines = out.getvalue().splitlines()
+    rows = [cells(line) for line in lines]
+    # 4 layers of 4 MiB and two microbatches in flight of 4 · 256 KiB on the first stage
+    assert cells("2 0–3 (1) │ 4–7 (1) 18.0 MiB 600 ms proved") in rows
+    assert cells("3 0–3 (1) │ 4–7 (1) 18.0 MiB 550 ms within 10.0%") in rows
+    assert cells("A node-0 0–3 │ node-1 4–7 8 18.0 MiB 610 ms") in rows
+    text = "\n".join(lines)
+    assert "a device has 64.0 MiB" in text
+    assert "for 3 nodes: one pipeline of two nodes" in text
+    assert "idle: node-2" in text
+    assert "expected step 640 ms, 50 samples/s; global batch 32 as 8 microbatches of 4" in text
+    assert "one replica: nothing may fail" in text

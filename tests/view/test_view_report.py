@@ -1,0 +1,224 @@
+"""The report: faults matched to recoveries, phases, what is measured from where."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.view.document import SCHEMA_VERSION, Report, ReportError
+from ftd.view.report import ReportBuilder
+from ftd.view.schema import report_schema
+
+Json = dict[str, Any]
+Make = Callable[..., Json]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def built(events: Sequence[Json], state: Json | None = None) -> Report:
+    builder = ReportBuilder()
+    if state is not None:
+        builder.on_state(state)
+    for event in events:
+        builder.on_event(event)
+    return builder.build()
+
+
+def test_a_kill_is_measured_from_the_fault(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    killed = report.recoveries[0]
+    assert (killed.cause, killed.node, killed.detected_how) == ("node_lost", "node-2", "last_will")
+    assert killed.measured_from == "fault"
+    assert killed.detected_ms == pytest.approx(3.0)
+    assert killed.total_ms == pytest.approx(3.0 + 250.0)
+    phases = [killed.quiesce_ms, killed.plan_ms, killed.state_ms, killed.resume_ms]
+    assert phases == [25.0, 4.0, 31.0, 190.0]
+    assert (killed.rolled_back_steps, killed.recomputed_steps) == (0, 1)
+    assert (killed.tier, killed.bytes_moved, killed.decision) == ("live_replica", 3 << 20, "redo")
+    assert [len(p.stages) for p in killed.pipelines_before] == [2, 2]
+    assert [len(p.stages) for p in killed.pipelines_after] == [2, 1]
+    assert killed.pipelines_after[1].stages[0].devices == ("node-3/0",)
+    assert killed.commit_gap_ms == pytest.approx((1005.253 - (1000.33 + 4.0)) * 1000)
+
+
+def test_a_join_is_measured_from_its_detection(run_events: list[Json]) -> None:
+    joined = built(run_events).recoveries[1]
+    assert (joined.cause, joined.node) == ("node_joined", "node-4")
+    assert (joined.measured_from, joined.detected_ms, joined.total_ms) == ("detection", None, 235.0)
+
+
+def test_the_start_is_no_recovery(run_events: list[Json]) -> None:
+    report = built(run_events)
+    assert report.start is not None
+    assert report.start.generation == 1
+    assert [r.generation for r in report.recoveries] == [2, 3]
+
+
+def test_steps_job_and_end(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    assert [s.step for s in report.steps] == list(range(1, 121))
+    assert report.steps[59].loss == pytest.approx(5.5 * 0.985**60 + 1.2)
+    assert (report.job.name, report.job.steps, report.job.global_batch) == ("gpt", 120, 32)
+    assert report.outcome == "finished"
+    assert report.final.step == 120
+    assert report.final.checksum == "ab" * 32
+    assert report.duration_s == pytest.approx(15.0)
+
+
+def test_a_second_delivery_changes_nothing(run_events: list[Json]) -> None:
+    once = built(run_events)
+    assert built(run_events + run_events[::-1]) == once
+
+
+def test_the_fault_may_be_told_after_its_recovery(run_events: list[Json]) -> None:
+    late = sorted(run_events, key=lambda e: e["event"] == "ChaosInjected")
+    assert late[-1]["event"] == "ChaosInjected"
+    report = built(late)
+    assert report.recoveries[0].detected_ms == pytest.approx(3.0)
+    assert report.faults[0].generations == (2,)
+
+
+def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
+    told = recovery("node_lost", 2, 7, nodes=["a", "b"], detected_at=10.004, total_ms=200.0)
+    report = built(
+        [
+            event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
+            event("ChaosInjected", 10.1, node="b", details={"fault": "stop", "at": 10.1}),
+            event("NodeLost", 10.004, node="a", details={"how": "last_will", "detected_at": 10.004}),
+            event("NodeLost", 10.15, node="b", details={"how": "silence", "detected_at": 10.15}),
+            event("RecoveryCompleted", 10.21, details={"recovery": told}),
+        ]
+    )
+    (only,) = report.recoveries
+    assert only.nodes == ("a", "b")
+    assert only.detected_ms == pytest.approx(4.0)
+    assert only.total_ms == pytest.approx(204.0)
+    first, second = report.faults
+    assert (first.fault, first.detected_how, first.detected_ms) == ("kill", "last_will", pytest.approx(4.0))
+    assert (second.fault, second.detected_how) == ("stop", "silence")
+    assert second.detected_ms == pytest.approx(50.0)
+    assert second.total_ms == pytest.approx(104.0)
+    assert first.generations == second.generations == (2,)
+
+
+def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
+    lost = recovery("trainer_lost", 2, 7, nodes=["a"], detected_at=10.02, total_ms=180.0)
+    back = recovery("node_returned", 3, 12, nodes=["a"], detected_at=10.9, total_ms=90.0)
+    report = built(
+        [
+            event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
+            event("TrainerLost", 10.02, node="a", details={"device": 0, "cause": "exited", "detail": "-9"}),
+            event("RecoveryCompleted", 10.2, details={"recovery": lost}),
+            event("RecoveryCompleted", 10.99, details={"recovery": back}),
+        ]
+    )
+    first, second = report.recoveries
+    assert (first.measured_from, first.total_ms) == ("fault", pytest.approx(200.0))
+    assert (second.measured_from, second.total_ms) == ("detection", 90.0)
+    (fault,) = report.faults
+    assert (fault.generations, fault.detected_how) == ((2, 3), "exited")
+
+
+def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) -> None:
+    events = []
+    for number, at in ((2, 10.0), (3, 20.0)):
+        told = recovery("node_lost", number, number, nodes=["a"], detected_at=at + 0.01, total_ms=100.0)
+        events += [
+            event("ChaosInjected", at, node="a", details={"fault": "kill", "at": at}),
+            event("RecoveryCompleted", at + 0.11, details={"recovery": told}),
+        ]
+    report = built(events)
+    assert [f.generations for f in report.faults] == [(2,), (3,)]
+    assert [r.detected_ms for r in report.recoveries] == [pytest.approx(10.0), pytest.approx(10.0)]
+
+
+def test_a_fault_during_a_recovery_does_not_date_it_back(event: Make, recovery: Make) -> None:
+    """The first failure was nobody's doing: the second, injected one must not become the beginning."""
+    told = recovery(
+        "node_lost", 3, 7, nodes=["a", "b"], detected_at=10.0, total_ms=400.0, generations_tried=2
+    )
+    report = built(
+        [
+            event("NodeLost", 10.0, node="a", details={"how": "last_will", "detected_at": 10.0}),
+            event("ChaosInjected", 10.1, node="b", details={"fault": "kill", "at": 10.1}),
+            event("RecoveryCompleted", 10.4, details={"recovery": told}),
+        ]
+    )
+    (only,) = report.recoveries
+    assert (only.measured_from, only.total_ms, only.detected_ms) == ("detection", 400.0, None)
+    assert report.faults[0].total_ms == pytest.approx(300.0)
+
+
+def test_a_fault_of_another_node_or_a_later_one_is_not_matched(event: Make, recovery: Make) -> None:
+    told = recovery("node_lost", 2, 7, nodes=["a"], detected_at=10.0, total_ms=100.0)
+    report = built(
+        [
+            event("ChaosInjected", 9.9, node="b", details={"fault": "kill", "at": 9.9}),
+            event("RecoveryCompleted", 10.1, details={"recovery": told}),
+            event("ChaosInjected", 10.5, node="a", details={"fault": "kill", "at": 10.5}),
+        ]
+    )
+    assert report.recoveries[0].measured_from == "detection"
+    assert [f.generations for f in report.faults] == [(), ()]
+    assert [f.total_ms for f in report.faults] == [None, None]
+
+
+def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
+    builder = ReportBuilder()
+    builder.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
+    details = {"needed": 2, "present": 1}
+    builder.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
+    for pid, device in ((10, None), (11, 0), (11, 0), (12, 0)):
+        builder.on_process("a", pid, device)
+    report = builder.build()
+    assert report.outcome == "unfinished"
+    assert report.steps[0].loss is None and report.steps[0].skipped
+    assert (report.pauses[0].at_s, report.pauses[0].needed) == (2.5, 2)
+    assert report.processes["a"].daemon == (10,)
+    assert report.processes["a"].trainers == {"0": (11, 12)}
+    assert json.loads(report.to_bytes())["steps"][0]["loss"] is None
+
+
+def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    document = json.loads(report.to_bytes())
+    assert document["schema"] == SCHEMA_VERSION
+    assert Report.from_json(document) == report
+    assert report.to_json() == document
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"schema": 2}, "schema is 2"),
+        ({"duration_s": "long"}, "duration_s"),
+        ({"steps": [{"step": 1}]}, "missing required field"),
+        ({"outcome": "perhaps"}, "outcome"),
+    ],
+)
+def test_a_wrong_document_is_refused_by_name(run_events: list[Json], change: Json, complaint: str) -> None:
+    document = built(run_events).to_json() | change
+    with pytest.raises(ReportError, match=complaint):
+        Report.from_json(document)
+
+
+def test_a_document_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ReportError, match="schema is None"):
+        Report.from_json([])
+
+
+def test_the_schema_in_the_documentation_is_this_one() -> None:
+    assert (DOCS / "report.schema.json").read_bytes() == report_schema()
+
+
+def test_every_field_is_explained_in_the_documentation() -> None:
+    text = (DOCS / "report.md").read_text()
+    definitions = json.loads(report_schema())["$defs"]
+    missing = [
+        f"{name}.{field}"
+        for name, d in definitions.items()
+        for field in d["properties"]
+        if f"`{field}`" not in text
+    ]
+    assert not missing
