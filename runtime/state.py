@@ -96,7 +96,7 @@ class LayerStates:
                     size_bytes=size_bytes,
                 )
             )
-            end += math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += _padded(size_bytes)
         header = Header(
             format=_FORMAT,
             layer=layer,
@@ -108,6 +108,8 @@ class LayerStates:
         payload = torch.empty(end, dtype=torch.uint8)
         for entry, (_, _, _, tensor) in zip(entries, tensors, strict=True):
             _view(payload, entry).copy_(tensor)
+            padding = entry.offset + entry.size_bytes
+            payload[padding : padding + -padding % _ALIGNMENT_BYTES].zero_()
         return msgspec.msgpack.encode(header), payload
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
@@ -143,10 +145,7 @@ class LayerStates:
         """Size of the payload, without making it."""
         self._check_held(layer)
         tensors, _ = self._collect(layer)
-        return sum(
-            math.ceil(t.numel() * t.element_size() / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            for _, _, _, t in tensors
-        )
+        return sum(_padded(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
 
     def digest(self, layer: int) -> str:
         """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
@@ -249,6 +248,10 @@ def _view(payload: Tensor, entry: Entry) -> Tensor:
     """The entry's part of the payload with its dtype and shape; no copy."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
     return part.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % _ALIGNMENT_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

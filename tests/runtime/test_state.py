@@ -1,0 +1,229 @@
+"""A layer's state as bytes: nothing is lost on the way, and nothing that does not fit is taken."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime.model import Model
+from runtime.optimizer import Optimization
+from runtime.sampling import Sampler
+from runtime.state import Entry, Header, LayerStates, StateError
+from tests.runtime.reference import load
+from tests.runtime.support import data_for, gpt_data, training_of
+
+
+class Trainer:
+    """One process that trains all layers alone."""
+
+    def __init__(self, dtype: str = "float64") -> None:
+        self.data = gpt_data(dtype=dtype, arguments={"dropout": 0.1})
+        self.training = load(self.data)
+        self.model = Model(self.training, self.data)
+        self.optimization = Optimization(self.model)
+        self.states = LayerStates(self.model, self.optimization)
+        self.layers = range(self.model.layer_count)
+        self.sampler = Sampler(len(self.training.dataset), self.data.global_batch, self.data.seed)
+
+    def step(self, step: int) -> float:
+        x, target = self.sampler.load(self.training.dataset, self.sampler.indices(step))
+        output = self.model.forward(0, len(self.layers), x, step=step, row=0)
+        loss = self.training.loss(output, target)
+        torch.autograd.backward(loss)
+        self.optimization.step(self.layers)
+        for _, parameter in self.model.named_parameters(self.layers):
+            parameter.grad = None
+        return loss.item()
+
+    def digests(self) -> list[str]:
+        return [self.states.digest(layer) for layer in self.layers]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_joiner_trains_on_to_the_last_bit(dtype: str) -> None:
+    old, new = Trainer(dtype), Trainer(dtype)
+    for step in (1, 2, 3):
+        old.step(step)
+    new.model.drop(new.layers)
+    for layer in (2, 0, 3, 1):
+        header, payload = old.states.pack(layer)
+        assert payload.dtype == torch.uint8
+        assert payload.is_contiguous()
+        assert len(payload) == old.states.state_bytes(layer)
+        new.states.unpack(layer, header, payload)
+    assert new.model.held == set(new.layers)
+    assert new.digests() == old.digests()
+    assert [old.step(step) for step in (4, 5)] == [new.step(step) for step in (4, 5)]
+    assert new.digests() == old.digests()
+
+
+def test_a_pristine_layer_travels_too_and_clears_what_was_there() -> None:
+    pristine, used = Trainer(), Trainer()
+    used.step(1)
+    for layer in used.layers:
+        used.states.unpack(layer, *pristine.states.pack(layer))
+    assert used.digests() == pristine.digests()
+    assert used.optimization.parameter_state("1.norm_1.weight") == {}
+    assert used.step(1) == pristine.step(1)
+
+
+def test_the_payload_is_a_copy() -> None:
+    trainer = Trainer()
+    header, payload = trainer.states.pack(1)
+    before = payload.clone()
+    trainer.step(1)
+    assert torch.equal(payload, before)
+    other = Trainer()
+    other.states.unpack(1, header, payload)
+    payload.zero_()
+    assert other.states.digest(1) == Trainer().states.digest(1)
+
+
+def test_a_tied_layer_fills_the_one_tensor_that_both_layers_use() -> None:
+    old, new = Trainer(), Trainer()
+    old.step(1)
+    new.model.drop(new.layers)
+    new.states.unpack(3, *old.states.pack(3))
+    assert new.model.held == {3}
+    tied = dict(new.model.named_parameters([0]))["0.token.weight"]
+    assert not tied.is_meta
+    assert new.states.digest(3) == old.states.digest(3)
+    new.states.unpack(0, *old.states.pack(0))
+    assert dict(new.model.named_parameters([3]))["0.token.weight"] is tied
+    assert new.states.digest(0) == old.states.digest(0)
+
+
+def with_buffers(seed: int) -> tuple[Model, LayerStates]:
+    torch.manual_seed(seed)
+    layer = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    layer[0].weight.requires_grad_(False)
+    layer.register_buffer("empty", torch.zeros(0, 3))
+    model = Model(training_of([layer, nn.Linear(6, 1)]), data_for("unused.py:build"))
+    return model, LayerStates(model, Optimization(model))
+
+
+def test_frozen_parameters_and_persistent_buffers_travel() -> None:
+    (one, one_states), (other, other_states) = with_buffers(1), with_buffers(2)
+    for row in range(3):
+        one.forward(0, 2, torch.rand(4, 6, dtype=torch.float64), step=1, row=row)
+    digest = other_states.digest(0)
+    other.drop([0])
+    other_states.unpack(0, *one_states.pack(0))
+    for left, right in zip(one.tensors_of(0), other.tensors_of(0), strict=True):
+        assert torch.equal(left.value, right.value)
+        assert left.value.dtype == right.value.dtype
+    assert other.training.layers[0][1].num_batches_tracked == 3
+    assert other_states.digest(0) == one_states.digest(0) != digest
+
+
+def test_digests_depend_on_every_parameter_but_not_on_running_statistics() -> None:
+    model, states = with_buffers(1)
+    digest = states.digest(0)
+    model.forward(0, 1, torch.rand(4, 6, dtype=torch.float64), step=1, row=0)
+    assert states.digest(0) == digest
+    with torch.no_grad():
+        model.named_parameters([0])[0][1].view(-1)[-1] += 1e-15
+    assert states.digest(0) != digest
+
+
+def test_a_layer_that_is_not_held_has_no_state() -> None:
+    trainer = Trainer()
+    trainer.model.drop([1])
+    for ask in (trainer.states.pack, trainer.states.digest, trainer.states.state_bytes):
+        with pytest.raises(RuntimeError, match="layer 1 is not held"):
+            ask(1)
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def edit(header: bytes) -> bytes:
+        plain = msgspec.msgpack.decode(header)
+        change(plain)
+        return msgspec.msgpack.encode(plain)
+
+    return edit
+
+
+def entry(**changes: Any) -> Callable[[bytes], bytes]:
+    """The first entry is the parameter 1.norm_1.weight, (8,) float64."""
+    return edited(lambda header: header["entries"][0].update(changes))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda header: header[:-5], "malformed header"),
+        (lambda header: b"\x80", "malformed header"),
+        (edited(lambda h: h.update(format=2)), "header of format 2"),
+        (edited(lambda h: h.update(surprise=2)), "malformed header"),
+        (edited(lambda h: h.update(layer=2)), "state of layer 2 came where layer 1"),
+        (edited(lambda h: h.update(size_bytes=5)), "the header says 5 bytes"),
+        (edited(lambda h: h["entries"].pop(0)), "1.norm_1.weight is missing"),
+        (edited(lambda h: h["entries"].insert(0, h["entries"][0])), "overlaps or comes twice"),
+        (edited(lambda h: h["scalars"].update(other={"step": 1})), "optimizer state for other"),
+        (edited(lambda h: h["schedule"].update(groups=[])), "of another optimizer"),
+        (edited(lambda h: h.update(schedule={})), "layer 1"),
+        (entry(name="1.nothing"), "no parameter or buffer '1.nothing'"),
+        (entry(name="2.norm_1.weight"), "no parameter or buffer"),
+        (entry(dtype="float8"), "unknown dtype 'float8'"),
+        (
+            entry(dtype="int64"),
+            r"a parameter of \(8,\) int64 came, this model has a parameter of \(8,\) torch.float64",
+        ),
+        (entry(shape=(4, 2)), r"a parameter of \(4, 2\) float64 came"),
+        (entry(shape=(7,)), r"64 bytes cannot be \(7,\) of float64"),
+        (entry(shape=(-8, -1)), r"64 bytes cannot be"),
+        (entry(offset=-16), "outside of the payload"),
+        (entry(offset=8), "outside of the payload"),
+        (entry(offset=1 << 40), "outside of the payload"),
+        (entry(role="buffer"), "a buffer of"),
+        (entry(role="optimizer"), "not trained"),
+        (entry(role="code"), "malformed header"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
+    edit: Callable[[bytes], bytes], message: str
+) -> None:
+    source, target = Trainer(), Trainer()
+    source.step(1)
+    header, payload = source.states.pack(1)
+    before = target.digests()
+    with pytest.raises(StateError, match=message):
+        target.states.unpack(1, edit(header), payload)
+    assert target.digests() == before
+    target.model.drop([1])
+    with pytest.raises(StateError, match=message):
+        target.states.unpack(1, edit(header), payload)
+    assert 1 not in target.model.held
+
+
+@pytest.mark.parametrize(
+    "payload", [lambda p: p[:-1], lambda p: p.view(torch.int64), lambda p: p.view(1, -1)]
+)
+def test_a_payload_of_another_size_is_refused(payload: Callable[[Tensor], Tensor]) -> None:
+    trainer = Trainer()
+    header, whole = trainer.states.pack(1)
+    with pytest.raises(StateError, match="payload of"):
+        trainer.states.unpack(1, header, payload(whole))
+
+
+def test_the_header_is_plain_msgpack_that_says_what_the_bytes_are() -> None:
+    trainer = Trainer()
+    trainer.step(1)
+    header, payload = trainer.states.pack(1)
+    decoded = msgspec.msgpack.decode(header, type=Header)
+    assert decoded.entries[0] == Entry(
+        name="1.norm_1.weight",
+        role="parameter",
+        key="",
+        dtype="float64",
+        shape=(8,),
+        on_host=True,
+        offset=0,
+        size_bytes=64,
+    )
+    weight = dict(trainer.model.named_parameters([1]))["1.norm_1.weight"]
+    assert torch.equal(payload[:64].view(torch.float64), weight)
+    assert {e.key for e in decoded.entries if e.role == "optimizer"} == {"exp_avg", "exp_avg_sq", "step"}
