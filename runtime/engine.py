@@ -82,7 +82,7 @@ class Engine:
     def settle(self, step: int, vote: VoteData | None) -> None:
         """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
 
-        :raises EngineError: ``step`` is one that cannot be reached from here.
+        :raises EngineError: ``step`` is to be applied without its vote.
         """
         if self.ready_step is not None and self.ready_step == step:
             if vote is None:
@@ -90,14 +90,12 @@ class Engine:
             self._apply(vote)
         elif self.committed_step == step:
             self._discard()
-        elif self.committed_step < step:
-            # Fresh, or it missed something: nothing here is of use, all of it comes from others.
+        else:
+            # Fresh, or it was away: nothing here is of use, all of it comes from others.
             self._discard()
             self.model.drop(range(self.model.layer_count))
             self.complete = set()
             self.committed_step, self.vote = step, vote
-        else:
-            raise EngineError(f"asked to resume at step {step}; step {self.committed_step} is committed here")
         self._leave()
 
     def enter(self, resume: Resume, communicator: Communicator) -> Entered:

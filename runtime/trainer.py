@@ -99,9 +99,9 @@ class Trainer:
         if engine is None:
             raise RuntimeError("a Resume came before any Prepare")
         self._close()  # Everybody has reported since: nobody needs the old groups any more.
+        engine.settle(resume.step, resume.vote)
         if resume.rank < 0:
             return
-        engine.settle(resume.step, resume.vote)
         rendezvous = Rendezvous(
             host=resume.rendezvous_host,
             port=resume.rendezvous_port,

@@ -1,0 +1,316 @@
+"""A node and a coordinator for tests: real trainers out of a real zygote, driven frame by frame.
+
+``Cluster`` speaks ``runtime.protocol`` over unix sockets as a node daemon does, runs the rendezvous
+server, and offers what the tests need: fork, prepare, quiesce, resume, wait for steps, kill.
+"""
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ftd.node.rendezvous import RendezvousServer
+from runtime import protocol as p
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+"""Longest wait for anything; generous, as machines that run tests are busy."""
+TOKEN = "a token for tests"
+
+FrameType = TypeVar("FrameType", bound=p.Frame)
+
+
+class ServerThread:
+    """A rendezvous server on an event loop of its own."""
+
+    def __init__(self, token: str = TOKEN) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.server = RendezvousServer(token)
+        self._loop.run_until_complete(self.server.start())
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.server.close(), self._loop).result(PATIENCE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TrainerHandle:
+    """One trainer process as its node sees it."""
+
+    def __init__(self, attached: p.Attached, connection: socket.socket, decoder: p.Decoder[Any]) -> None:
+        self.device = attached.device
+        self.pid = attached.pid
+        self.output = bytearray()
+        self._connection = connection
+        self._decoder = decoder
+        self._condition = threading.Condition()
+        self._frames: list[p.Frame] = []
+        self.last_beat: p.Beat | None = None
+        self.gone = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, frame: p.Frame) -> None:
+        self._connection.sendall(p.encode(frame))
+
+    def take(self, kind: type[FrameType], timeout_s: float = PATIENCE_S, **fields: object) -> FrameType:
+        """Wait for the first frame of ``kind`` with these fields; it and older frames of its kind are removed."""
+
+        def find() -> FrameType | None:
+            for frame in self._frames:
+                if isinstance(frame, kind) and all(getattr(frame, k) == v for k, v in fields.items()):
+                    return frame
+            return None
+
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            while (found := find()) is None:
+                raised = [f for f in self._frames if isinstance(f, p.Raised)]
+                if raised:
+                    raise AssertionError(f"trainer {self.device}: {raised[0].detail}")
+                left_s = deadline - time.monotonic()
+                if self.gone or left_s <= 0:
+                    state = "gone" if self.gone else "silent"
+                    raise AssertionError(
+                        f"no {kind.__name__} {fields} from trainer {self.device} ({state}); frames "
+                        f"{self._frames[-5:]}, output: {self.output.decode(errors='replace')}"
+                    )
+                self._condition.wait(left_s)
+            position = self._frames.index(found)
+            self._frames = [
+                f for i, f in enumerate(self._frames) if i > position or not isinstance(f, kind)
+            ]
+        return found
+
+    def losses(self) -> dict[int, float]:
+        """Of all steps reported and not taken; does not wait."""
+        with self._condition:
+            return {f.step: f.vote.loss for f in self._frames if isinstance(f, p.Stepped)}
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """The trainer ends itself when this connection does."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self) -> None:
+        frames: list[Any] = self._decoder.feed(b"")
+        while True:
+            with self._condition:
+                for frame in frames:
+                    if isinstance(frame, p.Beat):
+                        self.last_beat = frame
+                    else:
+                        self._frames.append(frame)
+                self._condition.notify_all()
+            try:
+                data = self._connection.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                with self._condition:
+                    self.gone = True
+                    self._condition.notify_all()
+                return
+            frames = self._decoder.feed(data)
+
+
+class Cluster:
+    """``with Cluster() as cluster: a, b = cluster.fork(2)`` …"""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ftd-test-")
+        self._path = str(Path(self._directory.name) / "node.sock")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self._path)
+        self._listener.listen(64)
+        self._arrivals: queue.SimpleQueue[TrainerHandle] = queue.SimpleQueue()
+        self._outputs: dict[int, bytearray] = {}
+        self._notices: queue.SimpleQueue[p.Warm | p.Spawned | p.Exited] = queue.SimpleQueue()
+        self.exited: dict[int, int] = {}
+        self._devices = 0
+        self.trainers: list[TrainerHandle] = []
+        self.generation = 0
+        self.rendezvous = ServerThread()
+        self.zygote = subprocess.Popen(
+            [sys.executable, "-m", "runtime.zygote", "--parent", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._read_notices, daemon=True).start()
+        assert isinstance(self._notices.get(timeout=PATIENCE_S), p.Warm)
+
+    # --- processes -----------------------------------------------------------------------------
+
+    def fork(self, count: int, environment: dict[str, str] | None = None) -> list[TrainerHandle]:
+        """Fork trainers; they are connected when this returns."""
+        assert self.zygote.stdin is not None
+        for _ in range(count):
+            spawn = p.Spawn(device=self._devices, socket_path=self._path, environment=environment or {})
+            self.zygote.stdin.write(p.encode(spawn))
+            self._devices += 1
+        self.zygote.stdin.flush()
+        new = [self._arrivals.get(timeout=PATIENCE_S) for _ in range(count)]
+        new.sort(key=lambda trainer: trainer.device)
+        self.trainers += new
+        return new
+
+    def wait_exit(self, pid: int, timeout_s: float = PATIENCE_S) -> int:
+        deadline = time.monotonic() + timeout_s
+        while pid not in self.exited:
+            notice = self._notices.get(timeout=max(0.001, deadline - time.monotonic()))
+            if isinstance(notice, p.Exited):
+                self.exited[notice.pid] = notice.status
+        return self.exited[pid]
+
+    # --- the life of a generation ------------------------------------------------------------------
+
+    def prepare(self, trainers: Sequence[TrainerHandle], data: p.TrainingData, profile: bool = False) -> None:
+        for trainer in trainers:
+            trainer.send(p.Prepare(job_id="job", training=data, profile=profile))
+        for trainer in trainers:
+            trainer.take(p.Prepared)
+
+    def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> list[p.Quiesced]:
+        """Enter the next generation."""
+        self.generation += 1
+        for trainer in trainers:
+            trainer.send(p.Quiesce(generation=self.generation, mode=mode))
+        return [trainer.take(p.Quiesced, generation=self.generation) for trainer in trainers]
+
+    def resume(
+        self,
+        ranks: Sequence[TrainerHandle],
+        pipelines: Sequence[p.PipelineData],
+        step: int,
+        vote: p.VoteData | None = None,
+        transfers: Sequence[p.TransferData] = (),
+    ) -> None:
+        """Send Resume: ``ranks[r]`` is rank r."""
+        for rank, trainer in enumerate(ranks):
+            trainer.send(self.resume_frame(rank, len(ranks), pipelines, step, vote, transfers))
+
+    def resume_frame(
+        self,
+        rank: int,
+        size: int,
+        pipelines: Sequence[p.PipelineData],
+        step: int,
+        vote: p.VoteData | None = None,
+        transfers: Sequence[p.TransferData] = (),
+    ) -> p.Resume:
+        return p.Resume(
+            generation=self.generation,
+            step=step,
+            vote=vote,
+            rank=rank,
+            world=p.WorldData(
+                pipelines=tuple(pipelines), transfers=tuple(transfers), hosts=("127.0.0.1",) * size
+            ),
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=self.rendezvous.port,
+            token=TOKEN,
+        )
+
+    def resumed(self, ranks: Sequence[TrainerHandle]) -> list[p.Resumed]:
+        return [trainer.take(p.Resumed, generation=self.generation) for trainer in ranks]
+
+    # --- plumbing ------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        head = _read_exactly(connection, 4)
+        frame = head + _read_exactly(connection, int.from_bytes(head, "big"))
+        greeting = p.Decoder[Any](p.Greeting).feed(frame)[0]
+        output = self._outputs.setdefault(greeting.pid, bytearray())
+        if isinstance(greeting, p.Attached):
+            trainer = TrainerHandle(greeting, connection, p.Decoder[Any](p.Report))
+            trainer.output = output
+            self._arrivals.put(trainer)
+            return
+        with connection:
+            while data := connection.recv(65536):
+                output += data
+
+    def _read_notices(self) -> None:
+        assert self.zygote.stdout is not None
+        decoder: p.Decoder[Any] = p.Decoder(p.ZygoteNotice)
+        while data := os.read(self.zygote.stdout.fileno(), 65536):
+            for notice in decoder.feed(data):
+                self._notices.put(notice)
+
+    def close(self) -> None:
+        assert self.zygote.stdin is not None and self.zygote.stdout is not None
+        self.zygote.stdin.close()
+        self.zygote.wait(PATIENCE_S)
+        self.zygote.stdout.close()
+        self._listener.close()
+        for trainer in self.trainers:
+            trainer.close()
+        self.rendezvous.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("closed in the middle of a frame")
+        data += part
+    return data
+
+
+def pipeline(
+    *stages: tuple[int, int, Sequence[int]], first_microbatch: int, microbatches: int
+) -> p.PipelineData:
+    """``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``."""
+    return p.PipelineData(
+        stages=tuple(p.StageData(first_layer=a, end_layer=b, ranks=tuple(r)) for a, b, r in stages),
+        first_microbatch=first_microbatch,
+        microbatches=microbatches,
+    )
