@@ -65,6 +65,8 @@ class Model:
         for layer in self._layers:
             layer.to(device).train()
         self._tensors = _shared_tensors(self._layers)
+        self._trainable = [t for t in self._tensors if t.trainable]
+        self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(len(self._layers))]
         self._held = frozenset(range(len(self._layers)))
         self._version = 0
         self._dropout = [False] * len(self._layers)
@@ -89,13 +91,13 @@ class Model:
     @property
     def parameter_layers(self) -> dict[str, tuple[int, ...]]:
         """All trainable parameters of the model in model order, each with the layers that use it."""
-        return {t.name: tuple(t.layers) for t in self._trainable()}
+        return {t.name: tuple(t.layers) for t in self._trainable}
 
     @property
     def parameter_sizes(self) -> dict[str, ParameterSize]:
         return {
             t.name: ParameterSize(numel=t.value.numel(), dtype=str(t.value.dtype).removeprefix("torch."))
-            for t in self._trainable()
+            for t in self._trainable
         }
 
     def named_parameters(self, layers: Collection[int]) -> list[tuple[str, nn.Parameter]]:
@@ -104,7 +106,7 @@ class Model:
         The objects are new ones after ``materialise``: do not keep them over a change of what is held.
         """
         wanted = frozenset(layers)
-        return [(t.name, _parameter(t)) for t in self._trainable() if not wanted.isdisjoint(t.layers)]
+        return [(t.name, _parameter(t)) for t in self._trainable if not wanted.isdisjoint(t.layers)]
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that use the parameter, ascending; more than one where it is tied."""
@@ -112,7 +114,7 @@ class Model:
 
     def tensors_of(self, layer: int) -> list[SharedTensor]:
         """Parameters (trainable or not) and persistent buffers of one layer, in model order."""
-        return [t for t in self._tensors if layer in t.layers]
+        return self._of_layer[layer]
 
     def output_shapes(self) -> tuple[ActivationShape, ...]:
         """``output_shapes()[i]`` is what layer i returns."""
@@ -247,9 +249,6 @@ class Model:
             yield
         finally:
             self._checkpoint = checkpointing
-
-    def _trainable(self) -> list[SharedTensor]:
-        return [t for t in self._tensors if t.trainable]
 
 
 def _shared_tensors(layers: list[nn.Module]) -> list[SharedTensor]:

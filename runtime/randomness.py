@@ -4,7 +4,9 @@ Every run of a layer on some rows reseeds the generators from (seed, step, first
 is always the same rows, so a step draws the same numbers in whichever pipeline it is computed, and again
 when it is redone or recomputed for activation checkpointing. A stage that splits a microbatch's rows over
 several devices needs more: there dropout masks are drawn sample by sample (``SampleDropout``), each from
-its own generator, so that they do not depend on where the rows were cut.
+its own generator, so that they do not depend on where the rows were cut. Dropout inside a fused function
+(the ``dropout_p`` of attention) is out of reach and stays a function of the run: the same in every layout
+whose stages do not split rows.
 """
 
 import struct
