@@ -104,6 +104,8 @@ class PlanImpossible(Event):
     generation: int
     too_few: bool
     reason: str
+    needed: int | None = None
+    """Nodes that a plan would take, where the planner knows."""
 
 
 # --- the agent machine (one per node) ----------------------------------------------------------

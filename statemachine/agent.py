@@ -1,0 +1,293 @@
+"""The agent machine: one node daemon's part of the protocol, as one pure object.
+
+It stands between the coordinator and the trainers of its node: passes commands down, gathers what the
+trainers answer into one signal per node, notices trainers that die, raise or hang, and keeps going while
+the broker or the coordinator is away. ``step(event) -> list[Effect]``, effects in order.
+"""
+
+from typing import assert_never
+
+from statemachine.agent_commands import (
+    flush_steps,
+    heartbeat,
+    hello,
+    leave_now,
+    obey,
+    prepare_trainer,
+    remember,
+    say_finished,
+    say_quiesced,
+    say_resumed,
+)
+from statemachine.agent_state import HEARTBEAT, HELLO, LEAVE, RESTART, STEPPED, Agent, Trainer, TrainerPhase
+from statemachine.effects import Effect
+from statemachine.events import (
+    AgentStarted,
+    BrokerConnected,
+    BrokerLost,
+    CommandArrived,
+    TerminationRequested,
+    TimerFired,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerSuspectsPeer,
+    TrainerUp,
+)
+from statemachine.messages import Leaving, PeerSuspected, Prepared, TrainerLost
+from statemachine.timing import Timing
+from statemachine.values import CommittedStep, FailureCause, NodeState
+from statemachine.watch import beat, look
+
+AgentEvent = (
+    AgentStarted
+    | TimerFired
+    | BrokerConnected
+    | BrokerLost
+    | CommandArrived
+    | TrainerUp
+    | TrainerPrepared
+    | TrainerQuiesced
+    | TrainerResumed
+    | TrainerStepped
+    | TrainerBeat
+    | TrainerSuspectsPeer
+    | TrainerDone
+    | TrainerFailed
+    | TerminationRequested
+)
+
+
+class AgentMachine:
+    """Feed ``AgentStarted`` first, and again after each ``NewIncarnation``."""
+
+    def __init__(self, node: str, timing: Timing) -> None:
+        self._a = Agent(name=node, timing=timing)
+
+    def step(self, event: AgentEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        a = self._a
+        a.at, a.cause = event.at, event.cause
+        self._dispatch(event)
+        out, a.out = a.out, []
+        return out
+
+    @property
+    def state(self) -> NodeState:
+        return self._a.state
+
+    @property
+    def generation(self) -> int:
+        return self._a.generation
+
+    @property
+    def incarnation(self) -> int:
+        return self._a.incarnation
+
+    def _dispatch(self, event: AgentEvent) -> None:
+        a = self._a
+        match event:
+            case AgentStarted():
+                self._started(event)
+            case BrokerConnected():
+                a.connected = True
+                if a.active:
+                    self._introduce()
+            case BrokerLost():
+                a.connected = False
+                a.cancel_timer(HEARTBEAT)
+                a.cancel_timer(HELLO)
+            case _ if not a.active:
+                pass  # fenced or gone: nothing counts until a new AgentStarted
+            case CommandArrived():
+                if event.message.node == a.name and event.message.incarnation == a.incarnation:
+                    obey(a, event.message.command)
+                else:
+                    a.ignore(f"{type(event.message.command).__name__} for another incarnation")
+            case TimerFired():
+                self._timer(event)
+            case TerminationRequested():
+                self._terminate(event)
+            case TrainerFailed():
+                self._trainer_failed(event)
+            case _:
+                self._trainer(event)
+
+    def _started(self, event: AgentStarted) -> None:
+        old = self._a
+        a = self._a = Agent(name=old.name, timing=old.timing)
+        a.at, a.cause, a.connected = old.at, old.cause, old.connected
+        a.over = old.over
+        a.incarnation, a.facts = event.incarnation, event.facts
+        a.trainers = [Trainer(device=device) for device in range(event.facts.devices)]
+        a.active = True
+        a.launch()
+        if a.connected:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        a = self._a
+        hello(a)
+        a.publish(a.state, a.reason)
+        a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
+        if a.rejected:
+            a.set_timer(HELLO, a.timing.hello_retry_s)
+
+    # --- trainers ----------------------------------------------------------------------------
+
+    def _trainer(
+        self,
+        event: TrainerUp
+        | TrainerPrepared
+        | TrainerQuiesced
+        | TrainerResumed
+        | TrainerStepped
+        | TrainerBeat
+        | TrainerSuspectsPeer
+        | TrainerDone,
+    ) -> None:
+        """News of a live trainer. What an ended one still said before its end does not count."""
+        a = self._a
+        device = event.report.device if isinstance(event, TrainerQuiesced) else event.device
+        trainer = a.trainers[device]
+        alive = trainer.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
+        match event:
+            case TrainerUp():
+                if trainer.phase is TrainerPhase.STARTING:
+                    trainer.pid = event.pid
+                    a.over.discard(event.pid)
+                    trainer.beat_at = trainer.moved_at = a.at
+                    prepare_trainer(a, device)
+            case _ if not alive:
+                pass
+            case TrainerBeat():
+                beat(a, event)
+            case TrainerPrepared():
+                self._trainer_prepared(event, trainer)
+            case TrainerQuiesced():
+                if event.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
+                    trainer.phase, trainer.report = TrainerPhase.QUIESCED, event.report
+                    say_quiesced(a)
+            case TrainerResumed():
+                if self._in_group(event.generation) and trainer.phase is TrainerPhase.RESUMING:
+                    trainer.phase, trainer.resumed = TrainerPhase.TRAINING, event
+                    say_resumed(a)
+            case TrainerStepped():
+                self._trainer_stepped(event)
+            case TrainerSuspectsPeer():
+                a.say(PeerSuspected(generation=event.generation, detail=event.detail))
+            case TrainerDone():
+                if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:
+                    trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
+                    flush_steps(a)
+                    say_finished(a)
+            case _:
+                assert_never(event)
+
+    def _in_group(self, generation: int) -> bool:
+        """Is this the generation that the trainers of this node last resumed, and still the present one?"""
+        a = self._a
+        return a.resume is not None and generation == a.resume.generation == a.generation
+
+    def _trainer_prepared(self, event: TrainerPrepared, trainer: Trainer) -> None:
+        a = self._a
+        if a.job is None or event.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
+            return
+        trainer.phase = TrainerPhase.PREPARED
+        if event.profile is not None:
+            a.profile = event.profile
+        if a.built:
+            a.lost = None
+            a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+            a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
+
+    def _trainer_stepped(self, event: TrainerStepped) -> None:
+        """A commit counts as long as no later Resume was obeyed, also while a Quiesce is under way."""
+        a = self._a
+        if a.resume is None or event.generation != a.resume.generation:
+            return
+        if a.committed is not None and event.step <= a.committed.step:
+            return
+        a.committed = CommittedStep(step=event.step, vote=event.vote)
+        remember(a, a.committed)
+        a.failures = 0
+        a.step_s = event.step_s
+        a.durations.append(event.step_s)
+        # Behind the last step a trainer computes digests, which takes as long as it takes.
+        a.stepping = a.job is not None and event.step < a.job.steps
+        if a.leads(a.resume):
+            a.unsent.append(a.committed)
+            if STEPPED not in a.due:
+                flush_steps(a)
+                a.set_timer(STEPPED, a.timing.stepped_s)
+
+    def _trainer_failed(self, event: TrainerFailed) -> None:
+        a = self._a
+        trainer = a.trainers[event.device]
+        known = trainer.pid is None or trainer.pid == event.pid
+        if trainer.phase is TrainerPhase.DOWN or event.pid in a.over or not known:
+            return
+        self._lose(trainer, event.cause_of_failure, event.detail)
+
+    def _lose(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
+        """One trainer is gone: the node starts over with fresh ones, all of them."""
+        a = self._a
+        device = trainer.device
+        a.failures += 1
+        if a.job is not None:
+            # The newest commit first: it counts for the roll-forward rule.
+            heartbeat(a)
+            a.lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
+            a.say(a.lost)
+            a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
+        a.kill()
+        tries = a.failures if cause == "unprepared" else a.failures - 1
+        if tries <= 0:
+            a.launch()
+        else:
+            delay = a.timing.restart_backoff_s * 2 ** min(tries - 1, 16)
+            a.set_timer(RESTART, min(delay, a.timing.restart_backoff_max_s))
+
+    # --- time, and the end ----------------------------------------------------------------------
+
+    def _timer(self, event: TimerFired) -> None:
+        a = self._a
+        late_s = a.at - a.due.pop(event.name, a.at)
+        match event.name:
+            case "heartbeat":
+                if a.connected:
+                    heartbeat(a)
+                    a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
+            case "hello":
+                if a.connected and a.rejected:
+                    hello(a)
+                    a.set_timer(HELLO, a.timing.hello_retry_s)
+            case "stepped":
+                if a.unsent:
+                    flush_steps(a)
+                    a.set_timer(STEPPED, a.timing.stepped_s)
+            case "watch":
+                hanging = look(a, late_s)
+                if hanging is not None:
+                    a.cause = f"hang:{a.name}/{hanging[0].device}:{a.generation}"
+                    self._lose(hanging[0], "hung", hanging[1])
+            case "restart":
+                a.launch()
+            case _:  # "leave": nobody released us in time
+                leave_now(a)
+
+    def _terminate(self, event: TerminationRequested) -> None:
+        """Leave with notice where there is somebody to notice; a second request does not wait."""
+        a = self._a
+        first = a.leaving is None
+        a.leaving = event.reason
+        if not first or not a.connected or a.job is None or not a.built:
+            leave_now(a)
+            return
+        a.say(Leaving(reason=event.reason))
+        a.publish(a.state, f"leaving: {event.reason}")
+        a.set_timer(LEAVE, a.timing.leave_s)

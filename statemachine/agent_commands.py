@@ -1,0 +1,271 @@
+"""What the agent does on each command of the coordinator."""
+
+from typing import assert_never
+
+from statemachine.agent_state import HELLO, Agent, TrainerPhase
+from statemachine.effects import ExitDaemon, NewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
+from statemachine.messages import (
+    Command,
+    Fence,
+    Finished,
+    Heartbeat,
+    Hello,
+    Inquiry,
+    Leaving,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Rejection,
+    Released,
+    Resume,
+    Resumed,
+    Stepped,
+    StepsWanted,
+    Stop,
+)
+from statemachine.values import CommittedStep, NodeState
+
+STEPS_PER_MESSAGE = 1000
+
+
+def obey(a: Agent, command: Command) -> None:
+    if a.rejected and not isinstance(command, Rejection | Inquiry):
+        a.rejected = False
+        a.cancel_timer(HELLO)
+    match command:
+        case Inquiry():
+            hello(a)
+        case Prepare():
+            prepare(a, command)
+        case Quiesce():
+            quiesce(a, command)
+        case Resume():
+            resume(a, command)
+        case StepsWanted():
+            steps_wanted(a, command)
+        case Stop():
+            stop(a, command)
+        case Fence():
+            fence(a, command)
+        case Rejection():
+            a.rejected = True
+            a.publish(a.state, f"rejected: {command.reason}")
+            a.set_timer(HELLO, a.timing.hello_retry_s)
+        case Released():
+            released(a)
+        case _:
+            assert_never(command)
+
+
+# --- saying where we are -------------------------------------------------------------------------
+
+
+def hello(a: Agent) -> None:
+    """Introduce the node and repeat every standing fact: whatever fell into an outage is said again."""
+    a.say(
+        Hello(
+            facts=a.facts,
+            job_id=a.job.job_id if a.job is not None else None,
+            prepared=a.built,
+            generation=a.generation,
+            training=a.training,
+        )
+    )
+    if a.rejected:
+        return
+    if a.lost is not None:
+        a.say(a.lost)
+    if a.built and a.job is not None:
+        a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+    heartbeat(a)
+    say_quiesced(a)
+    say_resumed(a)
+    say_finished(a)
+    if a.leaving is not None:
+        a.say(Leaving(reason=a.leaving))
+
+
+def heartbeat(a: Agent) -> None:
+    a.say(Heartbeat(generation=a.generation, committed=a.committed))
+
+
+def say_quiesced(a: Agent) -> None:
+    reports = [trainer.report for trainer in a.trainers if trainer.phase is TrainerPhase.QUIESCED]
+    if reports and len(reports) == len(a.trainers):
+        a.say(Quiesced(generation=a.generation, reports=tuple(r for r in reports if r is not None)))
+
+
+def say_resumed(a: Agent) -> None:
+    """Once every trainer with a rank here has met the others and holds its layers."""
+    if a.resume is None or not a.training:
+        return
+    resumed = [a.trainers[device].resumed for device in a.mine(a.resume)]
+    there = [event for event in resumed if event is not None]
+    if len(there) == len(resumed):
+        a.say(
+            Resumed(
+                generation=a.resume.generation,
+                bytes_moved=sum(event.bytes_moved for event in there),
+                rendezvous_s=max(event.rendezvous_s for event in there),
+                state_s=max(event.state_s for event in there),
+            )
+        )
+
+
+def say_finished(a: Agent) -> None:
+    """Once every trainer with a rank here is done. Devices that disagree show as both digests."""
+    if a.resume is None or a.job is None or not a.training:
+        return
+    digests: dict[int, str] = {}
+    for device in a.mine(a.resume):
+        own = a.trainers[device].digests
+        if own is None:
+            return
+        for layer, digest in own.items():
+            other = digests.setdefault(layer, digest)
+            if other != digest:
+                digests[layer] = f"{other}|{digest}"
+    a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests))
+
+
+def flush_steps(a: Agent) -> None:
+    if a.resume is not None and a.unsent:
+        a.say(Stepped(generation=a.resume.generation, steps=tuple(a.unsent), step_s=a.step_s))
+    a.unsent.clear()
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def prepare(a: Agent, command: Prepare) -> None:
+    """Idempotent: ready trainers say so, busy ones go on; anything else means fresh trainers."""
+    if a.leaving is not None:
+        return
+    same = a.job is not None and a.job.job_id == command.job.job_id
+    if same and (a.wants_profile or not command.profile):
+        if a.built:
+            a.say(Prepared(job_id=command.job.job_id, profile=a.profile))
+        return
+    fresh = a.job is None and all(
+        trainer.phase in (TrainerPhase.STARTING, TrainerPhase.UP) for trainer in a.trainers
+    )
+    a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
+    a.history.clear()
+    a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
+    if not fresh:
+        a.kill()
+        a.launch()
+    for trainer in a.trainers:
+        if trainer.phase is TrainerPhase.UP:
+            prepare_trainer(a, trainer.device)
+
+
+def prepare_trainer(a: Agent, device: int) -> None:
+    """One trainer measures the model, the others just build it."""
+    trainer, job = a.trainers[device], a.job
+    if job is None:
+        trainer.phase = TrainerPhase.UP
+        return
+    trainer.phase = TrainerPhase.PREPARING
+    profile = a.wants_profile and a.profile is None and device == 0
+    a.out.append(TrainerPrepare(cause=a.cause, device=device, job=job, profile=profile))
+
+
+def quiesce(a: Agent, command: Quiesce) -> None:
+    if command.generation < a.generation:
+        a.ignore("a Quiesce of an older generation")
+        return
+    if command.generation == a.generation:
+        say_quiesced(a)  # said again because the coordinator did not hear it
+        return
+    a.generation = command.generation
+    if not a.built:
+        a.say(Quiesced(generation=a.generation, reports=()))
+        return
+    for trainer in a.trainers:
+        trainer.phase = TrainerPhase.QUIESCING
+        trainer.report = trainer.resumed = trainer.digests = None
+        a.out.append(
+            TrainerQuiesce(
+                cause=a.cause, device=trainer.device, generation=command.generation, mode=command.mode
+            )
+        )
+    a.publish(a.state, f"quiescing for generation {a.generation}")
+
+
+def resume(a: Agent, command: Resume) -> None:
+    waits = all(trainer.phase is TrainerPhase.QUIESCED for trainer in a.trainers)
+    if command.generation != a.generation or not waits or a.job is None or command.job_id != a.job.job_id:
+        a.ignore("a Resume that this node does not wait for")
+        return
+    a.resume, a.stepping = command, False
+    for step in [step for step in a.history if step > command.step]:
+        del a.history[step]  # undone by the cluster: this node's old trainers died with it
+    if command.vote is not None:
+        remember(a, CommittedStep(step=command.step, vote=command.vote))
+    ranked = set(a.mine(command))
+    a.committed = a.history.get(command.step) if ranked else None
+    for trainer in a.trainers:
+        trainer.phase = TrainerPhase.RESUMING if trainer.device in ranked else TrainerPhase.PARKED
+        a.out.append(TrainerResume(cause=a.cause, device=trainer.device, resume=command))
+    a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")
+
+
+def remember(a: Agent, committed: CommittedStep) -> None:
+    a.history.pop(committed.step, None)
+    a.history[committed.step] = committed
+    while len(a.history) > a.timing.steps_kept:
+        del a.history[next(iter(a.history))]
+
+
+def steps_wanted(a: Agent, command: StepsWanted) -> None:
+    last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
+    steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
+    if steps:
+        a.say(Stepped(generation=a.generation, steps=tuple(steps), step_s=a.step_s))
+
+
+def stop(a: Agent, command: Stop) -> None:
+    if a.job is None or a.job.job_id != command.job_id:
+        return
+    a.job = a.profile = a.lost = None
+    a.wants_profile, a.failures = False, 0
+    a.history.clear()
+    a.durations.clear()
+    a.kill()
+    if a.leaving is not None:
+        leave_now(a)
+        return
+    a.launch()
+    a.publish(NodeState.HEALTHY, f"the job is over: {command.reason}")
+
+
+def fence(a: Agent, command: Fence) -> None:
+    """This incarnation is out: nothing of it may go on."""
+    a.kill()
+    a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")
+    for name in list(a.due):
+        a.cancel_timer(name)
+    a.active = False
+    a.out.append(NewIncarnation(cause=a.cause))
+
+
+def released(a: Agent) -> None:
+    if a.leaving is not None:
+        leave_now(a)
+        return
+    a.kill(a.timing.kill_grace_s)
+    a.job = a.profile = a.lost = None
+    a.wants_profile = False
+    a.history.clear()
+    a.publish(NodeState.HEALTHY, "drained: it may be stopped")
+
+
+def leave_now(a: Agent) -> None:
+    a.kill(a.timing.kill_grace_s)
+    for name in list(a.due):
+        a.cancel_timer(name)
+    a.active = False
+    a.publish(NodeState.OFFLINE, f"left: {a.leaving}")
+    a.out.append(ExitDaemon(cause=a.cause, code=0))

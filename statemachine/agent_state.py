@@ -1,0 +1,209 @@
+"""What a node's agent knows, and the verbs its modules share. ``agent`` is the machine itself."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from planner.values import Device, ModelProfile
+from statemachine.effects import (
+    CancelTimer,
+    Effect,
+    EmitEvent,
+    KillTrainer,
+    PublishNode,
+    SendSignal,
+    SetTimer,
+    StartTrainer,
+)
+from statemachine.events import TrainerResumed
+from statemachine.messages import Resume, Signal, TrainerLost
+from statemachine.timing import Timing
+from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, NodeState
+
+HEARTBEAT = "heartbeat"
+HELLO = "hello"
+STEPPED = "stepped"
+WATCH = "watch"
+RESTART = "restart"
+LEAVE = "leave"
+
+PERIODIC = frozenset({HEARTBEAT, HELLO, WATCH})
+STEPS_FOR_MEDIAN = 21
+
+
+class TrainerPhase(StrEnum):
+    """Where the trainer of one device is in its life."""
+
+    DOWN = "DOWN"
+    """No process."""
+    STARTING = "STARTING"
+    """Forked; not connected yet."""
+    UP = "UP"
+    """Connected; has no job."""
+    PREPARING = "PREPARING"
+    PREPARED = "PREPARED"
+    QUIESCING = "QUIESCING"
+    QUIESCED = "QUIESCED"
+    PARKED = "PARKED"
+    """Resumed without a rank: keeps its state and waits."""
+    RESUMING = "RESUMING"
+    TRAINING = "TRAINING"
+    DONE = "DONE"
+
+
+_P = TrainerPhase
+BUILT = frozenset({_P.PREPARED, _P.QUIESCING, _P.QUIESCED, _P.PARKED, _P.RESUMING, _P.TRAINING, _P.DONE})
+AT_WORK = frozenset({_P.RESUMING, _P.TRAINING, _P.DONE})
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    device: int
+    phase: TrainerPhase = TrainerPhase.DOWN
+    pid: int | None = None
+    report: DeviceReport | None = None
+    resumed: TrainerResumed | None = None
+    digests: dict[int, str] | None = None
+    # --- hang detection ---
+    beat_at: float = 0.0
+    progress: int = -1
+    moved_at: float = 0.0
+    """When it last made progress, or was waiting."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Agent:
+    name: str
+    timing: Timing
+    incarnation: int = 0
+    facts: NodeFacts = field(default_factory=lambda: NodeFacts(devices=0, host="", rendezvous_port=0))
+    trainers: list[Trainer] = field(default_factory=list)
+    connected: bool = False
+    active: bool = False
+    """Between AgentStarted and a fence or the exit."""
+    rejected: bool = False
+    leaving: str | None = None
+    state: NodeState = NodeState.HEALTHY
+    reason: str = "started"
+    job: Job | None = None
+    wants_profile: bool = False
+    profile: ModelProfile | None = None
+    lost: TrainerLost | None = None
+    """Why this node is UNHEALTHY."""
+    failures: int = 0
+    """Trainer failures since a step was last committed."""
+    generation: int = 0
+    """The highest obeyed."""
+    resume: Resume | None = None
+    """The last Resume obeyed by the trainers that live now."""
+    stepping: bool = False
+    """A step of the present group was committed: hangs can be told from work."""
+    committed: CommittedStep | None = None
+    """Newest step that the trainers that live now are known to have committed."""
+    history: dict[int, CommittedStep] = field(default_factory=dict)
+    """Committed steps by number, oldest first, at most ``steps_kept``."""
+    unsent: list[CommittedStep] = field(default_factory=list)
+    step_s: float = 0.0
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_MEDIAN))
+    over: set[int] = field(default_factory=set)
+    """Process ids that this agent ended: late news of them means nothing."""
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    # --- the step under way ---
+    at: float = 0.0
+    cause: str = ""
+    due: dict[str, float] = field(default_factory=dict)
+    out: list[Effect] = field(default_factory=list)
+
+    # --- facts ---
+
+    @property
+    def built(self) -> bool:
+        """Every trainer has built the job."""
+        return self.job is not None and bool(self.trainers) and all(t.phase in BUILT for t in self.trainers)
+
+    @property
+    def training(self) -> bool:
+        return any(trainer.phase in AT_WORK for trainer in self.trainers)
+
+    def mine(self, resume: Resume) -> list[int]:
+        """This node's devices that have a rank in the plan."""
+        return [device.index for device in resume.plan.devices if device.node == self.name]
+
+    def leads(self, resume: Resume) -> bool:
+        """Rank 0 is here: this node reports the steps."""
+        first: Device = resume.plan.devices[0]
+        return first.node == self.name
+
+    # --- verbs ---
+
+    def say(self, signal: Signal) -> None:
+        self.out.append(SendSignal(cause=self.cause, signal=signal))
+
+    def emit(self, name: str, reason: str, /, **details: Any) -> None:
+        self.out.append(
+            EmitEvent(
+                cause=self.cause,
+                name=name,
+                reason=reason,
+                node=self.name,
+                generation=self.generation,
+                step=self.committed.step if self.committed is not None else None,
+                details=details,
+            )
+        )
+
+    def ignore(self, why: str) -> None:
+        self.ignored[why] += 1
+        self.emit("MessageIgnored", why, why=why, count=self.ignored[why])
+
+    def publish(self, state: NodeState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.out.append(
+            PublishNode(
+                cause=self.cause,
+                state=state,
+                generation=self.generation,
+                step=self.committed.step if self.committed is not None else 0,
+                reason=reason,
+            )
+        )
+
+    def set_timer(self, name: str, delay_s: float) -> None:
+        self.due[name] = self.at + delay_s
+        cause = "clock" if name in PERIODIC else self.cause
+        self.out.append(SetTimer(cause=cause, name=name, delay_s=delay_s))
+
+    def cancel_timer(self, name: str) -> None:
+        if self.due.pop(name, None) is not None:
+            self.out.append(CancelTimer(cause=self.cause, name=name))
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End every trainer; what they held is gone."""
+        for trainer in self.trainers:
+            if trainer.phase is not TrainerPhase.DOWN:
+                self.out.append(KillTrainer(cause=self.cause, device=trainer.device, grace_s=grace_s))
+            if trainer.pid is not None:
+                self.over.add(trainer.pid)
+            trainer.phase, trainer.pid = TrainerPhase.DOWN, None
+            trainer.report = trainer.resumed = trainer.digests = None
+        if self.committed is not None:
+            # Perhaps nobody else got as far; then the others redo that step, with other rounding.
+            self.history.pop(self.committed.step, None)
+        self.resume = self.committed = None
+        self.stepping = False
+        self.unsent.clear()
+        self.cancel_timer(STEPPED)
+        self.cancel_timer(RESTART)
+
+    def launch(self) -> None:
+        """Start a trainer for every device that has none."""
+        for trainer in self.trainers:
+            if trainer.phase is TrainerPhase.DOWN:
+                trainer.phase = TrainerPhase.STARTING
+                trainer.beat_at = trainer.moved_at = self.at
+                trainer.progress = -1
+                self.out.append(StartTrainer(cause=self.cause, device=trainer.device))
+        if WATCH not in self.due:
+            self.set_timer(WATCH, self.timing.watch_s)

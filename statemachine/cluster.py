@@ -1,0 +1,214 @@
+"""The cluster machine: the coordinator's whole protocol as one pure object.
+
+``step(event) -> list[Effect]``; effects are to be carried out in order. What it knows is in ``state``, what
+it does in ``signals``, ``membership``, ``recovery``, ``jobs``, ``ledger`` and ``timeouts``; this module only
+tells each event where to go.
+"""
+
+from typing import Any, assert_never
+
+from statemachine import durable, jobs, public, recovery, signals, timeouts
+from statemachine.effects import Effect
+from statemachine.events import (
+    BrokerConnected,
+    BrokerLost,
+    DrainRequested,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    PlanReady,
+    SignalArrived,
+    StopRequested,
+    TemplatesFailed,
+    TemplatesReady,
+    TimerFired,
+)
+from statemachine.membership import inquire
+from statemachine.state import GIVE_UP, QUIESCE, RESUME, STEPS, TICK, Cluster
+from statemachine.timing import Timing
+from statemachine.values import ClusterPhase
+
+ClusterEvent = (
+    TimerFired
+    | BrokerConnected
+    | BrokerLost
+    | SignalArrived
+    | NodeVanished
+    | JobSubmitted
+    | StopRequested
+    | DrainRequested
+    | TemplatesReady
+    | TemplatesFailed
+    | PlanReady
+    | PlanImpossible
+)
+
+
+class ClusterMachine:
+    """Make one for a fresh coordinator and feed ``BrokerConnected``; or ``restore`` one from a journal."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._c = Cluster(timing=timing)
+
+    @classmethod
+    def restore(
+        cls, timing: Timing, durable_state: dict[str, Any], at: float, cause: str
+    ) -> tuple["ClusterMachine", list[Effect]]:
+        """Go on from what ``durable_state()`` last said; the next event is ``BrokerConnected``.
+
+        :raises durable.JournalError: the journal is damaged or of another version.
+        """
+        machine = cls(timing)
+        c = machine._c = durable.read(timing, durable_state, at)
+        c.at, c.cause = at, cause
+        if c.active:
+            jobs.build_templates(c)
+        return machine, machine._take_out()
+
+    def step(self, event: ClusterEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        c = self._c
+        c.at, c.cause = event.at, event.cause
+        c.told_before = c.ledger.told
+        self._dispatch(event)
+        while c.dirty:
+            c.dirty = False
+            jobs.pursue(c)
+        return self._take_out()
+
+    def durable_state(self) -> dict[str, Any]:
+        """What must survive a crash, as plain data; to be stored when ``PersistState`` is carried out."""
+        return durable.write(self._c)
+
+    def public_state(self) -> dict[str, Any]:
+        """What outside tools see; to be published when ``PublishCluster`` is carried out."""
+        return public.public_state(self._c)
+
+    @property
+    def generation(self) -> int:
+        return self._c.generation
+
+    @property
+    def phase(self) -> ClusterPhase:
+        return self._c.phase
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step known to be committed."""
+        return self._c.ledger.known_step
+
+    def _take_out(self) -> list[Effect]:
+        out, self._c.out = self._c.out, []
+        return out
+
+    def _dispatch(self, event: ClusterEvent) -> None:
+        c = self._c
+        match event:
+            case SignalArrived():
+                signals.arrived(c, event)
+            case TimerFired():
+                self._timer(event)
+            case NodeVanished():
+                signals.vanished(c, event)
+            case BrokerConnected():
+                self._connected()
+            case BrokerLost():
+                self._disconnected()
+            case JobSubmitted():
+                jobs.submit(c, event)
+            case StopRequested():
+                jobs.stop(c, event)
+            case DrainRequested():
+                jobs.drain(c, event)
+            case TemplatesReady():
+                self._templates_ready(event)
+            case TemplatesFailed():
+                jobs.templates_failed(c, event.job_id, event.reason)
+            case PlanReady():
+                recovery.take_plan(c, event)
+            case PlanImpossible():
+                self._plan_impossible(event)
+            case _:
+                assert_never(event)
+
+    def _timer(self, event: TimerFired) -> None:
+        c = self._c
+        late_s = c.at - c.due.pop(event.name, c.at)
+        if timeouts.postponed(c, event.name, late_s):
+            return
+        match event.name:
+            case "tick":
+                timeouts.tick(c, late_s)
+            case "quiesce":
+                timeouts.quiesce_overdue(c)
+            case "resume":
+                timeouts.resume_overdue(c)
+            case "join":
+                jobs.join(c)
+                c.dirty = True
+            case "steps":
+                timeouts.steps_overdue(c)
+            case "give_up":
+                if c.phase is ClusterPhase.PAUSED:
+                    jobs.fail(c, c.lacking)
+            case _:  # "settle": pursue sees that the time is over
+                c.dirty = True
+
+    def _connected(self) -> None:
+        """The broker is (back) there: everybody has a while to say Hello before anybody is missed."""
+        c = self._c
+        first = not c.started
+        c.started = c.connected = True
+        c.grace_until = c.at + c.timing.hello_grace_s
+        c.set_timer(TICK, c.timing.heartbeat_s)
+        if first:
+            c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
+        else:
+            c.emit("BrokerRestored", "the broker is back")
+        for node in c.alive():
+            node.heard_at = c.at
+            inquire(c, node.name, node.incarnation)
+        restored, c.restored = c.restored, False
+        attempt = c.attempt
+        if c.changing and attempt is not None and restored and not attempt.resume_sent:
+            # The reports that came before the crash are lost with it.
+            recovery.reconfigure(c, "the coordinator was restarted during a recovery", attempt.mode)
+        elif c.phase is ClusterPhase.QUIESCING:
+            c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
+        elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
+            c.set_timer(RESUME, c.timing.resume_s)
+        elif c.phase is ClusterPhase.PAUSED and c.giving_up:
+            c.set_timer(GIVE_UP, c.timing.lost_state_s)
+        c.dirty = True
+        c.publish()
+
+    def _disconnected(self) -> None:
+        """Nobody can be heard, so nobody is late."""
+        c = self._c
+        c.connected = False
+        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS):
+            c.cancel_timer(name)
+        c.emit("BrokerLost", "the broker is away; training goes on")
+
+    def _templates_ready(self, event: TemplatesReady) -> None:
+        c = self._c
+        jobs.templates_ready(c, event.job_id)
+        attempt = c.attempt
+        waiting = c.phase is ClusterPhase.RECOVERING and attempt is not None and not attempt.resume_sent
+        if waiting and attempt is not None and attempt.situation is not None and c.templates_ready:
+            recovery.ask_plan(c, attempt, with_draining=bool(attempt.kept))
+
+    def _plan_impossible(self, event: PlanImpossible) -> None:
+        c = self._c
+        attempt = c.attempt
+        if (
+            attempt is None
+            or c.phase is not ClusterPhase.RECOVERING
+            or attempt.resume_sent
+            or event.generation != attempt.generation
+        ):
+            c.ignore("a plan of an older generation")
+            return
+        lost = recovery.no_plan(c, attempt, event.reason, too_few=event.too_few, needed=event.needed)
+        if lost is not None:
+            jobs.fail(c, f"{lost}; last failure: {c.last_failure}" if c.last_failure else lost)

@@ -1,0 +1,264 @@
+"""The journal's content: everything a coordinator must know again after SIGKILL at any point.
+
+Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the clock is the host's monotonic
+one, the same for a coordinator that comes back on this host.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from planner.values import Device, Plan
+from statemachine.node import NodeMachine
+from statemachine.rules import Resumption
+from statemachine.state import Attempt, Cluster, Ledger, Recovery
+from statemachine.timing import Timing
+from statemachine.values import (
+    ClusterPhase,
+    CommittedStep,
+    Job,
+    NodeFacts,
+    NodeState,
+    Profiled,
+    QuiesceMode,
+    Vote,
+)
+
+SCHEMA = 1
+
+
+class JournalError(ValueError):
+    """The journal is not of this program, or of another version of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    incarnation: int
+    facts: NodeFacts
+    state: NodeState
+    prepared: bool
+    unfit: str | None
+    draining: str | None
+    leaving: bool
+    released: bool
+    returning: bool
+    counted_in: int
+    lost_after: int
+    gone: bool
+    retired: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    generation: int
+    mode: QuiesceMode
+    expected: tuple[str, ...]
+    members: tuple[str, ...]
+    kept: tuple[str, ...]
+    resume_sent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecord:
+    cause: str
+    nodes: tuple[str, ...]
+    detected_how: str | None
+    detected_at: float
+    tried: int
+    recomputed_steps: int
+    pipelines_before: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    schema: int
+    phase: ClusterPhase
+    generation: int
+    outcome: str
+    lacking: str
+    giving_up: bool
+    raised: int
+    last_failure: str
+    job: Job | None
+    profiled: Profiled | None
+    known: CommittedStep | None
+    told: int
+    loss: float | None
+    step_s: float
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    attempt: AttemptRecord | None = None
+    recovery: RecoveryRecord | None = None
+    resumed_generation: int = 0
+    resumed_step: int = 0
+    resumed_vote: Vote | None = None
+    resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
+    plan: Plan | None = None
+
+
+def _node(node: NodeMachine) -> dict[str, Any]:
+    facts = node.facts
+    return {
+        "incarnation": node.incarnation,
+        "facts": {
+            "devices": facts.devices,
+            "host": facts.host,
+            "rendezvous_port": facts.rendezvous_port,
+            "chaos_allowed": facts.chaos_allowed,
+        },
+        "state": str(node.state),
+        "prepared": node.prepared,
+        "unfit": node.unfit,
+        "draining": node.draining,
+        "leaving": node.leaving,
+        "released": node.released,
+        "returning": node.returning,
+        "counted_in": node.counted_in,
+        "lost_after": node.lost_after,
+        "gone": node.gone,
+        "retired": list(node.retired),
+    }
+
+
+def _plain(c: Cluster, name: str, value: Any) -> Any:
+    """A large immutable value as plain data, made once."""
+    cached = c.plain.get(name)
+    if cached is None or cached[0] is not value:
+        cached = (value, msgspec.to_builtins(value))
+        c.plain[name] = cached
+    return cached[1]
+
+
+def write(c: Cluster) -> dict[str, Any]:
+    """The durable state as it is now. ``told`` lags by the step under way: its events are yet to go out."""
+    attempt, record, resumption, ledger = c.attempt, c.recovery, c.resumption, c.ledger
+    state: dict[str, Any] = {
+        "schema": SCHEMA,
+        "phase": str(c.phase),
+        "generation": c.generation,
+        "outcome": c.outcome,
+        "lacking": c.lacking,
+        "giving_up": c.giving_up,
+        "raised": c.raised,
+        "last_failure": c.last_failure,
+        "job": _plain(c, "job", c.job),
+        "profiled": _plain(c, "profiled", c.profiled),
+        "known": msgspec.to_builtins(ledger.known),
+        "told": c.told_before,
+        "loss": ledger.loss,
+        "step_s": ledger.step_s,
+        "nodes": {name: _node(node) for name, node in c.nodes.items()},
+    }
+    if attempt is not None:
+        state["attempt"] = {
+            "generation": attempt.generation,
+            "mode": attempt.mode,
+            "expected": list(attempt.expected),
+            "members": sorted(attempt.members),
+            "kept": sorted(attempt.kept),
+            "resume_sent": attempt.resume_sent,
+        }
+    if record is not None:
+        state["recovery"] = {
+            "cause": record.cause,
+            "nodes": list(record.nodes),
+            "detected_how": record.detected_how,
+            "detected_at": record.detected_at,
+            "tried": record.tried,
+            "recomputed_steps": record.recomputed_steps,
+            "pipelines_before": record.pipelines_before,
+        }
+    if resumption is not None:
+        state["resumed_generation"] = resumption.generation
+        state["resumed_step"] = resumption.step
+        state["resumed_vote"] = msgspec.to_builtins(resumption.vote)
+        state["resumed_ready"] = [
+            [{"node": device.node, "index": device.index}, sorted(layers)]
+            for device, layers in resumption.ready.items()
+        ]
+        state["plan"] = _plain(c, "plan", resumption.plan)
+    return state
+
+
+def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
+    """A cluster as the journal left it; every node counts as just heard.
+
+    :raises JournalError: the journal does not fit this program.
+    """
+    try:
+        journal = msgspec.convert(durable, Journal)
+    except msgspec.ValidationError as error:
+        raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
+    if journal.schema != SCHEMA:
+        raise JournalError(
+            f"the coordinator's journal has schema {journal.schema}, this program writes {SCHEMA}"
+        )
+    c = Cluster(
+        timing=timing,
+        phase=journal.phase,
+        generation=journal.generation,
+        outcome=journal.outcome,
+        lacking=journal.lacking,
+        giving_up=journal.giving_up,
+        raised=journal.raised,
+        last_failure=journal.last_failure,
+        job=journal.job,
+        profiled=journal.profiled,
+        ledger=Ledger(known=journal.known, told=journal.told, loss=journal.loss, step_s=journal.step_s),
+        restored=True,
+        at=at,
+        told_before=journal.told,
+    )
+    for name, record in journal.nodes.items():
+        c.nodes[name] = _read_node(name, record, at)
+    if journal.plan is not None:
+        c.resumption = Resumption(
+            generation=journal.resumed_generation,
+            step=journal.resumed_step,
+            vote=journal.resumed_vote,
+            plan=journal.plan,
+            ready={device: frozenset(layers) for device, layers in journal.resumed_ready},
+        )
+    if journal.attempt is not None:
+        past = journal.attempt
+        c.attempt = Attempt(
+            generation=past.generation,
+            mode=past.mode,
+            expected=past.expected,
+            members=set(past.members),
+            kept=frozenset(past.kept),
+            resume_sent=past.resume_sent,
+        )
+    if journal.recovery is not None:
+        old = journal.recovery
+        c.recovery = Recovery(
+            cause=old.cause,
+            nodes=list(old.nodes),
+            detected_how=old.detected_how,
+            detected_at=min(old.detected_at, at),
+            tried=old.tried,
+            recomputed_steps=old.recomputed_steps,
+            pipelines_before=old.pipelines_before,
+        )
+    return c
+
+
+def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
+    node = NodeMachine(
+        name=name,
+        incarnation=record.incarnation,
+        facts=record.facts,
+        state=record.state,
+        heard_at=at,
+        prepared=record.prepared,
+        unfit=record.unfit,
+        draining=record.draining,
+        leaving=record.leaving,
+        released=record.released,
+        returning=record.returning,
+        counted_in=record.counted_in,
+        lost_after=record.lost_after,
+        gone=record.gone,
+    )
+    node.retired.extend(record.retired)
+    return node

@@ -1,0 +1,305 @@
+"""A job's life: accepted, built and measured on nodes, templates, the first plan, the end."""
+
+import hashlib
+from typing import Any
+
+from statemachine.effects import AnswerRequest, BuildTemplates
+from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+from statemachine.membership import healthy, misfit, reject
+from statemachine.messages import Prepare, Prepared, Stop
+from statemachine.node import NodeMachine
+from statemachine.phases import PhaseEvent
+from statemachine.recovery import follow_group, note_cause, reconfigure, release, release_drained
+from statemachine.state import GIVE_UP, JOIN, QUIESCE, RESUME, SETTLE, STEPS, Cluster, Ledger
+from statemachine.values import ClusterPhase, Profiled
+
+SPARE_TEMPLATES = 2
+"""Templates are made for this many nodes more than there are, so that a join finds them ready."""
+
+
+def answer(c: Cluster, request: str, accepted: bool, detail: str) -> None:
+    c.out.append(AnswerRequest(cause=c.cause, request=request, accepted=accepted, detail=detail))
+
+
+def submit(c: Cluster, event: JobSubmitted) -> None:
+    job = event.job
+    if c.active and c.job is not None:
+        if c.job.job_id == job.job_id:
+            answer(c, event.request, True, job.job_id)  # the client asks again: its answer was lost
+        else:
+            answer(
+                c,
+                event.request,
+                False,
+                f"job {c.job.name!r} is under way: ftd stop {c.job.name}",
+            )
+        return
+    c.enter(PhaseEvent.JOB_ACCEPTED)
+    c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
+    c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
+    c.templates_ready, c.templates_for, c.raised = False, 0, 0
+    c.ledger = Ledger()
+    c.told_before = 0
+    for node in list(c.nodes.values()):
+        node.forget_job()
+        problem = misfit(node.facts, job.policy)
+        if node.alive and problem is not None:
+            del c.nodes[node.name]
+            reject(c, node.name, node.incarnation, problem)
+    c.persist()
+    answer(c, event.request, True, job.job_id)
+    c.emit(
+        "JobSubmitted", f"job {job.name!r}: {job.steps} steps", name=job.name, steps=job.steps, job=job.job_id
+    )
+    c.publish()
+
+
+def stop(c: Cluster, event: StopRequested) -> None:
+    job = c.job
+    if job is None or not c.active:
+        answer(c, event.request, False, "no job is under way")
+    elif event.job not in (job.job_id, job.name):
+        answer(c, event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
+    else:
+        answer(c, event.request, True, f"job {job.name!r} is stopped")
+        end_job(c, PhaseEvent.JOB_ENDED, "stopped by a user", "JobStopped")
+
+
+def drain(c: Cluster, event: DrainRequested) -> None:
+    node = c.nodes.get(event.node)
+    if node is None or not node.alive:
+        answer(
+            c, event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}"
+        )
+        return
+    answer(c, event.request, True, f"{node.name} will be released at the next step boundary")
+    set_draining(c, node, "drain requested")
+
+
+def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
+    if node.draining is not None:
+        return
+    node.draining = reason
+    c.dirty = True
+    c.persist()
+    c.emit("NodeDraining", f"{node.name}: {reason}", node=node.name)
+    c.publish()
+
+
+def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
+    """The job is over, one way or another: the trainers end, the nodes stay."""
+    assert c.job is not None, "only a job under way ends"
+    c.enter(event)
+    c.outcome = reason
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP):
+        c.cancel_timer(timer)
+    c.persist()
+    c.emit(name, reason, **details)
+    for node in c.alive():
+        c.send(node, Stop(job_id=c.job.job_id, reason=reason))
+        if node.draining is not None and not node.released:
+            release(c, node)
+    c.publish()
+
+
+def fail(c: Cluster, reason: str) -> None:
+    end_job(c, PhaseEvent.JOB_BROKE, reason, "JobFailed")
+
+
+# --- towards the first plan ----------------------------------------------------------------------
+
+
+def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
+    job = c.job
+    if job is None or not c.active or signal.job_id != job.job_id or node.released:
+        c.ignore("prepared for a job that is not under way", node.name)
+        return
+    if c.profiler == node.name and signal.profile is None:
+        c.ignore("prepared without the profile that was asked for", node.name)
+        return
+    news = not node.prepared
+    healthy(c, node)
+    if signal.profile is not None and c.profiled is None:
+        c.profiled = Profiled(job=job, profile=signal.profile)
+        c.profiler = None
+        c.persist()
+    if news:
+        c.publish()
+
+
+def templates_ready(c: Cluster, job_id: str) -> None:
+    if c.job is None or c.job.job_id != job_id or c.templates_ready or not c.active:
+        return
+    c.templates_ready = True
+    c.dirty = True
+    if c.resumption is None:
+        c.emit(
+            "JobPrepared", f"the model is measured and templates for up to {c.templates_for} nodes are ready"
+        )
+        c.set_timer(SETTLE, c.timing.start_settle_s)
+    c.publish()
+
+
+def templates_failed(c: Cluster, job_id: str, reason: str) -> None:
+    if c.job is None or c.job.job_id != job_id or not c.active:
+        return
+    if c.templates_ready:
+        c.ignore(f"templates for more nodes cannot be made: {reason}")
+    else:
+        fail(c, reason)
+
+
+def build(c: Cluster) -> None:
+    """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
+    job = c.job
+    assert job is not None, "a job is under way"
+    for node in c.alive():
+        if node.asked or node.released or node.draining is not None or node.unfit is not None:
+            continue
+        profile = c.profiled is None and c.profiler is None
+        if node.prepared and not profile:
+            continue
+        if profile:
+            c.profiler = node.name
+        node.asked, node.prepared = True, False
+        c.send(node, Prepare(job=job, profile=profile))
+    build_templates(c)
+
+
+def build_templates(c: Cluster) -> None:
+    """Ask for templates when there are none in this process, or when more nodes came than they are for."""
+    present = sum(1 for node in c.alive() if not node.released)
+    if c.profiled is not None and (c.templates_for == 0 or present > c.templates_for):
+        c.templates_for = present + SPARE_TEMPLATES
+        c.out.append(BuildTemplates(cause=c.cause, profiled=c.profiled, max_nodes=c.templates_for))
+
+
+def nobody_can_build(c: Cluster) -> str | None:
+    """Every node that is here failed to build the job: it is the job's fault."""
+    alive = [node for node in c.alive() if not node.released]
+    unfit = [node.unfit for node in alive if node.unfit is not None]
+    if alive and len(unfit) == len(alive):
+        return f"no node can build the job; {alive[-1].name} says: {unfit[-1]}"
+    return None
+
+
+def maybe_start(c: Cluster) -> None:
+    """The first plan: with everybody, or after a short while with those that are there."""
+    job = c.job
+    if job is None or not c.templates_ready or c.profiled is None:
+        return
+    ready = [node.name for node in c.alive() if node.ready and node.draining is None]
+    building = any(node.asked for node in c.alive())
+    enough = len(ready) > job.policy.tolerate
+    settled = SETTLE not in c.due
+    if not ready or not (settled or (enough and not building)):
+        return
+    c.cancel_timer(SETTLE)
+    note_cause(c, "start", ready)
+    reconfigure(c, f"job {job.name!r} starts on {len(ready)} node(s)", "abort")
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def maybe_finish(c: Cluster) -> None:
+    """Every planned node finished, and the world was told of every step."""
+    attempt, job = c.attempt, c.job
+    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING:
+        return
+    planned = c.planned
+    if not planned or any(name not in attempt.finished for name in planned):
+        return
+    if c.ledger.told < job.steps:
+        return
+    digests: dict[int, str] = {}
+    for name in planned:
+        for layer, digest in sorted(attempt.finished[name].digests.items()):
+            if digests.setdefault(layer, digest) != digest:
+                c.emit(
+                    "ReplicasDiverged",
+                    f"the owners of layer {layer} do not agree",
+                    node=name,
+                    layer=layer,
+                    digests=[digests[layer], digest],
+                )
+    lines = "".join(f"{layer}:{digest}\n" for layer, digest in sorted(digests.items()))
+    checksum = hashlib.sha256(lines.encode()).hexdigest()
+    end_job(c, PhaseEvent.JOB_ENDED, f"finished after {job.steps} steps", "JobFinished", checksum=checksum)
+
+
+# --- level-triggered: run after every event that changed something --------------------------------
+
+
+def pursue(c: Cluster) -> None:
+    """Do what the present state calls for, however it came about."""
+    if not c.active:
+        release_drained(c)
+        return
+    follow_group(c)
+    build(c)
+    match c.phase:
+        case ClusterPhase.WAITING:
+            problem = nobody_can_build(c)
+            if problem is not None:
+                fail(c, problem)
+                return
+            release_drained(c)
+            maybe_start(c)
+        case ClusterPhase.RUNNING:
+            maybe_finish(c)
+            if c.phase is ClusterPhase.RUNNING:
+                release_idle(c)
+                want_join(c)
+        case ClusterPhase.PAUSED:
+            want_join(c)
+        case _:
+            pass
+
+
+def release_idle(c: Cluster) -> None:
+    """A draining node outside the running plan holds nothing once a step of this generation committed."""
+    if c.recovery is None:
+        release_drained(c)
+
+
+def newcomers(c: Cluster) -> list[NodeMachine]:
+    """Nodes that could take part but did not when the present generation was made."""
+    members = c.attempt.members if c.attempt is not None else set()
+    return [node for node in c.alive() if node.ready and node.draining is None and node.name not in members]
+
+
+def leavers(c: Cluster) -> list[NodeMachine]:
+    """Draining nodes in the plan that this generation did not try to do without."""
+    if c.phase is not ClusterPhase.RUNNING or c.attempt is None:
+        return []
+    planned = set(c.planned) - c.attempt.kept
+    return [node for node in c.alive() if node.draining is not None and node.name in planned]
+
+
+def want_join(c: Cluster) -> None:
+    if JOIN not in c.due and (newcomers(c) or leavers(c)):
+        c.set_timer(JOIN, c.timing.join_settle_s)
+
+
+def join(c: Cluster) -> None:
+    """The settle time of joins and drains is over."""
+    if c.phase not in (ClusterPhase.RUNNING, ClusterPhase.PAUSED):
+        return
+    joining, leaving = newcomers(c), leavers(c)
+    if not joining and not leaving:
+        return
+    paused = c.phase is ClusterPhase.PAUSED
+    names = [node.name for node in joining]
+    if paused:
+        note_cause(c, "resumed", names)
+    elif joining:
+        returned = all(node.returning for node in joining)
+        note_cause(c, "node_returned" if returned else "node_joined", names)
+    if leaving:
+        note_cause(c, "node_drained", [node.name for node in leaving])
+    why = [f"{', '.join(names)} can take part"] if names else []
+    why += [f"{', '.join(node.name for node in leaving)} will leave"] if leaving else []
+    for node in joining:
+        node.returning = False
+    reconfigure(c, "; ".join(why), "abort" if paused else "boundary")

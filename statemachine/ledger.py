@@ -1,0 +1,128 @@
+"""Committed steps: what is known, what the world has been told, and how gaps are filled.
+
+``StepCommitted`` goes out once per step and in order. A coordinator that was away, or a message that fell
+into an outage, leaves a gap; the votes are asked back from a node that trained on (``StepsWanted``), since
+every rank knows the vote of every step.
+"""
+
+from collections.abc import Iterable
+
+from statemachine.messages import Heartbeat, Stepped, StepsWanted
+from statemachine.node import NodeMachine
+from statemachine.state import STEPS, Cluster
+from statemachine.values import ClusterPhase, CommittedStep
+
+
+def _is_news(c: Cluster, generation: int) -> bool:
+    """May a commit reported under ``generation`` raise what is known?
+
+    Not when a later generation was resumed since, and not between a decision and its Resume: the step to
+    resume from is settled then, and what a dead rank did beyond it is being redone.
+    """
+    settled = c.attempt is not None and c.attempt.decision is not None and not c.attempt.resume_sent
+    return generation >= c.resumed_generation > 0 and not settled
+
+
+def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
+    """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
+    ledger = c.ledger
+    fresh = _is_news(c, signal.generation)
+    steps = [s for s in signal.steps if fresh or s.step <= ledger.known_step]
+    if len(steps) < len(signal.steps):
+        c.ignore("steps of an older generation", node.name)
+    before = ledger.known_step
+    learn(c, steps)
+    if fresh and steps and signal.step_s > 0:
+        ledger.step_s = signal.step_s
+    if steps and node.step < steps[-1].step:
+        node.step = steps[-1].step
+    if ledger.known_step > before:
+        c.raised = 0
+        c.persist()
+        tell(c)
+        c.publish()
+        c.dirty = True
+    elif steps:
+        tell(c)
+        c.dirty = True
+
+
+def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
+    committed = signal.committed
+    if committed is None:
+        return
+    node.step = max(node.step, committed.step)
+    if committed.step > c.ledger.known_step and _is_news(c, signal.generation):
+        c.ledger.known = committed
+        c.raised = 0
+        c.persist()
+        c.dirty = True
+
+
+def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
+    ledger = c.ledger
+    for committed in steps:
+        if committed.step > ledger.known_step:
+            ledger.known = committed
+        if committed.step > ledger.told:
+            ledger.pending[committed.step] = committed.vote
+
+
+def tell(c: Cluster) -> None:
+    """Emit every step that is next in order; ask for the gap before the others."""
+    ledger, job = c.ledger, c.job
+    if job is None:
+        return
+    samples_per_s = job.policy.global_batch / ledger.step_s if ledger.step_s > 0 else None
+    while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
+        ledger.told += 1
+        ledger.loss = vote.loss
+        ledger.asked.clear()
+        c.emit(
+            "StepCommitted",
+            f"step {ledger.told} of {job.steps}",
+            generation=c.resumed_generation,
+            step=ledger.told,
+            loss=vote.loss,
+            gradient_norm=vote.gradient_norm,
+            skipped=vote.skipped,
+            step_s=ledger.step_s,
+            samples_per_s=samples_per_s,
+        )
+    if ledger.told >= ledger.known_step:
+        ledger.behind_since = None
+        ledger.pending.clear()
+        c.cancel_timer(STEPS)
+    elif ledger.pending:
+        ask(c)
+
+
+def ask(c: Cluster) -> None:
+    """Ask one planned node for the missing steps; when nobody has them, go on behind the gap."""
+    ledger = c.ledger
+    if STEPS in c.due or c.phase not in (ClusterPhase.RUNNING, ClusterPhase.RECOVERING, ClusterPhase.PAUSED):
+        return
+    members = c.attempt.members if c.attempt is not None else set()
+    names = [name for name in sorted(members) if name not in ledger.asked and c.nodes[name].alive]
+    last = min(ledger.pending) - 1 if ledger.pending else ledger.known_step
+    if names:
+        ledger.asked.add(names[0])
+        c.send(c.nodes[names[0]], StepsWanted(first=ledger.told + 1, last=last))
+        c.set_timer(STEPS, c.timing.steps_wanted_s)
+    elif ledger.pending and c.attempt is not None and not c.changing:
+        c.ignore(f"nobody has the votes of steps {ledger.told + 1} to {last}")
+        ledger.told = last
+        tell(c)
+
+
+def look(c: Cluster) -> None:
+    """At every tick: heartbeats know of steps that no Stepped told, for longer than one should take."""
+    ledger = c.ledger
+    if ledger.told >= ledger.known_step:
+        ledger.behind_since = None
+    elif ledger.behind_since is None:
+        ledger.behind_since = c.at
+    elif c.at - ledger.behind_since > c.timing.steps_wanted_s / 2 and ledger.known is not None:
+        ledger.pending.setdefault(ledger.known.step, ledger.known.vote)
+        tell(c)

@@ -1,0 +1,136 @@
+"""The node table (design §3, after REFT §4.4) and the coordinator's view of one node.
+
+The table and the ignored pairs together name every (state, event) pair exactly once; a test holds that.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from statemachine.values import NodeFacts, NodeState
+
+RETIRED_KEPT = 16
+"""Incarnations of one name that are remembered as over; older ones are strangers, who must say Hello."""
+
+
+class NodeEvent(StrEnum):
+    """What a node's signals mean to the table."""
+
+    HEALTHY = "HEALTHY"
+    """A new incarnation said Hello, or every trainer is back (``Prepared``)."""
+    SNAP = "SNAP"
+    """A snapshot of a step has begun."""
+    COMPLETED = "COMPLETED"
+    """This node's part of the snapshot is complete in host memory."""
+    COMMITTED = "COMMITTED"
+    """Every node completed: the snapshot is globally committed."""
+    UNHEALTHY = "UNHEALTHY"
+    """A trainer died, hung or raised; the host and its memory are there."""
+    OFFLINE = "OFFLINE"
+    """The last will, silence, or the node left."""
+
+
+_S = NodeState
+_E = NodeEvent
+
+TABLE: dict[tuple[NodeState, NodeEvent], NodeState] = {
+    (_S.HEALTHY, _E.HEALTHY): _S.HEALTHY,
+    (_S.HEALTHY, _E.SNAP): _S.SNAP,
+    (_S.HEALTHY, _E.UNHEALTHY): _S.UNHEALTHY,
+    (_S.HEALTHY, _E.OFFLINE): _S.OFFLINE,
+    (_S.SNAP, _E.COMPLETED): _S.COMPLETED,
+    (_S.SNAP, _E.UNHEALTHY): _S.UNHEALTHY,
+    (_S.SNAP, _E.OFFLINE): _S.OFFLINE,
+    (_S.COMPLETED, _E.SNAP): _S.SNAP,
+    (_S.COMPLETED, _E.COMMITTED): _S.HEALTHY,
+    (_S.COMPLETED, _E.UNHEALTHY): _S.UNHEALTHY,
+    (_S.COMPLETED, _E.OFFLINE): _S.OFFLINE,
+    (_S.UNHEALTHY, _E.HEALTHY): _S.HEALTHY,
+    (_S.UNHEALTHY, _E.OFFLINE): _S.OFFLINE,
+    (_S.OFFLINE, _E.HEALTHY): _S.HEALTHY,
+}
+
+IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
+    {
+        # A part that completes or commits without a snapshot under way is a late message.
+        (_S.HEALTHY, _E.COMPLETED),
+        (_S.HEALTHY, _E.COMMITTED),
+        (_S.SNAP, _E.HEALTHY),
+        (_S.SNAP, _E.SNAP),
+        (_S.SNAP, _E.COMMITTED),
+        (_S.COMPLETED, _E.HEALTHY),
+        (_S.COMPLETED, _E.COMPLETED),
+        # A node without trainers takes no part in snapshots, and cannot become less healthy.
+        (_S.UNHEALTHY, _E.SNAP),
+        (_S.UNHEALTHY, _E.COMPLETED),
+        (_S.UNHEALTHY, _E.COMMITTED),
+        (_S.UNHEALTHY, _E.UNHEALTHY),
+        # Nothing but a Hello brings a node back.
+        (_S.OFFLINE, _E.SNAP),
+        (_S.OFFLINE, _E.COMPLETED),
+        (_S.OFFLINE, _E.COMMITTED),
+        (_S.OFFLINE, _E.UNHEALTHY),
+        (_S.OFFLINE, _E.OFFLINE),
+    }
+)
+
+ALIVE = frozenset({_S.HEALTHY, _S.SNAP, _S.COMPLETED, _S.UNHEALTHY})
+USABLE = frozenset({_S.HEALTHY, _S.SNAP, _S.COMPLETED})
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeMachine:
+    """One name in the cluster: its present incarnation, and what the coordinator knows of it."""
+
+    name: str
+    incarnation: int
+    facts: NodeFacts
+    state: NodeState = NodeState.OFFLINE
+    heard_at: float = 0.0
+    """Time of the last signal of this incarnation."""
+    asked: bool = False
+    """``Prepare`` was sent for the present job and is not answered."""
+    prepared: bool = False
+    """Every trainer built the present job."""
+    unfit: str | None = None
+    """Why this node cannot build the present job (its trainers said so)."""
+    draining: str | None = None
+    """Reason, when it is to leave the plan."""
+    leaving: bool = False
+    """It asked to leave itself (SIGTERM there)."""
+    released: bool = False
+    """It may go: it gets no work until it comes back as a new incarnation."""
+    returning: bool = False
+    """It lost a trainer and has not taken part since."""
+    counted_in: int = 0
+    """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
+    lost_after: int = 0
+    """Generation that was the last resumed one when this node went OFFLINE."""
+    gone: bool = False
+    """It said goodbye or was fenced: it cannot come back with its state."""
+    step: int = 0
+    retired: deque[int] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
+    """Incarnations of this name that are over."""
+
+    def feed(self, event: NodeEvent) -> bool:
+        """Take one step in the table; ``False`` when the table ignores the event in this state."""
+        key = (self.state, event)
+        if key in IGNORED:
+            return False
+        self.state = TABLE[key]
+        return True
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def ready(self) -> bool:
+        """May take part in a generation."""
+        return self.state in USABLE and self.prepared and not self.released
+
+    def forget_job(self) -> None:
+        """The job is over: what was true about this node and that job is no more."""
+        self.asked = self.prepared = self.returning = False
+        self.unfit = None
+        self.counted_in = self.step = 0

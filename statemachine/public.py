@@ -1,0 +1,101 @@
+"""What outside tools see of the cluster: plain JSON-compatible data (the retained cluster state)."""
+
+from typing import Any
+
+from planner.values import Plan
+from statemachine.state import Cluster
+from statemachine.values import ClusterPhase
+
+
+def pipelines(plan: Plan | None) -> list[dict[str, Any]]:
+    """A plan for people and scripts: stages with their layers and devices, and the share of the batch."""
+    if plan is None:
+        return []
+    return [
+        {
+            "stages": [
+                {
+                    "first_layer": stage.first_layer,
+                    "end_layer": stage.end_layer,
+                    "devices": [f"{device.node}/{device.index}" for device in stage.devices],
+                }
+                for stage in pipeline.stages
+            ],
+            "microbatches": pipeline.microbatches,
+        }
+        for pipeline in plan.pipelines
+    ]
+
+
+def waiting_for(c: Cluster) -> str:
+    """One line for people: what has to happen next. Empty while training runs or the job is over."""
+    match c.phase:
+        case ClusterPhase.WAITING:
+            return _before_the_start(c)
+        case ClusterPhase.QUIESCING if c.attempt is not None:
+            missing = [name for name in c.attempt.expected if name not in c.attempt.reports]
+            return f"reports of {', '.join(missing)}" if missing else "the decision"
+        case ClusterPhase.RECOVERING if c.attempt is not None:
+            if not c.attempt.resume_sent:
+                return "a plan" if c.templates_ready else "templates"
+            missing = [name for name in c.planned if name not in c.attempt.resumed]
+            return f"{', '.join(missing)} to resume"
+        case ClusterPhase.PAUSED:
+            return c.lacking
+        case _:
+            return ""
+
+
+def _before_the_start(c: Cluster) -> str:
+    if c.job is None:
+        return "a job"
+    alive = c.alive()
+    if not alive:
+        return "nodes"
+    if c.profiled is None:
+        return (
+            f"{c.profiler} to build and measure the model"
+            if c.profiler
+            else "a node that can build the model"
+        )
+    if not c.templates_ready:
+        return "pipeline templates"
+    building = [node.name for node in alive if node.asked]
+    return f"{', '.join(building)} to build the model" if building else "nodes"
+
+
+def public_state(c: Cluster) -> dict[str, Any]:
+    ledger, job = c.ledger, c.job
+    in_plan = set(c.planned) if c.active else set()
+    running = job is not None and ledger.step_s > 0
+    return {
+        "phase": str(c.phase),
+        "generation": c.generation,
+        "step": ledger.known_step,
+        "loss": ledger.loss,
+        "step_s": ledger.step_s if running else None,
+        "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
+        "waiting_for": waiting_for(c),
+        "outcome": c.outcome,
+        "job": None
+        if job is None
+        else {
+            "id": job.job_id,
+            "name": job.name,
+            "steps": job.steps,
+            "global_batch": job.policy.global_batch,
+        },
+        "pipelines": pipelines(c.resumption.plan) if in_plan and c.resumption is not None else [],
+        "nodes": {
+            name: {
+                "state": str(node.state),
+                "incarnation": node.incarnation,
+                "devices": node.facts.devices,
+                "host": node.facts.host,
+                "in_plan": name in in_plan,
+                "draining": node.draining is not None,
+                "step": node.step,
+            }
+            for name, node in sorted(c.nodes.items())
+        },
+    }

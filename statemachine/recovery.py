@@ -1,0 +1,391 @@
+"""Every reconfiguration - start, failure, join, drain, going on after a pause - is this one path.
+
+generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first
+commit. A failure at any moment starts it again with the next generation. Which moments need that:
+
+* QUIESCING: any expected node, since trainers may wait for it at a boundary;
+* RECOVERING before the Resume: any node whose report counted, since the planner was told of it;
+* RECOVERING after the Resume, and RUNNING: any planned node.
+"""
+
+from planner.values import Situation
+from statemachine.effects import ComputePlan
+from statemachine.events import PlanReady
+from statemachine.ledger import learn, tell
+from statemachine.membership import fence, lose
+from statemachine.messages import Finished, Prepare, Quiesce, Quiesced, Released, Resume, Resumed
+from statemachine.node import NodeMachine
+from statemachine.phases import PhaseEvent
+from statemachine.public import pipelines
+from statemachine.rules import Decision, Resumption, decide, trusted
+from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, Attempt, Cluster, Recovery
+from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
+
+
+def next_generation(c: Cluster) -> int:
+    """One more than any generation ever persisted, and than any a node says it obeyed."""
+    return c.generation + 1
+
+
+def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> None:
+    """Start or extend the record of the recovery under way; a loss outranks what it interrupts."""
+    record = c.recovery
+    if record is None or (cause in LOSSES and record.cause not in LOSSES):
+        before = pipelines(c.resumption.plan if c.resumption is not None else None)
+        c.recovery = Recovery(
+            cause=cause,
+            nodes=list(nodes),
+            detected_how=how,
+            detected_at=c.at,
+            tried=record.tried if record is not None else 0,
+            pipelines_before=before,
+        )
+        return
+    record.nodes.extend(name for name in nodes if name not in record.nodes)
+
+
+def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
+    """Steps 1 and 2: announce a new generation to everybody who may take part."""
+    was_running = c.phase is ClusterPhase.RUNNING
+    record = c.recovery
+    if record is not None:
+        if was_running and mode == "abort" and c.job is not None and c.ledger.known_step < c.job.steps:
+            record.recomputed_steps = 1
+        record.tried += 1
+        record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
+    c.enter(PhaseEvent.GENERATION_STARTED)
+    c.generation = next_generation(c)
+    members = [node for node in c.alive() if node.ready]
+    c.attempt = Attempt(generation=c.generation, mode=mode, expected=tuple(node.name for node in members))
+    for name in (JOIN, RESUME, GIVE_UP):
+        c.cancel_timer(name)
+    c.giving_up = False
+    c.persist()
+    c.emit("GenerationStarted", why, mode=mode, why=why)
+    for node in members:
+        c.send(node, Quiesce(generation=c.generation, mode=mode))
+    limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.ledger.step_s)
+    c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
+    c.publish()
+    if not members:
+        c.cancel_timer(QUIESCE)
+        pause(c, "no node is ready", needed=1)
+
+
+def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
+    """A node or one of its trainers is gone: does the generation need it?"""
+    attempt = c.attempt
+    if attempt is None or not c.active:
+        return
+    match c.phase:
+        case ClusterPhase.QUIESCING:
+            needed = node.name in attempt.expected
+        case ClusterPhase.RECOVERING:
+            needed = node.name in (c.planned if attempt.resume_sent else attempt.expected)
+        case ClusterPhase.RUNNING:
+            needed = node.name in c.planned
+        case _:
+            needed = False
+    if needed:
+        reconfigure(c, why, "abort")
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
+    attempt = c.attempt
+    if (
+        attempt is None
+        or c.phase is not ClusterPhase.QUIESCING
+        or signal.generation != attempt.generation
+        or node.name not in attempt.expected
+    ):
+        c.ignore("reports that nobody waits for", node.name)
+        return
+    if len({report.device for report in signal.reports}) < node.facts.devices:
+        # Its trainers are not (all) prepared, whatever it said before: it joins when they are.
+        node.prepared = False
+        if c.job is not None:
+            node.asked = True
+            c.send(node, Prepare(job=c.job, profile=False))
+        attempt.reports[node.name] = ()
+    else:
+        attempt.reports[node.name] = signal.reports
+    if all(name in attempt.reports for name in attempt.expected):
+        settle(c, attempt)
+
+
+def settle(c: Cluster, attempt: Attempt) -> None:
+    """Step 3: everybody answered; decide the step to resume from."""
+    reports = {name: devices for name, devices in attempt.reports.items() if devices}
+    strangers = [
+        name
+        for name, devices in reports.items()
+        if not trusted(devices, c.nodes[name].counted_in, c.resumption)
+    ]
+    if strangers:
+        for name in strangers:
+            reason = "its trainers missed a decision that was carried out without them"
+            fence(c, name, c.nodes[name].incarnation, reason)
+            lose(c, c.nodes[name], "no_answer", reason)
+        note_cause(c, "node_lost", strangers, "no_answer")
+        reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort")
+        return
+    c.cancel_timer(QUIESCE)
+    decision = decide(reports, c.ledger.known, c.resumption, attempt.mode)
+    attempt.decision = decision
+    attempt.members = set(reports)
+    c.enter(PhaseEvent.REPORTS_COMPLETED)
+    if decision.vote is not None:
+        learn(c, [CommittedStep(step=decision.step, vote=decision.vote)])
+    if c.recovery is not None:
+        c.recovery.quiesced_at = c.at
+        if decision.outcome != "redo":
+            c.recovery.recomputed_steps = 0
+    c.persist()
+    c.emit(
+        "Quiesced",
+        _explain(decision),
+        step=decision.step,
+        decision=decision.outcome,
+        in_flight=decision.in_flight,
+    )
+    tell(c)
+    ask_plan(c, attempt, with_draining=False)
+
+
+def _explain(decision: Decision) -> str:
+    match decision.outcome:
+        case "start":
+            return "everybody is at the start"
+        case "boundary":
+            return f"everybody stopped behind step {decision.step}"
+        case "roll_forward":
+            return f"step {decision.step} is committed somewhere: all roll forward to it"
+        case "redo":
+            return f"nobody committed step {decision.step + 1}: all discard it and redo it"
+
+
+def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
+    """Step 4. First without the nodes that wait for their release; with them where it cannot be done."""
+    decision = attempt.decision
+    assert decision is not None, "a plan is asked for after a decision"
+    draining = frozenset(name for name in attempt.members if c.nodes[name].draining is not None)
+    attempt.kept = draining if with_draining else frozenset()
+    usable = tuple(name for name in sorted(attempt.members) if with_draining or name not in draining)
+    attempt.situation = Situation(
+        nodes=usable,
+        holdings={device: layers for device, layers in decision.holdings.items() if device.node in usable},
+        previous=c.resumption.plan if c.resumption is not None else None,
+    )
+    c.publish()
+    if c.templates_ready:
+        c.out.append(ComputePlan(cause=c.cause, generation=attempt.generation, situation=attempt.situation))
+
+
+def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed: int | None) -> str | None:
+    """There is no plan for these nodes now. Returns why the job is lost, or ``None`` while there is hope."""
+    waiting = [name for name in sorted(attempt.members) if c.nodes[name].draining is not None]
+    if waiting and not attempt.kept:
+        c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
+        ask_plan(c, attempt, with_draining=True)
+        return None
+    if too_few:
+        pause(c, reason, needed=needed)
+        return None
+    holders = [
+        node.name
+        for _, node in sorted(c.nodes.items())
+        if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
+    ]
+    if not holders:
+        return reason
+    pause(c, f"{reason}; waiting for {', '.join(holders)}, which may still hold it", needed=needed)
+    c.giving_up = True
+    c.set_timer(GIVE_UP, c.timing.lost_state_s)
+    return None
+
+
+def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
+    c.lacking = reason
+    c.enter(PhaseEvent.NODES_LACKED)
+    present = sum(1 for node in c.alive() if node.ready)
+    c.persist()
+    c.emit("ClusterPaused", reason, needed=needed, present=present)
+    c.publish()
+
+
+# --- resume --------------------------------------------------------------------------------------
+
+
+def take_plan(c: Cluster, event: PlanReady) -> None:
+    """Step 5: the plan is here; from now on this generation is the one whose group may commit."""
+    attempt, job = c.attempt, c.job
+    if (
+        attempt is None
+        or job is None
+        or attempt.decision is None
+        or attempt.resume_sent
+        or c.phase is not ClusterPhase.RECOVERING
+        or event.generation != attempt.generation
+    ):
+        c.ignore("a plan of an older generation")
+        return
+    decision, plan = attempt.decision, event.plan
+    c.resumption = Resumption(
+        generation=attempt.generation,
+        step=decision.step,
+        vote=decision.vote,
+        plan=plan,
+        ready=decision.ready,
+    )
+    attempt.resume_sent = True
+    for name in attempt.members:
+        c.nodes[name].counted_in = attempt.generation
+    if c.recovery is not None:
+        c.recovery.planned_at = c.at
+    c.persist()
+    c.emit(
+        "PlanChosen",
+        plan.reason,
+        step=decision.step,
+        method=plan.method,
+        reason=plan.reason,
+        pipelines=pipelines(plan),
+        transfers=len(plan.transfers),
+        transfer_bytes=sum(transfer.size_bytes for transfer in plan.transfers),
+        estimated_iteration_s=plan.estimated_iteration_s,
+        idle_nodes=list(plan.idle_nodes),
+    )
+    command = resume_command(c)
+    if command is not None:
+        for name in sorted(attempt.members):
+            c.send(c.nodes[name], command)
+    c.set_timer(RESUME, c.timing.resume_s)
+    c.publish()
+
+
+def resume_command(c: Cluster) -> Resume | None:
+    """The Resume of the present generation, also for a node that has to be told again."""
+    resumption, job = c.resumption, c.job
+    if resumption is None or job is None:
+        return None
+    plan = resumption.plan
+    hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
+    first = c.nodes[plan.devices[0].node].facts
+    return Resume(
+        generation=resumption.generation,
+        job_id=job.job_id,
+        step=resumption.step,
+        vote=resumption.vote,
+        plan=plan,
+        hosts=hosts,
+        rendezvous=f"{first.host}:{first.rendezvous_port}",
+    )
+
+
+def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
+    attempt = c.attempt
+    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+        c.ignore("a Resumed that nobody waits for", node.name)
+        return
+    attempt.resumed[node.name] = signal
+    c.dirty = True
+
+
+def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
+    attempt = c.attempt
+    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+        c.ignore("a Finished that nobody waits for", node.name)
+        return
+    attempt.finished[node.name] = signal
+    node.step = max(node.step, signal.step)
+    c.dirty = True
+
+
+def follow_group(c: Cluster) -> None:
+    """Step 6: has the group resumed, has it committed its first step?"""
+    attempt, resumption, record = c.attempt, c.resumption, c.recovery
+    if attempt is None or resumption is None or not attempt.resume_sent:
+        return
+    committed = c.ledger.known_step > resumption.step or bool(attempt.finished)
+    everybody = all(name in attempt.resumed for name in resumption.plan.nodes)
+    if c.phase is ClusterPhase.RECOVERING and (everybody or committed):
+        # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
+        c.enter(PhaseEvent.GROUP_RESUMED)
+        c.cancel_timer(RESUME)
+        if record is not None:
+            record.resumed_at = c.at
+        c.persist()
+        c.emit(
+            "TrainingResumed",
+            f"generation {attempt.generation} trains from step {resumption.step} on",
+            step=resumption.step,
+            bytes_moved=sum(signal.bytes_moved for signal in attempt.resumed.values()),
+            rendezvous_s=max((signal.rendezvous_s for signal in attempt.resumed.values()), default=0.0),
+            state_s=max((signal.state_s for signal in attempt.resumed.values()), default=0.0),
+        )
+        c.publish()
+    if c.phase is not ClusterPhase.RUNNING or not committed:
+        return
+    if record is not None and record.committed_at is None:
+        record.committed_at = c.at
+    late = record is not None and record.committed_at is not None and record.committed_at < c.at
+    if record is not None and (everybody or late):
+        _complete(c, attempt, resumption, record)
+    release_drained(c)
+
+
+def _ms(later: float | None, earlier: float | None) -> float:
+    return round(1e3 * max(0.0, later - earlier), 3) if later is not None and earlier is not None else 0.0
+
+
+def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Recovery) -> None:
+    """The first commit of the new generation: training goes on."""
+    c.recovery = None
+    moved = sum(signal.bytes_moved for signal in attempt.resumed.values())
+    plan = resumption.plan
+    recovery = {
+        "cause": record.cause,
+        "nodes": record.nodes,
+        "detected_how": record.detected_how,
+        "detected_at": record.detected_at,
+        "quiesce_ms": _ms(record.quiesced_at, record.detected_at),
+        "plan_ms": _ms(record.planned_at, record.quiesced_at),
+        "state_ms": _ms(record.resumed_at, record.planned_at),
+        "resume_ms": _ms(record.committed_at, record.resumed_at),
+        "total_ms": _ms(record.committed_at, record.detected_at),
+        "rolled_back_steps": 0,
+        "recomputed_steps": record.recomputed_steps,
+        "tier": "live_replica" if plan.transfers else "none",
+        "bytes_moved": moved,
+        "method": plan.method,
+        "reason": plan.reason,
+        "generation": attempt.generation,
+        "generations_tried": record.tried,
+        "step": resumption.step,
+        "pipelines_before": record.pipelines_before,
+        "pipelines_after": pipelines(plan),
+    }
+    c.emit("RecoveryCompleted", f"training goes on after {record.cause}", recovery=recovery)
+    c.publish()
+
+
+def release_drained(c: Cluster) -> None:
+    """Nodes that were to leave and that no plan needs may go."""
+    planned = set(c.planned)
+    for node in c.alive():
+        if node.draining is not None and not node.released and node.name not in planned:
+            release(c, node)
+
+
+def release(c: Cluster, node: NodeMachine) -> None:
+    node.released = True
+    node.prepared = False
+    if c.attempt is not None:
+        c.attempt.members.discard(node.name)
+    c.send(node, Released())
+    c.persist()
+    c.emit("NodeReleased", f"{node.name} holds nothing that the job needs", node=node.name)
+    c.publish()

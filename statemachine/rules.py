@@ -1,0 +1,136 @@
+"""The roll-forward rule (design §4) as one pure function.
+
+A step t+1 commits on a rank after the VOTE all-reduce of t+1, and that all-reduce completes on nobody before
+everybody entered it with complete gradients. Hence the rule: *if anybody is known to have committed t+1,
+every survivor of that group can apply its gradients and reach t+1; otherwise all discard and redo t+1.*
+
+What makes it safe when generations follow each other closely, each maybe half delivered:
+
+* Only the group of the last *resumed* generation R (``Resumption``: the coordinator sent ``Resume``) can have
+  committed anything after R's own resume step, and it can only if each planned rank obeyed R. So complete
+  gradients of a step after R's resume step count only from ranks of R's plan: an idle node that never got
+  R's Resume may still hold gradients of a step that R decided to redo.
+* At R's resume step itself, gradients count from exactly those devices whose gradients counted when R was
+  decided (``Resumption.ready``): they just did not get, or had no time to obey, R's order to apply.
+* Gradients exist only for the layers a rank owned; of layers it merely kept from before it has the old
+  state. So a device that counts by its gradients holds only what it owned in the plan of those gradients.
+* A node whose report did not count in R's decision and whose trainers are not freshly made is not to be
+  trusted at all: it may have committed a step that R redid (``trusted``).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.values import Device, Plan
+from statemachine.values import CommittedStep, DeviceReport, QuiesceMode, Vote
+
+Outcome = Literal["start", "boundary", "redo", "roll_forward"]
+Reports = Mapping[str, tuple[DeviceReport, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """The last generation whose ``Resume`` was sent, and what was decided for it."""
+
+    generation: int
+    step: int
+    vote: Vote | None
+    plan: Plan
+    ready: dict[Device, frozenset[int]] = field(default_factory=dict)
+    """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    step: int
+    vote: Vote | None
+    outcome: Outcome
+    holdings: dict[Device, frozenset[int]]
+    """Layers that each device holds complete at ``step`` (after applying, where it is to roll forward)."""
+    ready: dict[Device, frozenset[int]]
+    """The part of ``holdings`` that counts by gradients."""
+    in_flight: bool
+    """Some rank had gradients of a step that is now discarded and redone."""
+
+
+def pristine(report: DeviceReport) -> bool:
+    """A freshly prepared trainer: the model as the seed made it, at step 0."""
+    return report.committed_step == 0 and report.ready_step is None
+
+
+def trusted(reports: Iterable[DeviceReport], counted_in: int, resumption: Resumption | None) -> bool:
+    """May a node's reports count? It took part in every decision that was carried out, or is fresh."""
+    if resumption is None or counted_in == resumption.generation:
+        return True
+    return all(pristine(report) for report in reports)
+
+
+def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:
+    """The layers each device computes (and so has gradients of) under ``plan``."""
+    owned: dict[Device, frozenset[int]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            layers = frozenset(range(stage.first_layer, stage.end_layer))
+            for device in stage.devices:
+                owned[device] = owned.get(device, frozenset()) | layers
+    return owned
+
+
+def decide(
+    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+) -> Decision:
+    """What step to resume from, and who holds which layer of it.
+
+    ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
+    """
+    flat = [(node, report) for node, devices in sorted(reports.items()) for report in devices]
+    target = max((report.committed_step for _, report in flat), default=0)
+    vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
+    if known is not None and known.step >= target:
+        target, vote = known.step, known.vote
+    owned = owned_layers(resumption.plan) if resumption is not None else {}
+    holdings: dict[Device, frozenset[int]] = {}
+    ready: dict[Device, frozenset[int]] = {}
+    for node, report in flat:
+        device = Device(node=node, index=report.device)
+        if report.committed_step == target:
+            holdings[device] = frozenset(report.held)
+        elif report.ready_step == target:
+            layers = _by_gradients(device, report, target, resumption, owned)
+            if layers:
+                holdings[device] = ready[device] = layers
+            else:
+                holdings[device] = frozenset()
+        else:
+            holdings[device] = frozenset()
+    in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
+    outcome: Outcome
+    if resumption is None:
+        outcome = "start"
+    elif ready:
+        outcome = "roll_forward"
+    elif mode == "boundary" and not in_flight:
+        outcome = "boundary"
+    else:
+        outcome = "redo"
+    return Decision(
+        step=target, vote=vote, outcome=outcome, holdings=holdings, ready=ready, in_flight=in_flight
+    )
+
+
+def _by_gradients(
+    device: Device,
+    report: DeviceReport,
+    target: int,
+    resumption: Resumption | None,
+    owned: dict[Device, frozenset[int]],
+) -> frozenset[int]:
+    """Layers that ``device`` holds at ``target`` once it applies the gradients it reports."""
+    if resumption is None:
+        return frozenset()
+    if target > resumption.step:
+        return owned.get(device, frozenset()) & frozenset(report.held)
+    if target == resumption.step:
+        return resumption.ready.get(device, frozenset()) & frozenset(report.held)
+    return frozenset()

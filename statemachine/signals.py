@@ -1,0 +1,234 @@
+"""One handler per signal of a node."""
+
+from typing import assert_never
+
+from statemachine.events import NodeVanished, SignalArrived
+from statemachine.jobs import fail, set_draining, take_prepared
+from statemachine.ledger import take_heartbeat, take_stepped
+from statemachine.membership import (
+    TABLE,
+    Verdict,
+    admit,
+    fence,
+    inquire,
+    may_return,
+    reject,
+    standing,
+    take_back,
+    unhealthy,
+)
+from statemachine.messages import (
+    Finished,
+    Heartbeat,
+    Hello,
+    Leaving,
+    PeerSuspected,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Released,
+    Resumed,
+    Signal,
+    Stepped,
+    Stop,
+    TrainerLost,
+)
+from statemachine.node import NodeMachine
+from statemachine.recovery import (
+    after_loss,
+    note_cause,
+    reconfigure,
+    resume_command,
+    take_finished,
+    take_quiesced,
+    take_resumed,
+)
+from statemachine.state import Cluster
+from statemachine.timeouts import node_lost
+from statemachine.values import ClusterPhase
+
+
+def arrived(c: Cluster, event: SignalArrived) -> None:
+    """Look up what this signal of this sender means, and do it."""
+    name, incarnation, signal = event.message.node, event.message.incarnation, event.message.signal
+    verdict = TABLE[type(signal), standing(c, name, incarnation)]
+    match verdict:
+        case Verdict.TAKE:
+            node = c.nodes[name]
+            node.heard_at = c.at
+            take(c, node, signal)
+        case Verdict.ADMIT:
+            assert isinstance(signal, Hello), "only Hello introduces a node"
+            newcomer(c, name, incarnation, signal)
+        case Verdict.RETURN:
+            returned(c, c.nodes[name], signal)
+        case Verdict.FENCE:
+            fence(c, name, incarnation, "this incarnation is over")
+        case Verdict.INQUIRE:
+            if (name, incarnation) not in c.rejected:
+                inquire(c, name, incarnation)
+        case Verdict.IGNORE:
+            c.ignore(f"{type(signal).__name__} of an incarnation that is not current", name)
+        case _:
+            assert_never(verdict)
+
+
+def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
+    match signal:
+        case Hello():
+            hello(c, node, signal)
+        case Heartbeat():
+            take_heartbeat(c, node, signal)
+        case Prepared():
+            take_prepared(c, node, signal)
+        case Quiesced():
+            take_quiesced(c, node, signal)
+        case Resumed():
+            take_resumed(c, node, signal)
+        case Stepped():
+            take_stepped(c, node, signal)
+        case TrainerLost():
+            trainer_lost(c, node, signal)
+        case PeerSuspected():
+            c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
+        case Finished():
+            take_finished(c, node, signal)
+        case Leaving():
+            node.leaving = True
+            set_draining(c, node, signal.reason)
+            if node.released:
+                c.send(node, Released())
+        case _:
+            assert_never(signal)
+
+
+# --- Hello ---------------------------------------------------------------------------------------
+
+
+def newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
+    """A Hello of an incarnation that is new here."""
+    c.generation = max(c.generation, signal.generation)
+    old = c.nodes.get(name)
+    if old is not None and old.alive:
+        if c.at - old.heard_at <= c.timing.silence_s:
+            reason = f"a node named {name!r} is alive at {old.facts.host}: give this one another name"
+            reject(c, name, incarnation, reason)
+            return
+        node_lost(c, old, "silence", f"{name} is silent, and a new incarnation of it came")
+    if admit(c, name, incarnation, signal):
+        hello(c, c.nodes[name], signal)
+
+
+def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
+    """A node that was declared OFFLINE is heard again under the same incarnation."""
+    if not may_return(c, node):
+        fence(c, node.name, node.incarnation, "the cluster went on without this node: come back as a new one")
+    elif not isinstance(signal, Hello):
+        inquire(c, node.name, node.incarnation)
+    else:
+        take_back(c, node)
+        if c.active and c.attempt is not None and c.changing and not c.attempt.resume_sent:
+            reconfigure(c, f"{node.name} is back before anything was decided", "abort")
+        hello(c, node, signal)
+
+
+def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+    """Compare what the node says with what we believe; repeat what it may have missed."""
+    node.facts = signal.facts
+    c.generation = max(c.generation, signal.generation)
+    job = c.job
+    if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
+        c.send(node, Stop(job_id=signal.job_id, reason="this job is not under way"))
+    if node.released:
+        c.send(node, Released())
+    if job is None or not c.active:
+        return
+    if node.asked:
+        c.send(node, Prepare(job=job, profile=c.profiler == node.name))
+    if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
+        unhealthy(c, node)
+        node.returning = True
+        _lost_trainers(c, node, f"the trainers of {node.name} are gone")
+        return
+    repeat(c, node, signal)
+
+
+def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+    """Send again the command that this node has yet to obey."""
+    attempt = c.attempt
+    if attempt is None:
+        return
+    match c.phase:
+        case ClusterPhase.QUIESCING:
+            if node.name in attempt.expected and node.name not in attempt.reports:
+                c.send(node, Quiesce(generation=attempt.generation, mode=attempt.mode))
+        case ClusterPhase.RECOVERING | ClusterPhase.RUNNING if attempt.resume_sent:
+            obeys = signal.training and signal.generation == attempt.generation
+            if node.name not in attempt.members or obeys:
+                return
+            if c.phase is ClusterPhase.RUNNING and node.name in c.planned:
+                _lost_trainers(c, node, f"{node.name} does not train under generation {attempt.generation}")
+            else:
+                command = resume_command(c)
+                if command is not None:
+                    c.send(node, command)
+        case _:
+            pass
+
+
+def _lost_trainers(c: Cluster, node: NodeMachine, reason: str) -> None:
+    planned = node.name in c.planned or (c.attempt is not None and node.name in c.attempt.expected)
+    if planned and c.phase is not ClusterPhase.PAUSED:
+        note_cause(c, "trainer_lost", [node.name], "hello")
+    after_loss(c, node, reason)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
+    """A trainer of this node died, hung or raised: the node is UNHEALTHY until it is prepared again."""
+    attempt = c.attempt
+    if not c.active:
+        unhealthy(c, node)
+        return
+    if attempt is not None and signal.generation < attempt.generation and attempt.reports.get(node.name):
+        c.ignore("a TrainerLost from before this node's last report", node.name)
+        return
+    if not unhealthy(c, node):
+        return
+    node.returning = True
+    if signal.cause == "unprepared":
+        node.unfit = signal.detail
+    c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
+    c.emit(
+        "TrainerLost",
+        f"trainer {signal.device} of {node.name}: {signal.cause}",
+        node=node.name,
+        device=signal.device,
+        cause=signal.cause,
+        detail=signal.detail,
+    )
+    c.publish()
+    if signal.cause == "raised" and c.resumption is not None:
+        c.raised += 1
+        if c.raised >= c.timing.raise_limit:
+            fail(
+                c,
+                f"the job's code raised {c.raised} times and no step was committed; last: {c.last_failure}",
+            )
+            return
+    _lost_trainers(c, node, f"trainer {signal.device} of {node.name}: {signal.cause}")
+
+
+def vanished(c: Cluster, event: NodeVanished) -> None:
+    """The broker says that a node's session is over."""
+    c.rejected.pop((event.node, event.incarnation), None)
+    node = c.nodes.get(event.node)
+    if node is None or node.incarnation != event.incarnation or not node.alive:
+        return
+    if event.graceful:
+        node_lost(c, node, "goodbye", f"{node.name} left")
+    else:
+        node_lost(c, node, "last_will", f"the broker lost the session of {node.name}")

@@ -1,0 +1,226 @@
+"""Everything the cluster machine knows, and the few verbs that every part of it uses.
+
+``Cluster`` is the one mutable object behind ``ClusterMachine``; the modules ``membership``, ``recovery``,
+``jobs``, ``ledger`` and ``signals`` are functions over it. Nothing here decides anything.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.values import Situation
+from statemachine.effects import (
+    CancelTimer,
+    Effect,
+    EmitEvent,
+    PersistState,
+    PublishCluster,
+    SendCommand,
+    SetTimer,
+)
+from statemachine.messages import Command, Finished, Resumed
+from statemachine.node import NodeMachine
+from statemachine.phases import CHANGING, OVER, PhaseEvent, next_phase
+from statemachine.rules import Decision, Resumption
+from statemachine.timing import Timing
+from statemachine.values import ClusterPhase, CommittedStep, DeviceReport, Job, Profiled, QuiesceMode, Vote
+
+TICK = "tick"
+QUIESCE = "quiesce"
+RESUME = "resume"
+SETTLE = "settle"
+JOIN = "join"
+STEPS = "steps"
+GIVE_UP = "give_up"
+
+LOSSES = frozenset({"node_lost", "trainer_lost"})
+"""Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One generation, from its Quiesce until the next one."""
+
+    generation: int
+    mode: QuiesceMode
+    expected: tuple[str, ...]
+    """Nodes that were sent the Quiesce."""
+    reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
+    members: set[str] = field(default_factory=set)
+    """Nodes whose reports counted; set with the decision. The plan uses some or all of them."""
+    decision: Decision | None = None
+    situation: Situation | None = None
+    """What the planner is (to be) asked."""
+    kept: frozenset[str] = frozenset()
+    """Nodes that wait for their release and that the plan had to use nevertheless."""
+    resume_sent: bool = False
+    resumed: dict[str, Resumed] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
+
+    cause: str
+    nodes: list[str]
+    detected_how: str | None
+    detected_at: float
+    tried: int = 0
+    recomputed_steps: int = 0
+    pipelines_before: list[dict[str, Any]] = field(default_factory=list)
+    quiesced_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    committed_at: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Which steps are known to be committed and which of them the world has been told."""
+
+    known: CommittedStep | None = None
+    """The newest committed step anybody reported, also nodes now dead."""
+    told: int = 0
+    """``StepCommitted`` went out for every step up to here."""
+    pending: dict[int, Vote] = field(default_factory=dict)
+    """Votes of steps above ``told`` that wait for an earlier one."""
+    asked: set[str] = field(default_factory=set)
+    """Nodes that were asked for the missing steps and did not have them."""
+    behind_since: float | None = None
+    loss: float | None = None
+    step_s: float = 0.0
+
+    @property
+    def known_step(self) -> int:
+        return self.known.step if self.known is not None else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    timing: Timing
+    nodes: dict[str, NodeMachine] = field(default_factory=dict)
+    phase: ClusterPhase = ClusterPhase.WAITING
+    generation: int = 0
+    """The highest generation ever persisted; the next is one more."""
+    job: Job | None = None
+    outcome: str = ""
+    """How the last job ended, in words."""
+    profiled: Profiled | None = None
+    profiler: str | None = None
+    """Node that was asked for the profile."""
+    templates_ready: bool = False
+    templates_for: int = 0
+    """Node count that templates were asked for; 0: not yet, by this process."""
+    attempt: Attempt | None = None
+    resumption: Resumption | None = None
+    recovery: Recovery | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    lacking: str = ""
+    """While PAUSED: what is waited for."""
+    giving_up: bool = False
+    """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
+    raised: int = 0
+    """Times the job's code raised since the last committed step."""
+    last_failure: str = ""
+    rejected: dict[tuple[str, int], str] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
+    started: bool = False
+    restored: bool = False
+    """Made from a journal, and the broker has not been there yet."""
+    connected: bool = False
+    grace_until: float = 0.0
+
+    # --- the step under way ---
+    at: float = 0.0
+    cause: str = ""
+    told_before: int = 0
+    """``ledger.told`` when this step began: what may be called durable (events go out after it)."""
+    dirty: bool = False
+    """Something changed that ``pursue`` should look at."""
+    due: dict[str, float] = field(default_factory=dict)
+    out: list[Effect] = field(default_factory=list)
+    plain: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """The large immutable parts of the durable state as plain data, by name, with what they were made of."""
+
+    # --- facts ---
+
+    @property
+    def active(self) -> bool:
+        """A job is under way."""
+        return self.job is not None and self.phase not in OVER
+
+    @property
+    def changing(self) -> bool:
+        return self.phase in CHANGING
+
+    @property
+    def resumed_generation(self) -> int:
+        return self.resumption.generation if self.resumption is not None else 0
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Nodes of the plan that runs or is being resumed."""
+        attempt, resumption = self.attempt, self.resumption
+        if attempt is None or resumption is None or not attempt.resume_sent:
+            return ()
+        return resumption.plan.nodes
+
+    def alive(self) -> list[NodeMachine]:
+        return [node for _, node in sorted(self.nodes.items()) if node.alive]
+
+    # --- verbs ---
+
+    def enter(self, event: PhaseEvent) -> None:
+        self.phase = next_phase(self.phase, event)
+        self.dirty = True
+
+    def send(self, node: NodeMachine, command: Command) -> None:
+        self.out.append(
+            SendCommand(cause=self.cause, node=node.name, incarnation=node.incarnation, command=command)
+        )
+
+    def send_to(self, name: str, incarnation: int, command: Command) -> None:
+        self.out.append(SendCommand(cause=self.cause, node=name, incarnation=incarnation, command=command))
+
+    def emit(
+        self,
+        name: str,
+        reason: str,
+        /,
+        *,
+        node: str | None = None,
+        generation: int | None = None,
+        step: int | None = None,
+        **details: Any,
+    ) -> None:
+        self.out.append(
+            EmitEvent(
+                cause=self.cause,
+                name=name,
+                reason=reason,
+                node=node,
+                generation=self.generation if generation is None else generation,
+                step=self.ledger.known_step if step is None else step,
+                details=details,
+            )
+        )
+
+    def ignore(self, why: str, node: str | None = None) -> None:
+        """A stale message: counted, and an event that the driver may thin out."""
+        self.ignored[why] += 1
+        self.emit("MessageIgnored", why, node=node, why=why, count=self.ignored[why])
+
+    def persist(self) -> None:
+        self.out.append(PersistState(cause=self.cause))
+
+    def publish(self) -> None:
+        self.out.append(PublishCluster(cause=self.cause))
+
+    def set_timer(self, name: str, delay_s: float) -> None:
+        self.due[name] = self.at + delay_s
+        self.out.append(SetTimer(cause="clock" if name == TICK else self.cause, name=name, delay_s=delay_s))
+
+    def cancel_timer(self, name: str) -> None:
+        if self.due.pop(name, None) is not None:
+            self.out.append(CancelTimer(cause=self.cause, name=name))

@@ -1,0 +1,88 @@
+"""What the coordinator does when time has passed."""
+
+from statemachine.ledger import ask, look
+from statemachine.membership import fence, lose, silent
+from statemachine.node import NodeMachine
+from statemachine.recovery import after_loss, note_cause, reconfigure
+from statemachine.state import QUIESCE, RESUME, TICK, Cluster
+from statemachine.values import ClusterPhase
+
+
+def tick(c: Cluster, late_s: float) -> None:
+    """Look who is silent. ``late_s``: how late this very tick is."""
+    c.set_timer(TICK, c.timing.heartbeat_s)
+    if late_s > c.timing.silence_s / 2:
+        # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
+        for node in c.alive():
+            node.heard_at = c.at
+        return
+    look(c)
+    for node in silent(c):
+        c.cause = f"silence:{node.name}:{node.incarnation}"
+        node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
+    c.dirty = c.dirty or c.recovery is not None
+
+
+def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+    """A node went OFFLINE: go on without it."""
+    lose(c, node, how, reason)
+    c.persist()
+    c.publish()
+    if c.active and c.attempt is not None and c.phase is not ClusterPhase.PAUSED and _counted_on(c, node):
+        note_cause(c, "node_lost", [node.name], how)
+    after_loss(c, node, reason)
+
+
+def _counted_on(c: Cluster, node: NodeMachine) -> bool:
+    attempt = c.attempt
+    if attempt is None:
+        return False
+    return node.name in (c.planned if attempt.resume_sent else attempt.expected)
+
+
+def quiesce_overdue(c: Cluster) -> None:
+    """Some node did not answer Quiesce in time."""
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.QUIESCING:
+        return
+    missing = [name for name in attempt.expected if name not in attempt.reports]
+    if attempt.mode == "boundary":
+        reconfigure(c, f"{', '.join(missing)} did not reach the step boundary in time", "abort")
+        return
+    _drop(c, missing, f"no answer to Quiesce of generation {attempt.generation}")
+
+
+def resume_overdue(c: Cluster) -> None:
+    """The group did not form. Where some did resume, the others are at fault; else try again with all."""
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.RECOVERING:
+        return
+    missing = [name for name in c.planned if name not in attempt.resumed]
+    if attempt.resumed:
+        _drop(c, missing, f"no answer to Resume of generation {attempt.generation}")
+    else:
+        reconfigure(c, f"nobody could resume generation {attempt.generation} in time", "abort")
+
+
+def _drop(c: Cluster, names: list[str], reason: str) -> None:
+    for name in names:
+        node = c.nodes[name]
+        if node.alive:
+            fence(c, name, node.incarnation, reason)
+            lose(c, node, "no_answer", reason)
+    note_cause(c, "node_lost", names, "no_answer")
+    reconfigure(c, f"{', '.join(names)}: {reason}", "abort")
+
+
+def postponed(c: Cluster, name: str, late_s: float) -> bool:
+    """A deadline that fires this late says that we were stopped, not that the others are slow."""
+    if name not in (QUIESCE, RESUME) or late_s <= c.timing.silence_s / 2:
+        return False
+    c.set_timer(name, c.timing.quiesce_s)
+    return True
+
+
+def steps_overdue(c: Cluster) -> None:
+    if c.ledger.told < c.ledger.known_step and c.ledger.known is not None:
+        c.ledger.pending.setdefault(c.ledger.known.step, c.ledger.known.vote)
+        ask(c)

@@ -1,0 +1,92 @@
+"""Every limit and period of the machines in one place, with the defaults that a user gets.
+
+The order that must hold between them is documented with each value; ``Timing`` refuses a set that breaks
+it, because a wrong order shows as a rare, mysterious recovery and never as an error.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds unless the name says otherwise.
+
+    :raises ValueError: a value is not positive, or two values are in an order that cannot work.
+    """
+
+    # --- liveness (coordinator) ---
+    heartbeat_s: float = 0.25
+    """Period of a node's Heartbeat, and of the coordinator's look at who is silent."""
+    silence_s: float = 1.5
+    """A node not heard from for this long is OFFLINE: its host hangs or is cut off."""
+    hello_grace_s: float = 3.0
+    """After the broker came (back): nobody is declared silent before this has passed."""
+
+    # --- reconfiguration (coordinator) ---
+    quiesce_s: float = 5.0
+    """A node that does not answer ``Quiesce(abort)`` for this long is fenced. Above the longest single
+    operation that a trainer cannot interrupt, and above the agent's hang detection."""
+    boundary_s: float = 10.0
+    boundary_steps: float = 4.0
+    """``Quiesce(boundary)`` becomes an abort after ``boundary_s`` plus this many steps."""
+    resume_s: float = 60.0
+    """From Resume to the last Resumed: rendezvous and state transfer. Only a backstop, since deaths and
+    hangs are noticed by other means."""
+    start_settle_s: float = 1.0
+    """How long the first plan waits for nodes that are still preparing."""
+    join_settle_s: float = 0.1
+    """Joins and drains that come closer together than this share one reconfiguration."""
+    lost_state_s: float = 30.0
+    """State that only absent (not provably dead) nodes hold: PAUSED for this long, then FAILED."""
+    steps_wanted_s: float = 2.0
+    """How long one node may take to answer ``StepsWanted`` before another is asked."""
+    raise_limit: int = 3
+    """The job fails when its code raised this often in a running group with no step committed between."""
+
+    # --- node agent ---
+    hello_retry_s: float = 1.0
+    """Period of Hello while the coordinator rejects this node."""
+    stepped_s: float = 0.05
+    """Steps that commit closer together than this share one ``Stepped`` message."""
+    steps_kept: int = 20_000
+    """Committed steps that an agent remembers for ``StepsWanted``."""
+    leave_s: float = 30.0
+    """How long a node that got SIGTERM waits for ``Released`` before it goes anyway."""
+    kill_grace_s: float = 2.0
+    """Between SIGTERM and SIGKILL of a trainer when there is no hurry."""
+    restart_backoff_s: float = 0.5
+    restart_backoff_max_s: float = 30.0
+    """A trainer that fails again before it did any work is restarted after a delay that doubles."""
+
+    # --- hang detection (node agent) ---
+    watch_s: float = 0.1
+    """Period of the agent's look at its trainers."""
+    hang_floor_s: float = 0.6
+    hang_steps: float = 4.0
+    """While steps commit: no beat, or no progress without waiting, for max(floor, this many median steps)."""
+    idle_beat_s: float = 10.0
+    """Without steps (model build, rendezvous, state transfer): no beat for this long is a hang."""
+    idle_progress_s: float = 60.0
+    """Without steps: no progress (and not waiting) for this long is a hang; also a trainer's start."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"timing: {name} must be positive, not {getattr(self, name)}")
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"timing: silence_s ({self.silence_s}) must be at least twice heartbeat_s "
+                f"({self.heartbeat_s}), or one late heartbeat would take a node down"
+            )
+        if self.hello_retry_s > self.silence_s:
+            raise ValueError(
+                f"timing: hello_retry_s ({self.hello_retry_s}) must not exceed silence_s ({self.silence_s})"
+            )
+
+    def hang_s(self, median_step_s: float) -> float:
+        """How long a stepping trainer may stand still."""
+        return max(self.hang_floor_s, self.hang_steps * median_step_s)
+
+    def boundary_limit_s(self, step_s: float) -> float:
+        """How long the step in flight may take to reach its boundary."""
+        return self.boundary_s + self.boundary_steps * step_s
