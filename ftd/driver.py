@@ -11,11 +11,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
-from ftd.errors import FtdError
+from ftd.errors import JournalError
 from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
 
@@ -28,7 +28,9 @@ _EVENTS_BEFORE_YIELD = 64
 class Machine(Protocol):
     """What ``statemachine``'s machines have in common."""
 
-    def step(self, event: Event) -> list[Effect]: ...
+    def step(self, event: Any) -> list[Effect]:
+        """Each machine takes a union of its own events; the driver only ever adds ``TimerFired``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,11 @@ class Driver:
     """See the module. One per machine; everything happens on one event loop."""
 
     def __init__(self, machine: Machine, perform: Callable[[Effect], Awaitable[None] | None]) -> None:
-        """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable;
-        an ``FtdError`` from it ends ``run`` (the daemon cannot go on), anything else is logged as a bug."""
+        """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
+
+        A ``JournalError`` from it ends ``run``: what follows a ``PersistState`` must not happen without it.
+        Anything else is logged as a bug.
+        """
         self.machine = machine
         self.bugs = 0
         """Exceptions in steps and effects so far; a healthy daemon has none."""
@@ -70,7 +75,7 @@ class Driver:
     async def run(self) -> None:
         """Process events until cancelled.
 
-        :raises FtdError: an effect failed in a way that the daemon cannot survive.
+        :raises JournalError: durable state cannot be kept.
         """
         handled = 0
         while True:
@@ -102,7 +107,7 @@ class Driver:
                     self._cancel_timer(effect.name)
                 elif (pending := self._perform(effect)) is not None:
                     await pending
-            except FtdError:
+            except JournalError:
                 raise
             except Exception:
                 self.bugs += 1

@@ -51,6 +51,8 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     monotonic: float
     cause: str
     details: dict[str, Any]
+    source: str = ""
+    """``coordinator`` for the coordinator's own; nodes speak for themselves in ``node``."""
     schema: int = SCHEMA
 
 
@@ -164,7 +166,9 @@ def decode_json(payload: bytes, into: Any) -> Any:
         raise WireError(f"malformed JSON message: {error}") from None
 
 
-def event_message(effect: EmitEvent, *, monotonic: float, held_back: int = 0) -> EventMessage:
+def event_message(
+    effect: EmitEvent, *, monotonic: float, held_back: int = 0, source: str = ""
+) -> EventMessage:
     """The envelope of an ``EmitEvent``; ``held_back`` similar ones were not published (``EventGate``)."""
     details = dict(effect.details)
     if held_back:
@@ -179,4 +183,5 @@ def event_message(effect: EmitEvent, *, monotonic: float, held_back: int = 0) ->
         monotonic=monotonic,
         cause=effect.cause,
         details=details,
+        source=source,
     )

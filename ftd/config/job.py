@@ -1,0 +1,222 @@
+"""Job files: what to train, on how much at a time, and how many failures to survive.
+
+Read and checked here, on the user's machine, before anything is sent. What only the cluster can know (does
+the model fit, are there enough nodes) is answered by the coordinator. Every trainer reads the training
+script under the same absolute path, so it must be there on every host.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ftd.clash import check_clash
+from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
+from ftd.errors import ConfigurationError
+from ftd.wire.public import JobData, PolicyData
+from planner.values import Policy
+from runtime.protocol import TrainingData
+from statemachine.values import Job
+
+DTYPES = ("float32", "float64", "bfloat16")
+BACKENDS = ("gloo", "nccl")
+_MIB = 1024 * 1024
+
+
+class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[training]``."""
+
+    function: str
+    """``file.py:name``, relative to the job file, or ``package.module:name``."""
+    global_batch: int
+    """Samples of one step, over all nodes; never changes while the job runs."""
+    microbatch: int
+    """Samples that pass through a pipeline together; divides ``global_batch``."""
+    seed: int = 0
+    dtype: str = "float32"
+    clip_gradient_norm: float | None = None
+    checkpoint_activations: bool = False
+    backend: str = "gloo"
+    arguments: dict[str, str | int | float | bool] = {}
+    """Handed to the function."""
+
+
+class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[tolerance]``."""
+
+    failures: int = 1
+    """Nodes that may fail at once with a copy of every layer left."""
+    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+
+
+class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[planner]``."""
+
+    objective: Literal["iteration", "paper"] = "iteration"
+    device_memory_mib: float | None = None
+    """Plan for devices of this size, whatever they report."""
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file as written."""
+
+    name: str
+    steps: int
+    training: TrainingTable
+    tolerance: ToleranceTable = ToleranceTable()
+    planner: PlannerTable = PlannerTable()
+
+
+def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
+    """Read and check a job file; ``steps`` overrides the file's.
+
+    :raises ConfigurationError: names the field and the remedy.
+    """
+    file = convert(read_toml(path), JobFile, where=path.name)
+    if steps is not None:
+        file = msgspec.structs.replace(file, steps=steps)
+    _check_values(file)
+    directory = path.resolve().parent
+    training = TrainingData(
+        function=_function(file.training.function, directory),
+        path=str(directory),
+        seed=file.training.seed,
+        steps=file.steps,
+        global_batch=file.training.global_batch,
+        microbatch_rows=file.training.microbatch,
+        clip_gradient_norm=file.training.clip_gradient_norm,
+        checkpoint_activations=file.training.checkpoint_activations,
+        dtype=file.training.dtype,
+        backend=file.training.backend,
+        arguments=file.training.arguments,
+    )
+    memory_mib = file.planner.device_memory_mib
+    return JobData(
+        name=file.name,
+        steps=file.steps,
+        policy=PolicyData(
+            global_batch=file.training.global_batch,
+            microbatch_rows=file.training.microbatch,
+            tolerate=file.tolerance.failures,
+            minimum=file.tolerance.minimum,
+            objective=file.planner.objective,
+            checkpoint_activations=file.training.checkpoint_activations,
+            device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
+        ),
+        training=msgspec.to_builtins(training),
+    )
+
+
+def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
+    """A submitted job as the machines take it, checked again: anybody may publish a request.
+
+    :raises ConfigurationError: as ``load_job_data``, for what can be checked without the user's files.
+    """
+    training = convert(data.training, TrainingData, where="training")
+    require_name(data.name, "name")
+    require_positive(data.steps, "steps")
+    _check_batch(data.policy.global_batch, data.policy.microbatch_rows)
+    _check_tolerance(data.policy.tolerate)
+    agreed = (training.steps, training.global_batch, training.microbatch_rows)
+    if agreed != (data.steps, data.policy.global_batch, data.policy.microbatch_rows):
+        raise ConfigurationError("training and policy name different steps or batches", field="training")
+    require_positive(devices_per_node, "policy.devices_per_node")
+    return Job(
+        job_id=job_id,
+        name=data.name,
+        steps=data.steps,
+        policy=Policy(
+            devices_per_node=devices_per_node,
+            tolerate=data.policy.tolerate,
+            global_batch=data.policy.global_batch,
+            microbatch_rows=data.policy.microbatch_rows,
+            minimum=data.policy.minimum,
+            objective=data.policy.objective,
+            checkpoint_activations=data.policy.checkpoint_activations,
+            device_memory_bytes=data.policy.device_memory_bytes,
+        ),
+        training=data.training,
+    )
+
+
+def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None) -> Job:
+    """A job file as a ``Job``, without a coordinator (``ftd plan``, tests).
+
+    :raises ConfigurationError: names the field and the remedy.
+    """
+    data = load_job_data(path, steps=steps)
+    job_id = f"{data.name}-{uuid.uuid4().hex[:8]}"
+    return job_from_data(data, job_id=job_id, devices_per_node=devices_per_node)
+
+
+def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
+    """The multiples of ``microbatch`` around ``global_batch``, nearest first."""
+    below = global_batch // microbatch * microbatch
+    around = [batch for batch in (below, below + microbatch) if batch > 0]
+    return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
+
+
+def _check_values(file: JobFile) -> None:
+    require_name(file.name, "name")
+    require_positive(file.steps, "steps")
+    _check_batch(file.training.global_batch, file.training.microbatch)
+    _check_tolerance(file.tolerance.failures)
+    if not 0 <= file.training.seed < 2**63:
+        raise ConfigurationError(
+            f"{file.training.seed} is not allowed", field="training.seed", remedy="write 0 to 2^63 - 1"
+        )
+    require_one_of(file.training.dtype, DTYPES, "training.dtype")
+    require_one_of(file.training.backend, BACKENDS, "training.backend")
+    if file.training.clip_gradient_norm is not None:
+        require_positive(file.training.clip_gradient_norm, "training.clip_gradient_norm")
+    if file.planner.device_memory_mib is not None:
+        require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
+
+
+def _check_batch(global_batch: int, microbatch: int) -> None:
+    require_positive(global_batch, "training.global_batch")
+    require_positive(microbatch, "training.microbatch")
+    if global_batch % microbatch:
+        near = " or ".join(str(batch) for batch in nearest_batches(global_batch, microbatch))
+        raise ConfigurationError(
+            f"{global_batch} samples cannot be cut into microbatches of {microbatch}",
+            field="training.global_batch",
+            remedy=f"the nearest that can: {near}",
+        )
+
+
+def _check_tolerance(failures: int) -> None:
+    if failures < 0:
+        raise ConfigurationError(
+            f"{failures} is not allowed", field="tolerance.failures", remedy="write 0 or more"
+        )
+
+
+def _function(written: str, directory: Path) -> str:
+    """The function with an absolute path when it is in a file."""
+    place, colon, name = written.rpartition(":")
+    field = "training.function"
+    if not colon or not place or not name.isidentifier():
+        raise ConfigurationError(
+            f"{written!r} names no function",
+            field=field,
+            remedy='write "file.py:function" or "package.module:function"',
+        )
+    if not place.endswith(".py"):
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise ConfigurationError(
+                f"{place!r} is neither a .py file nor a module",
+                field=field,
+                remedy='write "file.py:function" or "package.module:function"',
+            )
+        check_clash(directory)
+        return written
+    script = (directory / place).resolve()
+    if not script.is_file():
+        raise ConfigurationError(
+            f"{script} does not exist", field=field, remedy="the path is relative to the job file"
+        )
+    check_clash(directory)
+    check_clash(script.parent)
+    return f"{script}:{name}"

@@ -1,0 +1,1 @@
+"""``ftd coordinator``: the cluster machine, driven; its journal, its planner, its clients."""

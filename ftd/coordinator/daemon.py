@@ -1,0 +1,288 @@
+"""``ftd coordinator``: drives the cluster machine between the broker, the journal and the planner.
+
+The order of things on a failure, all on one event loop: the last will arrives, the machine answers with
+effects, the state is journaled, the commands go out. Everything slow is elsewhere (planning in a thread) or
+limited (the public state goes out at most ten times a second).
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, assert_never, cast
+
+import msgspec
+import structlog
+
+from ftd import systemd
+from ftd.config.daemon import DaemonConfig
+from ftd.coordinator.events import EventStream
+from ftd.coordinator.journal import Journal
+from ftd.coordinator.planning import PlanningService
+from ftd.coordinator.requests import Requests
+from ftd.driver import Driver
+from ftd.errors import JournalError, WireError
+from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.codec import decode_from_node, encode_to_node
+from ftd.wire.public import SCHEMA, NodeStateMessage, decode_json, encode_json, timestamp
+from ftd.wire.topics import Topics
+from statemachine import durable
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import (
+    AnswerRequest,
+    BuildTemplates,
+    ComputePlan,
+    Effect,
+    EmitEvent,
+    PersistState,
+    PublishCluster,
+    SendCommand,
+)
+from statemachine.events import BrokerConnected, BrokerLost, NodeVanished, SignalArrived
+from statemachine.messages import ToNode
+from statemachine.values import NodeState
+
+_log = structlog.get_logger("ftd.coordinator")
+
+STATE_PERIOD_S = 0.1
+GOODBYE_S = 1.0
+
+ClusterEffect = (
+    EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates | ComputePlan | AnswerRequest
+)
+
+
+class Coordinator:
+    """One ``ftd coordinator``: ``await Coordinator(config).run()`` lasts until it is told to stop."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """Open the journal and restore the machine.
+
+        :raises JournalError: there is no usable journal in ``coordinator.state_dir``.
+        """
+        self._topics = Topics(cluster=config.cluster)
+        self._incarnation = time.time_ns() // 1000
+        self._journal = Journal(config.state_dir)
+        self._stopping = False
+        self._forced_for: tuple[Any, ...] = ()
+        self._published_at = -STATE_PERIOD_S
+        self._publish_timer: asyncio.TimerHandle | None = None
+        self._machine, self._first_effects = self._restore(config)
+        self._driver = Driver(self._machine, self._perform)
+        self._planning = PlanningService(self._driver.feed, self._driver)
+        self._events = EventStream(self._topics, self._journal)
+        self._session = self._new_session(config)
+        self._requests = Requests(
+            topics=self._topics,
+            session=self._session,
+            driver=self._driver,
+            journal=self._journal,
+            public_state=self._public_state,
+        )
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Trainers go on: they need no coordinator to train.
+
+        :raises JournalError: the journal cannot be written any more.
+        """
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        self._planning.warm_up()
+        await self._driver.carry_out(self._first_effects)
+        _log.info("run", cluster=self._topics.cluster, generation=self._machine.generation)
+        driving = asyncio.ensure_future(self._driver.run())
+        others = [asyncio.ensure_future(self._session.run()), asyncio.ensure_future(systemd.watchdog())]
+        stopping = asyncio.ensure_future(stop.wait())
+        systemd.notify("READY=1", f"STATUS=coordinating {self._topics.cluster}")
+        try:
+            await asyncio.wait([driving, others[0], stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in (driving, others[0]):
+                if task.done():
+                    task.result()  # Only an error ends these: hand it on.
+        finally:
+            systemd.notify("STOPPING=1")
+            await self._end([driving, stopping], others)
+
+    async def _end(self, first: Sequence[asyncio.Future[Any]], last: Sequence[asyncio.Future[Any]]) -> None:
+        """Stop deciding, say that nobody decides any more, then leave."""
+        self._stopping = True
+        await _cancelled(first)
+        self._driver.stop_timers()
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+        self._session.publish(
+            self._topics.cluster_state, _unreachable("the coordinator was stopped"), retain=True
+        )
+        await self._session.flush(GOODBYE_S)
+        await _cancelled(last)
+        self._planning.close()
+        self._journal.close()
+        _log.info("stopped")
+
+    # --- setting up --------------------------------------------------------------------------------
+
+    def _restore(self, config: DaemonConfig) -> tuple[ClusterMachine, list[Effect]]:
+        saved = self._journal.load()
+        if saved is None:
+            return ClusterMachine(config.timing), []
+        try:
+            state = msgspec.msgpack.decode(saved)
+            return ClusterMachine.restore(config.timing, state, time.monotonic(), "restored")
+        except (msgspec.DecodeError, durable.JournalError) as error:
+            raise JournalError(
+                f"{self._journal.path}: {error} (to begin anew without the job, move the file away)"
+            ) from None
+
+    def _new_session(self, config: DaemonConfig) -> MqttSession:
+        topics = self._topics
+        return MqttSession(
+            config.broker,
+            client_id=f"ftd-{config.cluster}-coordinator-{self._incarnation}",
+            subscriptions=(
+                topics.node_signal(),
+                topics.node_state(),
+                topics.request,
+                topics.events,
+                topics.cluster_state,
+            ),
+            will=Will(topic=topics.cluster_state, payload=_unreachable("the coordinator vanished")),
+            on_message=self._on_message,
+            on_connected=self._on_connected,
+            on_lost=self._on_lost,
+        )
+
+    # --- what happens ------------------------------------------------------------------------------
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": self._driver.now(), "cause": self._driver.cause()}
+
+    def _on_connected(self) -> None:
+        systemd.notify(f"STATUS=coordinating {self._topics.cluster}")
+        self._driver.feed(BrokerConnected(**self._stamp()))
+
+    def _on_lost(self) -> None:
+        systemd.notify("STATUS=waiting for the broker")
+        self._driver.feed(BrokerLost(**self._stamp()))
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        try:
+            self._route(topic, payload, retained)
+        except WireError as error:
+            self._refuse(topic, str(error))
+
+    def _route(self, topic: str, payload: bytes, retained: bool) -> None:
+        """:raises WireError: the payload is no message for this topic."""
+        if topic == self._topics.request:
+            if not retained:  # A retained request would be served again at every connection.
+                self._requests.handle(payload)
+        elif topic == self._topics.events:
+            self._events.heard(payload)
+        elif topic == self._topics.cluster_state:
+            self._on_cluster_state(payload)
+        elif (node := self._topics.node_of(topic)) is not None and topic.endswith("/signal"):
+            message = decode_from_node(payload, node)
+            self._driver.feed(SignalArrived(**self._stamp(), message=message))
+        elif node is not None and payload:  # An empty one deletes what was retained.
+            self._on_node_state(node, decode_json(payload, NodeStateMessage))
+
+    def _on_node_state(self, node: str, state: NodeStateMessage) -> None:
+        if state.node != node:
+            raise WireError(f"a message on {node!r}'s topic claims to be {state.node[:64]!r}'s")
+        if state.state is NodeState.OFFLINE:
+            self._driver.feed(
+                NodeVanished(
+                    **self._stamp(), node=node, incarnation=state.incarnation, graceful=state.graceful
+                )
+            )
+
+    def _on_cluster_state(self, payload: bytes) -> None:
+        """Our predecessor's last will may come after our own first word: say ours again."""
+        seen = decode_json(payload, dict)
+        if seen.get("phase") == "UNREACHABLE" and not self._stopping:
+            self._publish_state_soon()
+
+    def _refuse(self, topic: str, why: str) -> None:
+        """A payload that nobody can act on: tell the world, go on."""
+        event = EmitEvent(
+            cause=self._driver.cause(),
+            name="MessageRefused",
+            reason=f"{topic}: {why}",
+            node=self._topics.node_of(topic),
+            details={"topic": topic, "why": why},
+        )
+        self._emit(event)
+
+    # --- what the machine wants ----------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        effect = cast(ClusterEffect, effect)  # Timers are the driver's, and the rest is the agents'.
+        match effect:
+            case EmitEvent():
+                self._emit(effect)
+            case SendCommand():
+                message = ToNode(
+                    node=effect.node,
+                    incarnation=effect.incarnation,
+                    command=effect.command,
+                    cause=effect.cause,
+                )
+                self._session.publish(self._topics.node_command(effect.node), encode_to_node(message))
+            case PersistState():
+                self._persist()
+            case PublishCluster():
+                self._publish_state_soon()
+            case BuildTemplates():
+                self._planning.build(effect)
+            case ComputePlan():
+                self._planning.plan(effect)
+            case AnswerRequest():
+                self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
+            case _:
+                assert_never(effect)
+
+    def _emit(self, event: EmitEvent) -> None:
+        self._events.emit(self._session, event, self._driver.now())
+        self._journal.flush()
+
+    def _persist(self) -> None:
+        """Forced to the disk when a promise is in it (see ``journal``), written in any case."""
+        state = self._machine.durable_state()
+        promise = (state["generation"], state["phase"], state["job"] and state["job"]["job_id"])
+        self._journal.save(msgspec.msgpack.encode(state), forced=promise != self._forced_for)
+        self._forced_for = promise
+
+    def _public_state(self) -> dict[str, Any]:
+        return {
+            **self._machine.public_state(),
+            "schema": SCHEMA,
+            "coordinator": self._incarnation,
+            "at": timestamp(),
+        }
+
+    def _publish_state_soon(self) -> None:
+        """Now, or when a tenth of a second has passed since the last time."""
+        if self._publish_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._published_at + STATE_PERIOD_S - loop.time()
+        if wait_s <= 0:
+            self._publish_state()
+        else:
+            self._publish_timer = loop.call_later(wait_s, self._publish_state)
+
+    def _publish_state(self) -> None:
+        self._publish_timer = None
+        self._published_at = asyncio.get_running_loop().time()
+        self._session.publish(self._topics.cluster_state, encode_json(self._public_state()), retain=True)
+
+
+def _unreachable(reason: str) -> bytes:
+    return encode_json({"schema": SCHEMA, "phase": "UNREACHABLE", "reason": reason, "nodes": {}})
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,53 @@
+"""The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
+
+Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
+it tells the whole story.
+"""
+
+import structlog
+
+from ftd.coordinator.journal import Journal
+from ftd.driver import EventGate
+from ftd.mqtt.session import MqttSession
+from ftd.wire.public import EventMessage, decode_json, encode_json, event_message
+from ftd.wire.topics import Topics
+from statemachine.effects import EmitEvent
+
+_log = structlog.get_logger("ftd.events")
+
+SOURCE = "coordinator"
+
+
+class EventStream:
+    def __init__(self, topics: Topics, journal: Journal) -> None:
+        self._topic = topics.events
+        self._journal = journal
+        self._gate = EventGate()
+
+    def emit(self, session: MqttSession, event: EmitEvent, now: float) -> None:
+        """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
+        held_back = self._gate.admit(event, now)
+        if held_back is None:
+            return
+        message = event_message(event, monotonic=now, held_back=held_back, source=SOURCE)
+        self._journal.record(message)
+        session.publish(self._topic, encode_json(message), keep=True)
+        log = _log.debug if event.name == "StepCommitted" else _log.info
+        log(
+            event.name,
+            reason=event.reason,
+            node=event.node,
+            generation=event.generation,
+            step=event.step,
+            cause=event.cause,
+            **({"details": event.details} if event.details else {}),
+        )
+
+    def heard(self, payload: bytes) -> None:
+        """A message on the event topic; our own were recorded when they were emitted.
+
+        :raises WireError: it is no event.
+        """
+        message = decode_json(payload, EventMessage)
+        if message.source != SOURCE:
+            self._journal.record(message)

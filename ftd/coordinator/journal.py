@@ -1,0 +1,186 @@
+"""What survives the coordinator: its durable state, the events, and the committed steps. SQLite, WAL.
+
+The state is durable before anything that follows from it is published. A write always survives a SIGKILL
+of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise, that is
+when a generation is used or a job changes: a generation number must never be used twice, not even after a
+power cut. Forgetting the last steps is harmless, since nodes know them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from ftd.errors import JournalError
+from ftd.wire.public import EventMessage, encode_json
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, message TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, step INTEGER NOT NULL, generation INTEGER,
+    at TEXT NOT NULL, details TEXT NOT NULL, UNIQUE (job, step) ON CONFLICT REPLACE);
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+_VERSION = 1
+_MAX_EVENTS = 200_000
+_PRUNE_EVERY = 5_000
+MAX_PAGE = 1_000
+_MAX_PAGE_BYTES = 700_000
+"""A page is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
+
+
+class Journal:
+    """One file, one writer (a lock says so), one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open or create the journal in ``directory``.
+
+        :raises JournalError: it cannot be created, is damaged or of a newer version, or another coordinator
+            has it open.
+        """
+        self.path = directory / "journal.sqlite"
+        self._buffer: list[EventMessage] = []
+        self._writes = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(directory / "journal.lock")
+            self._db = sqlite3.connect(self.path, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise JournalError(f"the journal {self.path} cannot be opened: {error}") from None
+        with self._failing("opened"):
+            self._db.execute("PRAGMA journal_mode = WAL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, _VERSION):
+                raise JournalError(
+                    f"the journal {self.path} has version {version}, this ftd reads {_VERSION}"
+                )
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            row = self._db.execute("SELECT value FROM meta WHERE name = 'job'").fetchone()
+        self._job = row[0] if row else ""
+
+    def load(self) -> bytes | None:
+        """The last state saved, or None at the very first start."""
+        with self._failing("read"):
+            row = self._db.execute("SELECT value FROM state").fetchone()
+        return row[0] if row else None
+
+    def save(self, state: bytes, *, forced: bool) -> None:
+        """Replace the durable state, with the events recorded so far, in one transaction.
+
+        :raises JournalError: it could not be written; the caller must not act on it.
+        """
+        with self._failing("written"):
+            # Outside a transaction, where SQLite takes the setting at once.
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if forced else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            self._write_buffer()
+            self._db.execute("INSERT OR REPLACE INTO state (id, value) VALUES (1, ?)", (state,))
+            self._db.execute("COMMIT")
+
+    def record(self, message: EventMessage) -> None:
+        """Remember an event; written with the next ``save`` or ``flush``."""
+        self._buffer.append(message)
+
+    def flush(self) -> None:
+        """Write what was recorded. :raises JournalError: as ``save``."""
+        if not self._buffer:
+            return
+        with self._failing("written"):
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("BEGIN IMMEDIATE")
+            self._write_buffer()
+            self._db.execute("COMMIT")
+
+    def events(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
+        """A page of events, oldest first, and the ``after`` of the next page."""
+        rows = self._page("SELECT id, message FROM events", after, limit, newest)
+        return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
+
+    def steps(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
+        """A page of committed steps of all jobs, and the ``after`` of the next page."""
+        query = (
+            "SELECT id, json_object('job', job, 'step', step, 'generation', generation, 'at', at,"
+            " 'details', json(details)) FROM steps"
+        )
+        rows = self._page(query, after, limit, newest)
+        return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
+
+    def close(self) -> None:
+        """Write the rest and let another coordinator in."""
+        try:
+            self.flush()
+        finally:
+            self._db.close()
+            os.close(self._lock)
+
+    def _page(self, query: str, after: int, limit: int, newest: bool) -> list[tuple[int, str]]:
+        self.flush()
+        limit = max(1, min(limit, MAX_PAGE))
+        order = "DESC" if newest else "ASC"
+        with self._failing("read"):
+            found = self._db.execute(f"{query} WHERE id > ? ORDER BY id {order} LIMIT ?", (after, limit))
+            rows: list[tuple[int, str]] = []
+            size = 0
+            for row in found:
+                size += len(row[1])
+                if rows and size > _MAX_PAGE_BYTES:
+                    break
+                rows.append(row)
+        return rows[::-1] if newest else rows
+
+    def _write_buffer(self) -> None:
+        for message in self._buffer:
+            if message.event == "JobSubmitted":
+                self._job = str(message.details.get("job", ""))
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('job', ?)", (self._job,))
+            if message.event == "StepCommitted":
+                self._db.execute(
+                    "INSERT INTO steps (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
+                    (self._job, message.step, message.generation, message.at, _text(message.details)),
+                )
+            else:
+                self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
+        self._writes += len(self._buffer)
+        self._buffer.clear()
+        if self._writes >= _PRUNE_EVERY:
+            self._writes = 0
+            self._db.execute(
+                "DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", (_MAX_EVENTS,)
+            )
+
+    @contextlib.contextmanager
+    def _failing(self, how: str) -> Any:
+        try:
+            yield
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise JournalError(
+                f"the journal {self.path} cannot be {how}: {error} "
+                "(is the disk full? to begin anew, move the file away)"
+            ) from None
+
+
+def _text(value: Any) -> str:
+    return encode_json(value).decode()
+
+
+def _lock(path: Path) -> int:
+    """Hold ``path`` for as long as this process lives.
+
+    :raises JournalError: another process holds it.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise JournalError(
+            f"another coordinator uses {path.parent} (stop it, or set coordinator.state_dir to another one)"
+        ) from None
+    return handle

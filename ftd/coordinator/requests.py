@@ -1,0 +1,143 @@
+"""Clients' requests: checked, put to the machine or answered here, and answered once per request id."""
+
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import msgspec
+import structlog
+
+from ftd.config.job import job_from_data
+from ftd.config.reading import require_name
+from ftd.coordinator.journal import Journal
+from ftd.driver import Driver
+from ftd.errors import ConfigurationError, WireError
+from ftd.mqtt.session import MqttSession
+from ftd.wire.public import (
+    Answer,
+    AnyRequest,
+    DrainRequest,
+    HistoryRequest,
+    StatusRequest,
+    StopRequest,
+    SubmitRequest,
+    decode_json,
+    encode_json,
+)
+from ftd.wire.topics import Topics
+from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+
+_log = structlog.get_logger("ftd.requests")
+
+_REMEMBERED = 1000
+"""Answers kept for requests that QoS 1 delivers twice, or that a client repeats."""
+
+
+class _Sender(msgspec.Struct, frozen=True):
+    """What is needed to say no to a request that is otherwise malformed."""
+
+    request: str
+    reply: str
+
+
+class Requests:
+    def __init__(
+        self,
+        *,
+        topics: Topics,
+        session: MqttSession,
+        driver: Driver,
+        journal: Journal,
+        public_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._topics = topics
+        self._session = session
+        self._driver = driver
+        self._journal = journal
+        self._public_state = public_state
+        self._waiting: dict[str, str] = {}
+        """Request id → client id, until the machine's ``AnswerRequest``."""
+        self._answered: OrderedDict[str, Answer] = OrderedDict()
+
+    def handle(self, payload: bytes) -> None:
+        """One message on the request topic.
+
+        :raises WireError: it is no request; its sender, when it says who it is, has been told.
+        """
+        try:
+            request = decode_json(payload, AnyRequest)
+            require_name(request.reply, "reply")
+            require_name(request.request, "request")
+        except (WireError, ConfigurationError) as error:
+            self._refuse_malformed(payload, str(error))
+            raise WireError(str(error)) from None
+        if request.request in self._waiting:
+            return
+        if (known := self._answered.get(request.request)) is not None:
+            self._send(request.reply, known)
+            return
+        self._waiting[request.request] = request.reply
+        try:
+            self._serve(request)
+        except ConfigurationError as error:
+            self.answer(request.request, accepted=False, detail=str(error))
+
+    def answer(
+        self, request: str, *, accepted: bool, detail: str, data: dict[str, Any] | None = None
+    ) -> None:
+        """Answer the client that sent ``request``; unknown ids (answered before a restart) are dropped."""
+        reply = self._waiting.pop(request, None)
+        if reply is None:
+            return
+        answer = Answer(request=request, accepted=accepted, detail=detail, data=data)
+        if data is None:
+            self._answered[request] = answer
+            while len(self._answered) > _REMEMBERED:
+                self._answered.popitem(last=False)
+        _log.info("answer", request=request, accepted=accepted, detail=detail)
+        self._send(reply, answer)
+
+    def _serve(self, request: AnyRequest) -> None:
+        at, cause = self._driver.now(), self._driver.cause()
+        match request:
+            case SubmitRequest(request=number, job=data):
+                job = job_from_data(
+                    data,
+                    # Derived from the request, so that a request served twice is still one job.
+                    job_id=f"{data.name}-{uuid.uuid5(uuid.NAMESPACE_OID, number).hex[:8]}",
+                    devices_per_node=data.policy.devices_per_node or self._usual_devices(),
+                )
+                self._driver.feed(JobSubmitted(at=at, cause=cause, request=number, job=job))
+            case StopRequest(request=number, job=job_name):
+                self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
+            case DrainRequest(request=number, node=node):
+                self._driver.feed(DrainRequested(at=at, cause=cause, request=number, node=node))
+            case StatusRequest(request=number):
+                self.answer(number, accepted=True, detail="", data=self._public_state())
+            case HistoryRequest(request=number):
+                self.answer(number, accepted=True, detail="", data=self._history(request))
+            case _:
+                assert_never(request)
+
+    def _history(self, request: HistoryRequest) -> dict[str, Any]:
+        page = self._journal.events if request.what == "events" else self._journal.steps
+        rows, last = page(after=request.after, limit=request.limit, newest=request.newest)
+        return {request.what: rows, "last": last}
+
+    def _usual_devices(self) -> int:
+        """Devices of most nodes: a job that does not say runs on the cluster as it is."""
+        nodes = self._public_state()["nodes"].values()
+        counted = Counter(int(node["devices"]) for node in nodes if node["state"] != "OFFLINE")
+        return counted.most_common(1)[0][0] if counted else 1
+
+    def _refuse_malformed(self, payload: bytes, detail: str) -> None:
+        try:
+            sender = decode_json(payload, _Sender)
+            require_name(sender.reply, "reply")
+        except (WireError, ConfigurationError):
+            return
+        self._send(sender.reply, Answer(request=sender.request, accepted=False, detail=detail))
+
+    def _send(self, client: str, answer: Answer) -> None:
+        self._session.publish(self._topics.reply(client), encode_json(answer))

@@ -1,0 +1,41 @@
+"""Readiness and watchdog for ``Type=notify`` services (sd_notify(3)); does nothing elsewhere."""
+
+import asyncio
+import os
+import socket
+
+
+def notify(*assignments: str) -> bool:
+    """Send ``READY=1``, ``STATUS=…``, ``STOPPING=1`` or ``WATCHDOG=1``; false when nobody asked for it.
+
+    Never raises: a service must not fail because its manager does not listen.
+    """
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address or address[0] not in "/@":
+        return False
+    if address[0] == "@":
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.connect(address)
+            sender.send("\n".join(assignments).encode())
+    except OSError:
+        return False
+    return True
+
+
+def watchdog_period_s() -> float | None:
+    """How often to say ``WATCHDOG=1``: half of what systemd allows; None when it does not watch us."""
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    watched = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not limit_us.isdigit() or int(limit_us) == 0 or watched != str(os.getpid()):
+        return None
+    return int(limit_us) / 1e6 / 2
+
+
+async def watchdog() -> None:
+    """Run beside the daemon on its event loop: a loop that hangs stops feeding, and systemd restarts it."""
+    period_s = watchdog_period_s()
+    while period_s is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(period_s)
