@@ -1,5 +1,6 @@
 """What the benchmarks share: the machine they ran on, medians with spread, tables, JSON, limits."""
 
+import argparse
 import json
 import os
 import platform
@@ -135,6 +136,13 @@ class Result:
         path.write_text(json.dumps(document, indent=2) + "\n")
         console.print(f"  written to {path}", style="dim", highlight=False)
         return 0 if all(limit.met for limit in self.limits) else 1
+
+
+def command_line(what: str | None) -> argparse.ArgumentParser:
+    """A parser that shows ``what`` as it is written and knows ``--out``."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser
 
 
 def main(result: Result, out: Path | None = None) -> None:

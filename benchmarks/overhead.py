@@ -12,14 +12,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-from ftd.config.job import load_job
 
 from benchmarks.clusters import REPOSITORY, run_local
-from benchmarks.common import Limit, Result, Summary, main
+from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.peers.torchft import free_port
+from ftd.config.job import load_job
 
 SKIP_STEPS = 10
 
@@ -39,12 +40,8 @@ def yardstick_ms(training: Path, steps: int, ranks: int) -> float:
     if any(worker.returncode for worker in workers):
         raise RuntimeError("a worker of the plain loop failed; its error is above")
     moments = [float(line.split()[2]) for line in printed[0].splitlines() if line.startswith("STEP ")]
-    return (
-        statistics.median(
-            b - a for a, b in zip(moments[SKIP_STEPS:], moments[SKIP_STEPS + 1 :], strict=False)
-        )
-        * 1e3
-    )
+    steps_s = [after - before for before, after in pairwise(moments[SKIP_STEPS:])]
+    return statistics.median(steps_s) * 1e3
 
 
 def ftd_ms(job: Path, steps: int, nodes: int) -> float:
@@ -97,12 +94,9 @@ def paired_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--job", type=Path, default=REPOSITORY / "benchmarks/jobs/steady.toml")
-    parser.add_argument("--out", type=Path)
     parsed = parser.parse_args()
     main(measure(parsed), parsed.out)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ftd.config.job import load_job
 
 from benchmarks.clusters import REPOSITORY, Fault, Report, run_local
-from benchmarks.common import Limit, Result, Summary, main
+from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.peers import torchft
+from ftd.config.job import load_job
 
 WARM_UP_STEPS = 30
 APART_STEPS = 80
@@ -164,15 +164,12 @@ def add_peer(result: Result, arguments: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--kind", choices=KINDS, default="kill")
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--job", type=Path, default=REPOSITORY / "benchmarks/jobs/tiny.toml")
     parser.add_argument("--peer", type=Path, help="virtual environment that holds torchft: measure it too")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args()
 
 

@@ -3,14 +3,12 @@
 python -m benchmarks.simulator --seeds 1000
 """
 
-import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from benchmarks.clusters import FTD, REPOSITORY
-from benchmarks.common import Limit, Result, main
+from benchmarks.common import Limit, Result, command_line, main
 
 
 def measure(seeds: int) -> Result:
@@ -40,10 +38,7 @@ def measure(seeds: int) -> Result:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(sys.argv[1:])
     main(measure(parsed.seeds), parsed.out)

@@ -95,7 +95,8 @@ class Cluster:
             [self._venv / "bin/python", "-m", "benchmarks.peers.torchft_worker",
              "--training", self._training, "--replica", str(index), "--replicas", str(self._count),
              "--timeout-s", str(self._settings.timeout_s)],
-            env=self._environment, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=self._environment, cwd=REPOSITORY, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         replica = Replica(process)
         threading.Thread(target=replica.follow, daemon=True).start()
