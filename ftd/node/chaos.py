@@ -147,7 +147,7 @@ class Chaos:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  # this daemon has one thread
             )
         for pid in pids:  # This process comes last.
             os.kill(pid, signal.SIGSTOP)

@@ -70,7 +70,7 @@ class Supervisor:
         devices: int,
         directory: Path,
         feed: Callable[[Event], None],
-        cause: Callable[[str], str],
+        cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
     ) -> None:
         self._devices = devices
@@ -83,6 +83,7 @@ class Supervisor:
         self._by_pid: dict[int, Trainer] = {}
         self._births: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         self._closing = False
         self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended)
@@ -102,9 +103,10 @@ class Supervisor:
         await self._zygote.close()
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._connections]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._socket_path.unlink(missing_ok=True)
 
     # --- what the agent machine asks for ---------------------------------------------------------
@@ -146,6 +148,11 @@ class Supervisor:
     def pids(self, device: int | None = None) -> list[int]:
         """Leaders of the running trainers' process groups, of one device or of all."""
         return [t.pid for t in self._current.values() if t.pid is not None and device in (None, t.device)]
+
+    @property
+    def socket_path(self) -> Path:
+        """Where trainers connect."""
+        return self._socket_path
 
     @property
     def zygote_pid(self) -> int | None:
@@ -207,6 +214,9 @@ class Supervisor:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: a trainer's frames, or the stream of its output."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
         try:
             greeting = await self._greeting(reader, writer)
             trainer = await self._newborn(greeting.pid)
@@ -219,7 +229,10 @@ class Supervisor:
                     await self._collect(trainer, reader)
         except (protocol.ProtocolError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
             log.warning("trainer_connection_refused", reason=str(error))
+        except asyncio.CancelledError:
+            pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.
         finally:
+            self._connections.discard(task)
             writer.close()
 
     async def _greeting(
@@ -262,9 +275,9 @@ class Supervisor:
                     return
                 for frame in frames:
                     self._hear(trainer, frame)
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(trainer.exited.wait(), _CLOSED_BUT_ALIVE_S)
-        if not trainer.reported:
+        except TimeoutError:
             self._fail(trainer, "exited", "it closed its connection but did not exit")
 
     def _hear(self, trainer: Trainer, frame: protocol.Report) -> None:
@@ -279,7 +292,7 @@ class Supervisor:
                 device=trainer.device,
                 pid=trainer.pid or 0,
                 at=time.monotonic(),
-                cause=self._cause("trainer"),
+                cause=self._cause(),
             )
         )
 
@@ -315,7 +328,7 @@ class Supervisor:
         self._feed(
             TrainerFailed(
                 at=time.monotonic(),
-                cause=self._cause("trainer"),
+                cause=self._cause(),
                 device=trainer.device,
                 pid=trainer.pid or 0,
                 cause_of_failure=cause,

@@ -1,0 +1,311 @@
+"""The supervisor with a real zygote and real trainers: what it starts, hears, reports and ends."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from ftd.node.processes import group_alive
+from ftd.node.rendezvous import RendezvousServer
+from ftd.node.supervisor import Supervisor
+from ftd.node.translation import prepare_frame
+from planner.values import Policy
+from runtime import protocol
+from statemachine.events import (
+    Event,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerUp,
+)
+from statemachine.values import Job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_S = 60.0
+Kind = TypeVar("Kind", bound=Event)
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """pytest's own are too long for a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="ftd-test-", dir="/tmp") as name:
+        yield Path(name)
+
+
+class Trainers:
+    """A supervisor and everything it said."""
+
+    def __init__(self, directory: Path, devices: int) -> None:
+        self.events: list[Event] = []
+        self._news = asyncio.Event()
+        self.supervisor = Supervisor(
+            devices=devices,
+            directory=directory,
+            feed=self._feed,
+            cause=lambda: "test",
+            environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
+        )
+
+    def _feed(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def take(self, kind: type[Kind], where: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """The next event of this kind; it is removed."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                for event in self.events:
+                    if isinstance(event, kind) and where(event):
+                        self.events.remove(event)
+                        return event
+                self._news.clear()
+                await self._news.wait()
+
+
+def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int = 1) -> None:
+    async def main() -> None:
+        with short_directory() as directory:
+            trainers = Trainers(directory, devices)
+            await trainers.supervisor.start()
+            try:
+                await body(trainers)
+            finally:
+                pids = trainers.supervisor.pids()
+                await trainers.supervisor.close()
+                await gone(pids)
+                assert list(directory.iterdir()) == []
+
+    asyncio.run(main())
+
+
+async def gone(pids: list[int]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while any(running(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    """Alive, and not just waiting to be buried by whoever adopted it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: int | str) -> Job:
+    return Job(
+        job_id="job",
+        name="mlp",
+        steps=3,
+        policy=Policy(global_batch=8, microbatch_rows=4),
+        training={
+            "function": function,
+            "path": str(path),
+            "seed": 1,
+            "steps": 3,
+            "global_batch": 8,
+            "microbatch_rows": 4,
+            "dtype": "float64",
+            "arguments": arguments,
+        },
+    )
+
+
+def test_trains_alone_and_reports_every_stage_of_it() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        assert trainers.supervisor.pids() == [up.pid] == trainers.supervisor.pids(0)
+        trainers.supervisor.send(0, prepare_frame(mlp_job(hidden_layers=2), profile=True))
+        prepared = await trainers.take(TrainerPrepared)
+        assert prepared.profile is not None
+        layers = len(prepared.profile.layers)
+        trainers.supervisor.send(0, protocol.Quiesce(generation=1, mode="abort"))
+        quiesced = await trainers.take(TrainerQuiesced)
+        assert quiesced.report.committed_step == 0
+        assert quiesced.report.held == tuple(range(layers))
+        stage = protocol.StageData(first_layer=0, end_layer=layers, ranks=(0,))
+        pipeline = protocol.PipelineData(stages=(stage,), first_microbatch=0, microbatches=2)
+        world = protocol.WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
+        async with RendezvousServer("token") as server:
+            resume = protocol.Resume(
+                generation=1,
+                step=0,
+                vote=None,
+                rank=0,
+                world=world,
+                rendezvous_host="127.0.0.1",
+                rendezvous_port=server.port,
+                token="token",
+            )
+            trainers.supervisor.send(0, resume)
+            assert (await trainers.take(TrainerResumed)).generation == 1
+            assert [(await trainers.take(TrainerStepped)).step for _ in range(3)] == [1, 2, 3]
+            done = await trainers.take(TrainerDone)
+            assert sorted(done.digests) == list(range(layers))
+        await trainers.take(TrainerBeat)
+
+    run_with_trainers(body)
+
+
+def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> None:
+    async def body(trainers: Trainers) -> None:
+        for device in (0, 1):
+            trainers.supervisor.start_trainer(device)
+        first = {up.device: up.pid for up in [await trainers.take(TrainerUp) for _ in range(2)]}
+        os.kill(first[0], signal.SIGKILL)
+        failed = await trainers.take(TrainerFailed)
+        assert (failed.device, failed.pid, failed.cause_of_failure) == (0, first[0], "exited")
+        assert "SIGKILL" in failed.detail
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        assert up.device == 0
+        assert up.pid != first[0]
+        assert sorted(trainers.supervisor.pids()) == sorted([up.pid, first[1]])
+
+    run_with_trainers(body, devices=2)
+
+
+def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        os.kill(up.pid, signal.SIGSTOP)
+        trainers.supervisor.kill_trainer(0, grace_s=0.0)
+        trainers.supervisor.start_trainer(0)
+        again = await trainers.take(TrainerUp)
+        assert again.pid != up.pid
+        await gone([up.pid])
+        assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
+        os.kill(again.pid, signal.SIGSTOP)
+        trainers.supervisor.kill_trainer(0, grace_s=5.0)  # SIGTERM reaches a stopped process, too.
+        await gone([again.pid])
+        assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
+
+    run_with_trainers(body)
+
+
+def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
+    script = tmp_path / "spawner.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "def build():\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    print('a child of', os.environ['FTD_TEST_DEVICE'], file=sys.stderr)\n"
+        "    open(os.path.join(os.path.dirname(__file__), 'pid'), 'w').write(str(child.pid))\n"
+        "    os._exit(7)\n"
+    )
+
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        await trainers.take(TrainerUp)
+        trainers.supervisor.send(0, prepare_frame(mlp_job("spawner.py:build", tmp_path), profile=False))
+        failed = await trainers.take(TrainerFailed)
+        assert "exited with code 7" in failed.detail
+        assert "a child of 0" in failed.detail
+        await gone([int((tmp_path / "pid").read_text())])
+
+    run_with_trainers(body)
+
+
+def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no such data')\n")
+
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        trainers.supervisor.send(0, prepare_frame(mlp_job("broken.py:build", tmp_path), profile=False))
+        failed = await trainers.take(TrainerFailed)
+        assert failed.cause_of_failure == "unprepared"
+        assert "no such data" in failed.detail
+        await gone([up.pid])
+
+    run_with_trainers(body)
+
+
+def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        zygote = trainers.supervisor.zygote_pid
+        assert zygote is not None
+        os.kill(zygote, signal.SIGKILL)
+        failed = await trainers.take(TrainerFailed)
+        assert failed.pid == up.pid
+        assert "zygote" in failed.detail
+        trainers.supervisor.start_trainer(0)
+        again = await trainers.take(TrainerUp)
+        assert again.pid != up.pid
+        assert trainers.supervisor.zygote_pid != zygote
+
+    run_with_trainers(body)
+
+
+def test_a_stranger_on_the_socket_is_refused() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        path = trainers.supervisor.socket_path
+        for greeting in (
+            b"\xff\xff\xff\xff",
+            b"\x00\x00\x00\x01\xc1",
+            protocol.encode(protocol.Attached(device=0, pid=up.pid)),
+        ):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(greeting)
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+            writer.close()
+        assert trainers.supervisor.pids() == [up.pid]
+        assert group_alive(up.pid)
+
+    run_with_trainers(body)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path) -> None:
+    """A process that only runs a supervisor is ended; the kernel ends zygote and trainer with it."""
+    program = tmp_path / "daemon.py"
+    program.write_text(
+        "import asyncio, pathlib, sys\n"
+        "from ftd.node.supervisor import Supervisor\n"
+        "from statemachine.events import TrainerUp\n"
+        "async def main(directory):\n"
+        "    def feed(event):\n"
+        "        if isinstance(event, TrainerUp):\n"
+        "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
+        "    supervisor = Supervisor(devices=1, directory=directory, feed=feed,\n"
+        "        cause=lambda: 'test', environment=lambda device: {})\n"
+        "    await supervisor.start()\n"
+        "    supervisor.start_trainer(0)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main(pathlib.Path(sys.argv[1])))\n"
+    )
+
+    async def main() -> None:
+        with short_directory() as directory:
+            daemon = await asyncio.create_subprocess_exec(
+                sys.executable, str(program), str(directory), stdout=asyncio.subprocess.PIPE
+            )
+            assert daemon.stdout is not None
+            async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
+                while not (line := await daemon.stdout.readline()).startswith(b"pids"):
+                    pass
+            pids = [int(pid) for pid in line.split()[1:]]
+            assert all(running(pid) for pid in pids)
+            daemon.send_signal(how)
+            await daemon.wait()
+            await gone(pids)
+
+    asyncio.run(main())
