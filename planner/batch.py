@@ -1,0 +1,114 @@
+"""Batch distribution (Oobleck §4.2.2, Eq. 6): how many microbatches each pipeline computes.
+
+The global batch is the user's and never changed. Shares minimise the slowest pipeline's time, and every
+pipeline gets at least one microbatch. Shares are per pipeline, not per template: three equal pipelines share
+128 microbatches as 43, 43, 42.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heapreplace
+from typing import Any
+
+from planner.errors import BatchError
+
+Cost = Callable[[int], float]
+"""Seconds for a number of microbatches ≥ 1; never falls as the number grows."""
+
+NARROWINGS = 16
+"""Halvings of the target time before single microbatches are handed out."""
+
+
+def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None:
+    """Whether the batch can be distributed to that many pipelines.
+
+    :raises BatchError: not a multiple of the microbatch, or fewer microbatches than pipelines.
+    """
+    microbatches, left_over = divmod(global_batch, microbatch_rows)
+    if not left_over and microbatches >= pipelines:
+        return
+    candidates = {max(microbatches, pipelines), max(microbatches + bool(left_over), pipelines)}
+    nearest = tuple(sorted(count * microbatch_rows for count in candidates))
+    what = (
+        f"is not a multiple of the microbatch of {microbatch_rows}"
+        if left_over
+        else f"has {microbatches} microbatches of {microbatch_rows} for {pipelines} pipelines"
+    )
+    recommended = " or ".join(map(str, nearest))
+    raise BatchError(f"global_batch {global_batch} {what}; the nearest that works is {recommended}", nearest)
+
+
+def largest_share(cost: Cost, target_s: float, limit: int) -> int:
+    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_s``; 0 if not even one."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost(middle) <= target_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
+    """The shares with the least maximum cost; exact.
+
+    Handing each microbatch to whoever is then quickest is optimal as costs only grow. All that a pipeline
+    does within a time too short for the whole batch would be handed out first, so that is found by halving.
+
+    :raises BatchError: fewer microbatches than pipelines.
+    """
+    check_batch(microbatches, 1, len(costs))
+    short_s, enough_s = 0.0, max(cost(microbatches) for cost in costs)
+    base = [1] * len(costs)
+    for _ in range(NARROWINGS):
+        target_s = (short_s + enough_s) / 2
+        shares = [max(1, largest_share(cost, target_s, microbatches)) for cost in costs]
+        if sum(shares) <= microbatches:
+            short_s, base = target_s, shares
+        else:
+            enough_s = target_s
+    return _hand_out(costs, base, microbatches)
+
+
+def _hand_out(costs: Sequence[Cost], base: list[int], microbatches: int) -> tuple[int, ...]:
+    shares = list(base)
+    queue = [(cost(shares[index] + 1), index) for index, cost in enumerate(costs)]
+    heapify(queue)
+    for _ in range(microbatches - sum(shares)):
+        _, index = queue[0]
+        shares[index] += 1
+        heapreplace(queue, (costs[index](shares[index] + 1), index))
+    return tuple(shares)
+
+
+def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
+    """``distribute`` as an integer program (Pyomo, solved by HiGHS): slower, and independent of it.
+
+    y[i, k] = 1 where pipeline i gets k microbatches; minimise z ≥ Σ_k cost_i(k)·y[i, k].
+
+    :raises BatchError: fewer microbatches than pipelines.
+    """
+    # Half a second to import, and nothing on the way to recovery needs it.
+    import pyomo.environ as pyo
+
+    check_batch(microbatches, 1, len(costs))
+    most = microbatches - len(costs) + 1
+    model: Any = pyo.ConcreteModel()
+    model.pipelines = pyo.RangeSet(0, len(costs) - 1)
+    model.shares = pyo.RangeSet(1, most)
+    model.gets = pyo.Var(model.pipelines, model.shares, domain=pyo.Binary)
+    model.slowest_s = pyo.Var(domain=pyo.NonNegativeReals)
+    model.one = pyo.Constraint(model.pipelines, rule=lambda m, i: sum(m.gets[i, k] for k in m.shares) == 1)
+    model.whole = pyo.Constraint(
+        expr=sum(k * model.gets[i, k] for i in model.pipelines for k in model.shares) == microbatches
+    )
+    unit_s = max(cost(1) for cost in costs) or 1.0
+    model.slow = pyo.Constraint(
+        model.pipelines,
+        rule=lambda m, i: m.slowest_s >= sum(costs[i](k) / unit_s * m.gets[i, k] for k in m.shares),
+    )
+    model.objective = pyo.Objective(expr=model.slowest_s)
+    solver = pyo.SolverFactory("appsi_highs")
+    solver.highs_options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
+    solver.solve(model)
+    return tuple(next(k for k in model.shares if pyo.value(model.gets[i, k]) > 0.5) for i in model.pipelines)

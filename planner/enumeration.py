@@ -1,0 +1,125 @@
+"""Every mapping of a small pipeline, in arrays, and the quickest of them under 1F1B."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs import StageCosts
+from planner.makespan import Floats, makespans, path_bounds
+from planner.values import StageTemplate
+
+Ints = NDArray[np.int64]
+CHUNK = 256
+"""Mappings simulated at a time: enough to outweigh numpy's cost per call, few enough to stop early."""
+
+
+@cache
+def node_splits(devices: int, largest: int) -> tuple[tuple[int, ...], ...]:
+    """All ways to split a node's devices, in order, into stages of at most ``largest`` devices."""
+    if devices == 0:
+        return ((),)
+    return tuple(
+        (first, *rest)
+        for first in range(1, min(devices, largest) + 1)
+        for rest in node_splits(devices - first, largest)
+    )
+
+
+def split_counts(devices: int, largest: int, nodes: int) -> dict[int, int]:
+    """How many ways there are to split all nodes, per number of stages."""
+    ways = {0: 1}
+    for _ in range(nodes):
+        extended: dict[int, int] = {}
+        for stages, count in ways.items():
+            for split in node_splits(devices, largest):
+                extended[stages + len(split)] = extended.get(stages + len(split), 0) + count
+        ways = extended
+    return ways
+
+
+def mapping_count(costs: StageCosts, nodes: int) -> int:
+    """Mappings of a pipeline of ``nodes`` nodes, memory not considered."""
+    ways = split_counts(costs.devices_per_node, costs.max_devices, nodes)
+    return sum(count * comb(costs.layers - 1, stages - 1) for stages, count in ways.items())
+
+
+def _all_splits(costs: StageCosts, nodes: int) -> dict[int, list[tuple[int, ...]]]:
+    """Devices of each stage, for all splits of all nodes, by number of stages."""
+    splits = node_splits(costs.devices_per_node, costs.max_devices)
+    fewest = min(map(len, splits))
+    whole: list[tuple[int, ...]] = [()]
+    for node in range(nodes):
+        most = costs.layers - fewest * (nodes - 1 - node)
+        whole = [front + split for front in whole for split in splits if len(front) + len(split) <= most]
+    grouped: dict[int, list[tuple[int, ...]]] = {}
+    for devices in whole:
+        grouped.setdefault(len(devices), []).append(devices)
+    return grouped
+
+
+def all_mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[Ints, Ints]]:
+    """Arrays (cuts, devices) of shape (C, S + 1) and (C, S), one pair for each number of stages S."""
+    for stages, splits in sorted(_all_splits(costs, nodes).items()):
+        inner = np.array(list(combinations(range(1, costs.layers), stages - 1)), dtype=np.int64)
+        cuts = np.zeros((len(inner), stages + 1), dtype=np.int64)
+        cuts[:, 1:-1], cuts[:, -1] = inner.reshape(len(inner), stages - 1), costs.layers
+        devices = np.array(splits, dtype=np.int64)
+        yield np.tile(cuts, (len(devices), 1)), np.repeat(devices, len(cuts), axis=0)
+
+
+def feasible(costs: StageCosts, cuts: Ints, devices: Ints) -> NDArray[np.bool_]:
+    """Which mappings fit into memory, shape (C,)."""
+    fits = np.ones(len(cuts), dtype=np.bool_)
+    if costs.memory.limit_bytes is None:
+        return fits
+    stages = devices.shape[1]
+    for stage in range(stages):
+        tables = [costs.fits(d, stages - 1 - stage) for d in range(1, costs.max_devices + 1)]
+        fits &= np.stack(tables)[devices[:, stage] - 1, cuts[:, stage], cuts[:, stage + 1]]
+    return fits
+
+
+def quickest(
+    costs: StageCosts, cuts: Ints, devices: Ints, microbatches: int
+) -> tuple[float, tuple[StageTemplate, ...]] | None:
+    """The mapping with the least makespan among these that fit into memory, and that makespan.
+
+    Simulated in the order of their lower bounds, until no bound is below the best makespan.
+    """
+    kept = feasible(costs, cuts, devices)
+    cuts, devices = cuts[kept], devices[kept]
+    if not len(cuts):
+        return None
+    forward_s = costs.forward_s[devices, cuts[:, :-1], cuts[:, 1:]]
+    backward_s = costs.backward_s[devices, cuts[:, :-1], cuts[:, 1:]]
+    link_s: Floats = costs.link_s[cuts[:, 1:-1]]
+    bounds = path_bounds(forward_s, backward_s, link_s, microbatches)
+    order = np.argsort(bounds, kind="stable")
+    best_s, best = np.inf, int(order[0])
+    for start in range(0, len(order), CHUNK):
+        chunk = order[start : start + CHUNK]
+        if bounds[chunk[0]] >= best_s:
+            break
+        spans = makespans(forward_s[chunk], backward_s[chunk], link_s[chunk], microbatches)
+        least = int(spans.argmin())
+        if spans[least] < best_s:
+            best_s, best = float(spans[least]), int(chunk[least])
+    return best_s, as_stages(cuts[best], devices[best], costs.devices_per_node)
+
+
+def as_stages(cuts: Ints, devices: Ints, devices_per_node: int) -> tuple[StageTemplate, ...]:
+    """One row of (cuts, devices) as values."""
+    used = np.concatenate(([0], np.cumsum(devices)[:-1]))
+    return tuple(
+        StageTemplate(
+            first_layer=int(cuts[stage]),
+            end_layer=int(cuts[stage + 1]),
+            node_offset=int(used[stage]) // devices_per_node,
+            devices=int(devices[stage]),
+        )
+        for stage in range(len(devices))
+    )

@@ -1,0 +1,151 @@
+"""Which pipelines to make of N' nodes (Oobleck §4.2.1), and each one's share of the batch (§4.2.2).
+
+For a target time each template can do a largest number of microbatches; an exact-fill knapsack (r templates
+that take exactly N' nodes, most microbatches) says whether the whole batch can be done in the target, and a
+search over the target finds the optimum. No enumeration of multisets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from planner.batch import check_batch, distribute, largest_share
+from planner.costs import StageCosts
+from planner.makespan import PipelineClock
+from planner.templates import Templates
+
+PRECISION = 1e-9
+"""Relative: two iteration times that differ by less count as equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instantiation:
+    """Pipelines by the nodes of their templates, largest first, with their shares of the batch."""
+
+    sizes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    pipeline_s: tuple[float, ...]
+    """Estimated time of one step of each pipeline, its gradient all-reduce included."""
+
+    @property
+    def nodes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def iteration_s(self) -> float:
+        return max(self.pipeline_s)
+
+
+class Instantiator:
+    """Answers for one set of templates, remembered: a failure costs a look-up."""
+
+    def __init__(self, costs: StageCosts, templates: Templates) -> None:
+        self._policy = costs.policy
+        self._templates = templates
+        self._costs = costs
+        self._clocks: dict[int, PipelineClock] = {
+            size: costs.clock(template.stages) for size, template in templates.by_nodes.items()
+        }
+        self._sync_s: dict[tuple[int, int], float] = {}
+        self._of: dict[tuple[int, ...], Instantiation] = {}
+        self._best: dict[int, Instantiation] = {}
+
+    def cost_s(self, size: int, pipelines: int, microbatches: int) -> float:
+        """One step of a pipeline of ``size`` nodes with so many microbatches, one of ``pipelines``."""
+        key = (size, pipelines)
+        sync_s = self._sync_s.get(key)
+        if sync_s is None:
+            stages = self._templates.by_nodes[size].stages
+            sync_s = self._sync_s[key] = self._costs.sync_s(stages, pipelines)
+        return self._clocks[size].makespan_s(microbatches) + sync_s
+
+    def required(self, nodes: int) -> int:
+        """Pipelines wanted of ``nodes`` nodes: f+1, or as many replicas and shares as there can be."""
+        return min(self._policy.tolerate + 1, nodes // self._templates.n0, self._policy.microbatches)
+
+    def of(self, sizes: Sequence[int]) -> Instantiation:
+        """These pipelines with the best shares.
+
+        :raises BatchError: more pipelines than microbatches.
+        """
+        ordered = tuple(sorted(sizes, reverse=True))
+        known = self._of.get(ordered)
+        if known is None:
+            costs = [partial(self.cost_s, size, len(ordered)) for size in ordered]
+            check_batch(self._policy.global_batch, self._policy.microbatch_rows, len(ordered))
+            shares = distribute(costs, self._policy.microbatches)
+            known = self._of[ordered] = Instantiation(
+                sizes=ordered,
+                microbatches=shares,
+                pipeline_s=tuple(cost(share) for cost, share in zip(costs, shares, strict=True)),
+            )
+        return known
+
+    def best(self, nodes: int) -> Instantiation:
+        """The quickest with ``required`` pipelines or more, on all of ``nodes`` ≥ n₀ nodes.
+
+        Where all cannot be used (too few layers or microbatches, or gaps between template sizes), on as
+        many as can. Among equally quick ones, the most pipelines: more copies of every layer.
+        """
+        known = self._best.get(nodes)
+        if known is None:
+            found: Instantiation | None = None
+            used = nodes
+            while found is None:
+                found = self._best_of_exactly(used, self.required(nodes))
+                used -= 1
+            known = self._best[nodes] = found
+        return known
+
+    def _best_of_exactly(self, nodes: int, fewest: int) -> Instantiation | None:
+        found: Instantiation | None = None
+        most = min(self._policy.microbatches, nodes // self._templates.n0)
+        for pipelines in range(most, fewest - 1, -1):
+            target_s = np.inf if found is None else found.iteration_s * (1 - PRECISION)
+            sizes = self._fill(nodes, pipelines, target_s)
+            if sizes is not None:
+                found = self._quicken(nodes, self.of(sizes))
+        return found
+
+    def _quicken(self, nodes: int, found: Instantiation) -> Instantiation:
+        """The quickest with the same number of pipelines: halve the target's interval until it is empty."""
+        short_s, pipelines = 0.0, len(found.sizes)
+        while found.iteration_s - short_s > PRECISION * found.iteration_s:
+            target_s = (short_s + found.iteration_s) / 2
+            sizes = self._fill(nodes, pipelines, target_s)
+            if sizes is None:
+                short_s = target_s
+            else:
+                found = self.of(sizes)
+        return found
+
+    def _fill(self, nodes: int, pipelines: int, target_s: float) -> tuple[int, ...] | None:
+        """``pipelines`` templates of exactly ``nodes`` nodes that do the whole batch in ``target_s``.
+
+        ``most[c][m]`` is the largest number of microbatches that c templates of m nodes in all can do in
+        the target, negative where there are no such templates. Shape (r + 1, N' + 1).
+        """
+        batch = self._policy.microbatches
+        shares = {size: batch for size in self._templates.sizes if size <= nodes}
+        if target_s < np.inf:
+            for size in shares:
+                shares[size] = largest_share(partial(self.cost_s, size, pipelines), target_s, batch)
+        useful = {size: share for size, share in shares.items() if share}
+        impossible = -(pipelines + 1) * batch
+        most = np.full((pipelines + 1, nodes + 1), impossible, dtype=np.int64)
+        most[0, 0] = 0
+        for count in range(1, pipelines + 1):
+            for size, share in useful.items():
+                grown = most[count - 1, : nodes + 1 - size] + share
+                np.maximum(most[count, size:], grown, out=most[count, size:])
+        if most[pipelines, nodes] < batch:
+            return None
+        sizes, left = [], nodes
+        for count in range(pipelines, 0, -1):
+            wanted = most[count, left]
+            size = next(s for s, n in useful.items() if s <= left and most[count - 1, left - s] + n == wanted)
+            sizes.append(size)
+            left -= size
+        return tuple(sizes)

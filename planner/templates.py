@@ -1,0 +1,137 @@
+"""Pipeline templates (Oobleck §4.1.1): which sizes there are, and the best mapping of each.
+
+n₀ is the fewest nodes whose memory holds one replica. The paper makes templates of n₀ … N − f·n₀ nodes: with
+those, any N' from (f+1)·n₀ to N is a sum of at least f+1 of them. A job that may go on below (f+1)·n₀ nodes
+also needs its sums from n₀ on, and Theorem A.1 grants them for p > n₀ − 1 consecutive sizes; so sizes go up
+to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
+"""
+
+from planner.costs import StageCosts
+from planner.errors import BatchError, InfeasibleError
+from planner.mapping import Mapper
+from planner.memory import in_flight
+from planner.values import Policy, Template
+
+GIB = 1 << 30
+
+
+class Templates:
+    """The templates of one job for clusters of up to ``nodes`` nodes; they never change while it trains."""
+
+    def __init__(self, costs: StageCosts, nodes: int) -> None:
+        """:raises InfeasibleError: no number of nodes can hold the model, or ``nodes`` cannot."""
+        policy = costs.policy
+        self.nodes = nodes
+        self.n0 = smallest_pipeline(costs)
+        """Fewest nodes that hold one replica."""
+        if nodes < self.n0:
+            raise InfeasibleError(
+                f"one replica of the model needs {self.n0} nodes of {policy.devices_per_node} devices, and "
+                f"there are {nodes}: {_tightest(costs, nodes)}; start {self.n0} nodes or more"
+            )
+        largest = max(nodes - policy.tolerate * self.n0, min(nodes, 2 * self.n0 - 1))
+        mapper = Mapper(costs, min(largest, costs.most_nodes))
+        self.by_nodes: dict[int, Template] = {}
+        for size in range(self.n0, min(largest, costs.most_nodes) + 1):
+            # What a pipeline of this size gets of the batch when all nodes work.
+            share = max(1, round(policy.microbatches * size / nodes))
+            template = mapper.template(size, share)
+            if template is not None:
+                self.by_nodes[size] = template
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes per template, ascending."""
+        return tuple(self.by_nodes)
+
+    @property
+    def covers_all(self) -> bool:
+        """Theorem A.1's conditions: p > n₀ − 1 sizes, consecutive. Then no number ≥ n₀ leaves a node idle."""
+        consecutive = self.sizes[-1] - self.sizes[0] + 1 == len(self.sizes)
+        return consecutive and len(self.sizes) > self.n0 - 1
+
+
+def smallest_pipeline(costs: StageCosts) -> int:
+    """n₀.
+
+    :raises InfeasibleError: not even the longest possible pipeline fits into memory.
+    """
+    if costs.most_nodes < 1:
+        raise InfeasibleError(
+            f"{costs.layers} layers cannot use the {costs.devices_per_node} devices of one node: a stage of "
+            f"microbatch {costs.policy.microbatch_rows} keeps at most {costs.max_devices} devices busy, and "
+            "every stage needs a layer; use fewer devices per node or a larger microbatch"
+        )
+    for nodes in range(1, costs.most_nodes + 1):
+        if Mapper(costs, nodes).fits(nodes):
+            return nodes
+    raise InfeasibleError(
+        f"the model does not fit into devices of {_size(costs.memory.limit_bytes or 0)} on any number of "
+        f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch"
+        + (" or smaller layers" if costs.policy.checkpoint_activations else " or checkpoint_activations")
+    )
+
+
+def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
+    """Whether the job can *start* with ``policy.tolerate`` failures to spare; later it may go on with less.
+
+    :raises InfeasibleError: fewer than (f+1)·n₀ nodes.
+    :raises BatchError: fewer microbatches than the f+1 pipelines; each must compute something.
+    """
+    replicas = policy.tolerate + 1
+    if nodes < replicas * n0:
+        most = nodes // n0 - 1
+        advice = f"set tolerance.failures to at most {most}, or start" if most >= 0 else "start"
+        raise InfeasibleError(
+            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {n0} nodes each, "
+            f"{replicas * n0} nodes, and there are {nodes} nodes; {advice} {replicas * n0} nodes"
+        )
+    if policy.microbatches < replicas:
+        needed = replicas * policy.microbatch_rows
+        raise BatchError(
+            f"tolerance.failures = {policy.tolerate} needs {replicas} pipelines, and global_batch "
+            f"{policy.global_batch} has only {policy.microbatches} microbatches of {policy.microbatch_rows}; "
+            f"the nearest global batch that can be distributed is {needed}",
+            (needed,),
+        )
+
+
+def _tightest(costs: StageCosts, nodes: int) -> str:
+    """Which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
+    fewest = nodes * -(-costs.devices_per_node // costs.max_devices)
+    most = min(costs.layers, nodes * costs.devices_per_node)
+    cuts = [_least_memory(costs, stages, nodes) for stages in range(fewest, most + 1)]
+    first, end, after, size = min(cuts, key=lambda cut: cut[3])
+    where = f"layer {first}" if end - first == 1 else f"layers {first} to {end - 1}"
+    return (
+        f"the stage of {where} needs {_size(size)} per device (parameters, gradients, optimizer, activations "
+        f"of {in_flight(after, costs.policy.microbatches)} microbatches in flight) and a device has "
+        f"{_size(costs.memory.limit_bytes or 0)}"
+    )
+
+
+def _least_memory(costs: StageCosts, stages: int, nodes: int) -> tuple[int, int, int, int]:
+    """The fullest stage (first, end, stages behind it, bytes) of the emptiest cut into ``stages``.
+
+    Stages are spread evenly over the nodes, so that each can have at least so many devices:
+    """
+    devices = min(costs.max_devices, costs.devices_per_node // -(-stages // nodes))
+    best: dict[int, tuple[int, tuple[int, int, int]]] = {costs.layers: (0, (0, 0, 0))}
+    for after in range(stages):
+        longer: dict[int, tuple[int, tuple[int, int, int]]] = {}
+        for end, (fullest, place) in best.items():
+            for first in range(end):
+                size = costs.memory.stage_bytes(first, end, devices, after)
+                choice = (fullest, place) if fullest >= size else (size, (first, end, after))
+                if first not in longer or choice[0] < longer[first][0]:
+                    longer[first] = choice
+        best = longer
+    size, (first, end, after) = best[0]
+    return first, end, after, size
+
+
+def _size(size_bytes: int) -> str:
+    """For people: MiB below one GiB."""
+    if size_bytes < GIB:
+        return f"{size_bytes / (1 << 20):.1f} MiB ({size_bytes} bytes)"
+    return f"{size_bytes / GIB:.2f} GiB ({size_bytes} bytes)"
