@@ -65,6 +65,10 @@ class Fault:
 
     fault: str
     """``kill``, ``stop``, ``hang``, …"""
+    target: str | None
+    """``node`` (the daemon and its trainers) or ``trainer``."""
+    device: int | None
+    """Of a trainer; ``None``: all of the node."""
     node: str | None
     at_s: float
     detected_how: str | None

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ftd.view.text import EVENT_MARKS, JsonMap, clock, number, words
+from ftd.view.text import EVENT_MARKS, JsonMap, clock, duration, number, size, words
 
 
 def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
@@ -36,11 +36,15 @@ def plain_event(event: JsonMap) -> str:
 
 
 def _said(name: str, event: JsonMap) -> str:
-    """The event's reason, in one line; for a committed step its numbers, which are its news."""
+    """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
     details: dict[str, Any] = event.get("details") or {}
     if name == "StepCommitted":
         rate = details.get("samples_per_s")
         speed = f", {number(rate, 0)} samples/s" if rate else ""
         skipped = ", skipped" if details.get("skipped") else ""
         return f"step {event.get('step')}  loss {number(details.get('loss'))}{speed}{skipped}"
-    return " ".join(str(event.get("reason") or "").split())
+    said = " ".join(str(event.get("reason") or "").split())
+    recovery: JsonMap | None = details.get("recovery")
+    if name == "RecoveryCompleted" and recovery:
+        said += f" ({duration(recovery['total_ms'] / 1000)}, {size(recovery['bytes_moved'])} moved)"
+    return said

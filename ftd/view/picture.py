@@ -62,6 +62,7 @@ class Picture:
             self._colours.of(name)
 
     def see_event(self, event: JsonMap) -> None:
+        """One event; steps go into the chart, everything else into the list."""
         name = event.get("event")
         details: JsonMap = event.get("details") or {}
         if name == "StepCommitted":
@@ -84,6 +85,7 @@ class Picture:
         self._losses.add(step, loss)
 
     def progress_line(self) -> str:
+        """Where the run stands, for a log."""
         total = self.total_steps
         phase = self._state.get("phase", "WAITING")
         nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
@@ -100,6 +102,7 @@ class Picture:
         return "  ".join(parts) + (f", waiting for {waiting}" if waiting else "")
 
     def draw(self, width: int, height: int) -> RenderableType:
+        """One frame for a terminal of this size; a narrow one gets the boxes one below the other."""
         wide = width >= 96
         nodes = node_table(self._state, self._colours, most=MOST_NODES)
         pipelines = self._state.get("pipelines") or ()

@@ -25,6 +25,15 @@ from ftd.view.document import (
 from ftd.view.text import FAILURE_CAUSES, JsonMap
 
 _OUTCOMES: dict[str, Outcome] = {"JobFinished": "finished", "JobFailed": "failed", "JobStopped": "stopped"}
+_CHANGE_HOW = {
+    "start": "submitted",
+    "node_joined": "prepared",
+    "node_returned": "prepared",
+    "node_drained": "request",
+    "resumed": "prepared",
+}
+"""What sets a change in motion that is no failure."""
+_SAME_MOMENT_S = 0.05
 _DETECTIONS = frozenset({"NodeLost", "TrainerLost", "NodeDraining"})
 
 
@@ -62,6 +71,7 @@ class ReportBuilder:
         match event["event"]:
             case "JobSubmitted":
                 self._job |= {k: v for k, v in details.items() if k in ("name", "steps")}
+                self._job |= {"id": details["job"]} if "job" in details else {}
             case "StepCommitted":
                 self._steps.setdefault(int(event["step"]), event)
             case "RecoveryCompleted":
@@ -153,7 +163,7 @@ class ReportBuilder:
             cause=told["cause"],
             node=next(iter(told["nodes"]), None),
             nodes=tuple(told["nodes"]),
-            detected_how=told.get("detected_how"),
+            detected_how=self._noticed_by(told),
             measured_from=measured_from,
             at_s=self._since(detected_at),
             detected_ms=_rounded(detected_ms),
@@ -177,6 +187,16 @@ class ReportBuilder:
             pipelines_after=_pipelines(told["pipelines_after"]),
         )
 
+    def _noticed_by(self, told: JsonMap) -> str | None:
+        """Of a lost trainer, how its node noticed; otherwise what the coordinator says."""
+        begun_at, nodes = float(told["detected_at"]), told["nodes"]
+        if told["cause"] == "trainer_lost" and nodes:
+            first = self._detection(nodes[0], begun_at - _SAME_MOMENT_S, begun_at + _SAME_MOMENT_S)
+            if first is not None:
+                return _how(first)
+        how: str | None = told.get("detected_how")
+        return how or _CHANGE_HOW.get(told["cause"])
+
     def _gap_ms(self, step: int) -> float | None:
         before, after = self._steps.get(step), self._steps.get(step + 1)
         if before is None or after is None:
@@ -195,6 +215,8 @@ class ReportBuilder:
             total_ms = (float(told["detected_at"]) - at) * 1000 + float(told["total_ms"])
         return Fault(
             fault=str(details.get("fault", "?")),
+            target=details.get("target"),
+            device=details.get("device"),
             node=node,
             at_s=self._since(at),
             detected_how=_how(detected) if detected else None,

@@ -1,9 +1,9 @@
 """``ftd story NODE``: what happened to a node, and why.
 
 Every event carries the id of what caused it (``cause``). A recovery spans several causes, since each
-answer of a node is a new fact, but all its events carry its generation. So the events are put into
-chapters: same cause, same chapter; same generation as a ``GenerationStarted``, that one's chapter. A
-chapter belongs to a node's story when any of its events names the node.
+answer of a node is a new fact, but its events carry its generation. So the events are put into chapters:
+same cause, same chapter; a step of a recovery goes to the chapter in which its generation began. A chapter
+belongs to a node's story when any of its events names the node.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,10 @@ from rich.text import Text
 
 from ftd.view.lines import event_line
 from ftd.view.text import QUIET_EVENTS, JsonMap, clock, duration, plural
+
+_OF_A_RECOVERY = frozenset(
+    {"Quiesced", "PlanChosen", "ClusterPaused", "TrainingResumed", "RecoveryCompleted"}
+)
 
 
 def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
@@ -41,7 +45,7 @@ def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
     by_cause: dict[str, list[JsonMap]] = {}
     for event in ordered:
         cause = str(event["cause"])
-        if event["event"] not in ("NodeJoined", "JobSubmitted"):
+        if event["event"] in _OF_A_RECOVERY:
             cause = beginnings.get(event.get("generation"), cause)
         by_cause.setdefault(cause, []).append(event)
     return [chapter for chapter in by_cause.values() if any(names(e, node) for e in chapter)]

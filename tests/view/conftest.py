@@ -103,13 +103,14 @@ def _kill_of_node_2() -> list[Json]:
         pipelines_before=FOUR,
         pipelines_after=THREE,
     )
-    details = {"fault": "kill", "at": 1005.0}
+    details = {"fault": "kill", "at": 1005.0, "target": "node", "device": None}
     return [
         make_event("ChaosInjected", 1005.001, node="node-2", reason="SIGKILL", details=details),
         make_event(
             "NodeLost",
             1005.003,
             node="node-2",
+            generation=1,
             cause="will-2",
             reason="its connection to the broker broke",
             details={"how": "last_will", "detected_at": 1005.003},
@@ -155,7 +156,7 @@ def _join_of_node_4() -> list[Json]:
         3,
         80,
         nodes=["node-4"],
-        detected_how="prepared",
+        detected_how=None,
         detected_at=1010.0,
         quiesce_ms=60.0,
         plan_ms=3.0,

@@ -136,3 +136,13 @@ def test_the_story_leaves_out_what_is_not_about_the_node(run_events: list[Json])
     told = chapters(run_events + run_events, "node-4")
     assert [[e["event"] for e in c] for c in told] == [["NodeJoined"], ["RecoveryCompleted"]]
     assert "Nothing is known of a node named node-9" in printed(render_story(run_events, "node-9"))
+
+
+def test_what_follows_later_in_a_generation_is_a_chapter_of_its_own(
+    run_events: list[Json], event: Make
+) -> None:
+    """Every event of the coordinator carries the present generation, also the failure that ends it."""
+    later = event("NodeLost", 1012.0, node="node-2", generation=2, cause="will-3", reason="again")
+    told = chapters([*run_events, later], "node-2")
+    assert [e["event"] for e in told[-1]] == ["NodeLost"]
+    assert len(told[-2]) == 6

@@ -76,7 +76,9 @@ def test_the_fault_may_be_told_after_its_recovery(run_events: list[Json]) -> Non
     assert late[-1]["event"] == "ChaosInjected"
     report = built(late)
     assert report.recoveries[0].detected_ms == pytest.approx(3.0)
-    assert report.faults[0].generations == (2,)
+    (fault,) = report.faults
+    assert fault.generations == (2,)
+    assert (fault.fault, fault.target, fault.device) == ("kill", "node", None)
 
 
 def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
@@ -103,8 +105,9 @@ def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
 
 
 def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
-    lost = recovery("trainer_lost", 2, 7, nodes=["a"], detected_at=10.02, total_ms=180.0)
-    back = recovery("node_returned", 3, 12, nodes=["a"], detected_at=10.9, total_ms=90.0)
+    told = {"nodes": ["a"], "detected_how": None}
+    lost = recovery("trainer_lost", 2, 7, detected_at=10.02, total_ms=180.0, **told)
+    back = recovery("node_returned", 3, 12, detected_at=10.9, total_ms=90.0, **told)
     report = built(
         [
             event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
@@ -118,6 +121,7 @@ def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
     assert (second.measured_from, second.total_ms) == ("detection", 90.0)
     (fault,) = report.faults
     assert (fault.generations, fault.detected_how) == ((2, 3), "exited")
+    assert (first.detected_how, second.detected_how) == ("exited", "prepared")
 
 
 def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) -> None:
