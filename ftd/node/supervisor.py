@@ -83,6 +83,7 @@ class Supervisor:
         self._by_pid: dict[int, Trainer] = {}
         self._births: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._insisting: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         self._closing = False
@@ -96,7 +97,9 @@ class Supervisor:
         await self._zygote.start()
 
     async def close(self) -> None:
-        """End every trainer and the zygote, at once."""
+        """End every trainer and the zygote: at once, but for those that are in their period of grace."""
+        if self._insisting:
+            await asyncio.wait(tuple(self._insisting))
         self._closing = True
         for trainer in [*self._by_pid.values(), *self._current.values()]:
             self._end(trainer, grace_s=0.0)
@@ -345,12 +348,14 @@ class Supervisor:
             return
         kill_group(trainer.pid, signal.SIGTERM)
         kill_group(trainer.pid, signal.SIGCONT)  # A stopped process would never see the SIGTERM.
-        self._run(self._insist(trainer, trainer.pid, grace_s))
+        task = asyncio.get_running_loop().create_task(self._insist(trainer, trainer.pid, grace_s))
+        self._insisting.add(task)
+        task.add_done_callback(self._insisting.discard)
 
     async def _insist(self, trainer: Trainer, pid: int, grace_s: float) -> None:
         try:
             await asyncio.wait_for(trainer.exited.wait(), grace_s)
-        except (TimeoutError, asyncio.CancelledError):
+        except TimeoutError:
             kill_group(pid, signal.SIGKILL)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
