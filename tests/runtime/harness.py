@@ -100,9 +100,7 @@ class TrainerHandle:
                     )
                 self._condition.wait(left_s)
             position = self._frames.index(found)
-            self._frames = [
-                f for i, f in enumerate(self._frames) if i > position or not isinstance(f, kind)
-            ]
+            self._frames = [f for i, f in enumerate(self._frames) if i > position or not isinstance(f, kind)]
         return found
 
     def losses(self) -> dict[int, float]:

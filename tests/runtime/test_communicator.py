@@ -1,0 +1,256 @@
+"""Communicators over real gloo: what they carry, and that ``abort`` frees the main thread whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.communicator import (
+    Aborted,
+    CommunicationError,
+    Communicator,
+    GlooCommunicator,
+    Members,
+    PeerLost,
+    SoloCommunicator,
+    make_communicator,
+)
+from runtime.store import Rendezvous
+from tests.runtime.harness import ROOT, TOKEN, ServerThread
+
+FAR_S = 300.0
+"""A group timeout that no test waits for: who is free before was freed by the abort."""
+
+
+@pytest.fixture
+def server() -> Iterator[ServerThread]:
+    with ServerThread() as server:
+        yield server
+
+
+def make(
+    server: ServerThread, rank: int, size: int, generation: int = 1, timeout_s: float = 20.0
+) -> GlooCommunicator:
+    rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=generation)
+    return GlooCommunicator(rendezvous, rank, size, "127.0.0.1", timeout_s=timeout_s)
+
+
+def on_all(communicators: list[GlooCommunicator], work: Callable[[GlooCommunicator], Any]) -> list[Any]:
+    """``work`` on each rank, every rank on a thread of its own."""
+    with ThreadPoolExecutor(len(communicators)) as pool:
+        return [f.result(60) for f in [pool.submit(work, c) for c in communicators]]
+
+
+def world(
+    server: ServerThread, size: int, groups: tuple[Members, ...] = (), **options: Any
+) -> list[GlooCommunicator]:
+    communicators = [make(server, rank, size, **options) for rank in range(size)]
+    on_all(communicators, lambda c: c.form(groups))
+    return communicators
+
+
+def start(work: Callable[[], object]) -> "Future[object]":
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def communication_threads() -> int:
+    return sum(t.name.startswith("communication") for t in threading.enumerate())
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def test_all_reduces_of_different_groups_do_not_wait_for_each_other(server: ServerThread) -> None:
+    groups: tuple[Members, ...] = ((0, 1), (0, 1, 2), (0, 2), (1, 2), (2,))
+    order = {0: [0, 2, 1], 1: [3, 0, 1], 2: [2, 1, 3]}
+
+    def reduce(communicator: GlooCommunicator) -> dict[Members, float]:
+        tensors = {groups[i]: torch.full((1000,), 10.0**communicator.rank) for i in order[communicator.rank]}
+        pendings = [communicator.all_reduce(tensor, members) for members, tensor in tensors.items()]
+        for pending in pendings:
+            communicator.wait(pending)
+        alone = torch.ones(1)
+        communicator.wait(communicator.all_reduce(alone, (communicator.rank,)))
+        assert alone == 1
+        return {members: float(tensor.mean()) for members, tensor in tensors.items()}
+
+    communicators = world(server, 3, groups)
+    for sums in on_all(communicators, reduce):
+        for members, mean in sums.items():
+            assert mean == sum(10.0**rank for rank in members)
+    for communicator in communicators:
+        communicator.close()
+
+
+def test_channels_are_first_in_first_out_and_sends_do_not_wait(server: ServerThread) -> None:
+    def talk(communicator: GlooCommunicator) -> list[float]:
+        peer = 1 - communicator.rank
+        sent = [communicator.send(torch.full((50,), float(i)), peer, "gradient") for i in range(100)]
+        other = communicator.send(torch.full((3,), -1.0), peer, "activation")
+        into = torch.zeros(3)
+        communicator.wait(communicator.receive(into, peer, "activation"))
+        buffers = [torch.zeros(50) for _ in range(100)]
+        received = [communicator.receive(buffer, peer, "gradient") for buffer in buffers]
+        communicator.wait_any(received)
+        for pending in (*sent, other, *received):
+            communicator.wait(pending)
+        return [float(into[0]), *(float(buffer.mean()) for buffer in buffers)]
+
+    communicators = world(server, 2)
+    for values in on_all(communicators, talk):
+        assert values == [-1.0, *map(float, range(100))]
+    for communicator in communicators:
+        communicator.close()
+
+
+def test_abort_frees_every_kind_of_wait(server: ServerThread) -> None:
+    for generation, block in enumerate(
+        [
+            lambda c: c.wait(c.all_reduce(torch.ones(10), (0, 1))),
+            lambda c: c.wait(c.receive(torch.ones(10), 1, "activation")),
+            lambda c: c.wait(c.send(torch.ones(10), 1, "state")),
+            lambda c: c.wait_any([c.receive(torch.ones(10), 1, "state")]),
+            lambda c: c.settle(c.all_reduce(torch.ones(10), (0, 1))),
+        ],
+        start=1,
+    ):
+        one, two = world(server, 2, generation=generation, timeout_s=2.0)
+        blocked = start(lambda block=block, one=one: block(one))  # type: ignore[misc]
+        time.sleep(0.05)
+        one.abort()
+        one.abort()
+        with pytest.raises(Aborted):
+            blocked.result(30)
+        with pytest.raises(Aborted):
+            one.check()
+        with pytest.raises(Aborted):
+            one.send(torch.ones(1), 1, "state")
+        one.close()
+        two.close()
+    eventually(lambda: communication_threads() == 0)
+
+
+def test_abort_while_a_group_is_forming(server: ServerThread) -> None:
+    one = make(server, 0, 2, timeout_s=FAR_S)
+    blocked = start(lambda: one.form([]))
+    time.sleep(0.05)
+    one.abort()
+    with pytest.raises(Aborted):
+        blocked.result(30)
+    one.close()
+    eventually(lambda: communication_threads() == 0)
+    early = make(server, 0, 2, generation=2, timeout_s=FAR_S)
+    early.abort()
+    with pytest.raises(Aborted):
+        early.form([])
+    early.close()
+
+
+def test_a_refused_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
+    rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token="guess", generation=1)
+    one = GlooCommunicator(rendezvous, 0, 2, "127.0.0.1")
+    with pytest.raises(PeerLost, match="wrong token"):
+        one.form([])
+    one.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number: int) -> None:
+    """Rank 2 is a process. Ranks 0 and 1 reduce with it; whoever hears nothing is freed by the abort."""
+    peer = subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.peer", str(server.port), "1", "2", "3"],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        survivors = [make(server, rank, 3, timeout_s=FAR_S) for rank in range(2)]
+        on_all(survivors, lambda c: c.form([]))
+        assert peer.stdout is not None and peer.stdout.readline() == b"formed\n"
+        waiting = [
+            start(lambda c=c: c.wait(c.all_reduce(torch.ones(1_000_000), c.world)))  # type: ignore[misc]
+            for c in survivors
+        ]
+        time.sleep(0.05)
+        peer.send_signal(number)
+        time.sleep(0.05)
+        for communicator in survivors:
+            communicator.abort()
+        for blocked in waiting:
+            with pytest.raises(CommunicationError):
+                blocked.result(30)
+        for communicator in survivors:
+            communicator.close()
+        again = world(server, 2, generation=2)
+        tensors = [torch.ones(5), torch.ones(5)]
+        on_all(again, lambda c: c.wait(c.all_reduce(tensors[c.rank], c.world)))
+        assert tensors[0].tolist() == tensors[1].tolist() == [2.0] * 5
+        for communicator in again:
+            communicator.close()
+    finally:
+        peer.kill()
+        peer.wait()
+        assert peer.stdout is not None
+        peer.stdout.close()
+
+
+def test_fifty_formations_leave_nothing_behind(server: ServerThread) -> None:
+    def round_of(generation: int) -> None:
+        one, two = world(server, 2, generation=generation, timeout_s=1.0)
+        if generation % 2:
+            stuck = one.receive(torch.ones(10), 1, "activation")
+            one.abort()
+            with pytest.raises(Aborted):
+                one.wait(stuck)
+        else:
+            on_all([one, two], lambda c: c.wait(c.all_reduce(torch.ones(1), c.world)))
+        one.close()
+        two.close()
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for generation in range(1, 5):
+        round_of(generation)
+    eventually(lambda: communication_threads() == 0)
+    before = descriptors()
+    for generation in range(5, 55):
+        round_of(generation)
+    eventually(lambda: communication_threads() == 0)
+    eventually(lambda: descriptors() <= before + 2)
+    eventually(lambda: server.server.generations == ())
+
+
+def test_a_world_of_one_needs_no_rendezvous() -> None:
+    nowhere = Rendezvous(host="127.0.0.1", port=1, token="", generation=1)
+    alone: Communicator = make_communicator("gloo", nowhere, 0, ["127.0.0.1"], torch.device("cpu"))
+    assert isinstance(alone, SoloCommunicator)
+    alone.form([(0,)])
+    tensor = torch.ones(2)
+    alone.wait(alone.all_reduce(tensor, alone.world))
+    assert tensor.tolist() == [1.0, 1.0]
+    alone.abort()
+    with pytest.raises(Aborted):
+        alone.check()
+    alone.close()
