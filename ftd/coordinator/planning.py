@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from ftd.driver import Driver
-from planner.errors import BatchError, PlanningError, TooFewNodesError
+from planner.errors import BatchError, InfeasibleError, PlanningError, TooFewNodesError
+from planner.values import Plan, Situation
 from statemachine.effects import BuildTemplates, ComputePlan
 from statemachine.events import Event, PlanImpossible, PlanReady, TemplatesFailed, TemplatesReady
 
@@ -65,7 +66,10 @@ class PlanningService:
         job_id = profiled.job.job_id
         try:
             planner = Planner(profiled.profile, profiled.job.policy)
-            planner.precompute(effect.max_nodes)
+            # Whether there are microbatches for f+1 pipelines; that enough nodes are there is asked later,
+            # since more may come: too few of them is a pause, not a failure.
+            planner.check_tolerance((planner.policy.tolerate + 1) * planner.n0)
+            planner.precompute(max(effect.max_nodes, planner.n0))
         except PlanningError as error:
             return self._templates_failed(effect, job_id, explain(error))
         except Exception as error:
@@ -83,7 +87,7 @@ class PlanningService:
         reason = "no templates were built for this job; this is a bug"
         try:
             if self._planner is not None:
-                plan = self._planner.plan(effect.situation)
+                plan = first_or_next_plan(self._planner, effect.situation)
                 now = self._driver.now()
                 return PlanReady(at=now, cause=effect.cause, generation=effect.generation, plan=plan)
         except PlanningError as error:
@@ -101,6 +105,22 @@ class PlanningService:
             needed=needed,
             reason=reason,
         )
+
+
+def first_or_next_plan(planner: "Planner", situation: Situation) -> Plan:
+    """A plan; a job must start with its ``tolerance.failures`` to spare, later it may go on with less.
+
+    :raises TooFewNodesError: too few nodes to start or to go on.
+    :raises StateLostError: no usable device holds some layer.
+    """
+    if situation.previous is None:
+        present = len(situation.nodes)
+        try:
+            planner.check_tolerance(present)
+        except InfeasibleError as error:
+            needed = (planner.policy.tolerate + 1) * planner.n0
+            raise TooFewNodesError(str(error), needed=needed, present=present) from None
+    return planner.plan(situation)
 
 
 def explain(error: PlanningError) -> str:

@@ -1,0 +1,218 @@
+"""Commands for a running cluster: submit, status, events, story, drain, stop."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ftd.cli.options import (
+    BrokerOption,
+    ClusterOption,
+    ConfigOption,
+    JsonOption,
+    address_of,
+    print_json,
+    print_rich,
+    run_async,
+)
+from ftd.config.locate import ClusterAddress
+from ftd.errors import FtdError, Unreachable
+
+
+def register(app: typer.Typer) -> None:
+    app.command("submit")(submit)
+    app.command("status")(status)
+    app.command("events")(events)
+    app.command("story")(story)
+    app.command("drain")(drain)
+    app.command("stop")(stop)
+
+
+def submit(
+    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job; training starts as soon as enough nodes are there. Prints the job's id.
+
+    The training script must be under the same path on every node.
+
+    Example: ftd submit examples/gpt.toml --broker mqtt://10.0.0.1:1883
+    """
+    from ftd.config.job import load_job_data
+    from ftd.wire.public import SubmitRequest
+
+    data = load_job_data(job, steps=steps)
+    job_id = _ask(address_of(broker, cluster, config), SubmitRequest, job=data)
+    if as_json:
+        print_json({"job": job_id})
+    else:
+        typer.echo(job_id)
+
+
+def status(
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the cluster: phase, job, nodes, pipelines. Exit code 3 when its coordinator is away.
+
+    Example: ftd status --json | jq .phase
+    """
+    from ftd.client import ClusterClient
+
+    address = address_of(broker, cluster, config)
+
+    async def ask() -> dict[str, Any]:
+        async with ClusterClient(address) as client:
+            return await client.state()
+
+    state = run_async(ask())
+    if as_json:
+        print_json(state)
+    else:
+        from ftd.view.status import render_status
+
+        print_rich(render_status(state))
+    if state.get("phase") == "UNREACHABLE":
+        raise Unreachable(f"{state.get('reason', 'the coordinator is away')}; training goes on without it")
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens now.")] = False,
+    last: Annotated[int, typer.Option(min=0, max=1000, help="Begin this many events back.")] = 50,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what happened: joins, failures, plans, recoveries. With --json one object a line.
+
+    Example: ftd events --follow
+    """
+    address = address_of(broker, cluster, config)
+    run_async(_events(address, follow=follow, last=last, as_json=as_json))
+
+
+def story(
+    node: Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what happened to a node and why, cause by cause. Exit code 1 for an unknown node.
+
+    Example: ftd story node-2
+    """
+    from ftd.client import ClusterClient
+    from ftd.view.story import chapters, render_story
+
+    address = address_of(broker, cluster, config)
+
+    async def ask() -> list[dict[str, Any]]:
+        async with ClusterClient(address) as client:
+            return await client.history()
+
+    past = run_async(ask())
+    told = chapters(past, node)
+    if not told:
+        known = sorted({str(event["node"]) for event in past if event.get("node")})
+        raise FtdError(f"nothing is known of a node named {node!r} (known: {', '.join(known) or 'none'})")
+    if as_json:
+        print_json({"node": node, "chapters": told})
+    else:
+        print_rich(render_story(past, node))
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a node out of training at the next step boundary; nothing is recomputed.
+
+    Example: ftd drain node-2
+    """
+    from ftd.wire.public import DrainRequest
+
+    detail = _ask(address_of(broker, cluster, config), DrainRequest, node=node)
+    if as_json:
+        print_json({"node": node, "detail": detail})
+    else:
+        typer.echo(detail)
+
+
+def stop(
+    job: Annotated[str, typer.Argument(help="Id or name of the job.", metavar="JOB")],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a job: its trainers end, the nodes stay.
+
+    Example: ftd stop gpt
+    """
+    from ftd.wire.public import StopRequest
+
+    detail = _ask(address_of(broker, cluster, config), StopRequest, job=job)
+    if as_json:
+        print_json({"job": job, "detail": detail})
+    else:
+        typer.echo(detail)
+
+
+def _ask(address: ClusterAddress, kind: Any, **fields: Any) -> str:
+    """Send one request and return the answer's detail.
+
+    :raises RequestRefused: the cluster says no. :raises Unreachable: it says nothing.
+    """
+    from ftd.client import ClusterClient
+
+    async def ask() -> str:
+        async with ClusterClient(address) as client:
+            return (await client.request(kind(**client.envelope(), **fields))).detail
+
+    return run_async(ask())
+
+
+async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: bool) -> None:
+    """The journal's end, then the live stream; an event that is in both is printed once."""
+    from ftd.client import ClusterClient
+
+    async with ClusterClient(address, listen=follow) as client:
+        past: list[dict[str, Any]] = []
+        try:
+            past = await client.history(newest=last) if last else []
+        except Unreachable:
+            if not follow:
+                raise
+            typer.echo("ftd: no coordinator answers; showing what comes", err=True)
+        for event in past:
+            _print_event(event, as_json)
+        if not follow:
+            return
+        printed = {_identity(event) for event in past}
+        async for event in client.events():
+            if _identity(event) not in printed:
+                _print_event(event, as_json)
+
+
+def _identity(event: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(event.get(name) for name in ("monotonic", "event", "node", "step", "cause"))
+
+
+def _print_event(event: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(event)
+        return
+    from ftd.view.lines import plain_event
+
+    typer.echo(plain_event(event))

@@ -1,0 +1,42 @@
+"""``ftd coordinator``: the daemon."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("coordinator")(coordinator)
+
+
+def coordinator(
+    config: Annotated[
+        Path | None, typer.Option(help="ftd.toml; without it, the defaults and a broker on this machine.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every committed step, too.")] = False,
+) -> None:
+    """Coordinate a cluster: one of these per cluster, anywhere that reaches the broker.
+
+    It may be stopped, killed and started again at any time: training goes on without it, and its journal
+    (coordinator.state_dir) tells it what it knew.
+
+    Example: ftd coordinator --config /etc/ftd/ftd.toml
+    """
+    import sys
+
+    import uvloop
+
+    from ftd.config.daemon import daemon_config, load_daemon_config
+    from ftd.coordinator.daemon import Coordinator
+    from ftd.logs import configure_logs
+
+    loaded = load_daemon_config(config) if config else daemon_config({}, directory=Path.cwd())
+    configure_logs(verbose=verbose, daemon="coordinator")
+    # The planning thread must give way to the event loop sooner than Python's 5 ms.
+    sys.setswitchinterval(0.001)
+
+    async def run() -> None:
+        await Coordinator(loaded).run()
+
+    uvloop.run(run())

@@ -1,0 +1,35 @@
+"""``ftd``: the entry point.
+
+Exit codes: 0 done; 1 failed or refused; 2 configuration or usage; 3 no broker or no cluster answers.
+"""
+
+import sys
+
+import typer
+
+from ftd.cli import client, coordinator, plan
+from ftd.errors import FtdError
+
+app = typer.Typer(
+    name="ftd",
+    help="Keeps distributed PyTorch training running through failures.\n\n"
+    "Start a whole cluster on this machine: ftd local examples/gpt.toml --nodes 4",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for module in (coordinator, client, plan):
+    module.register(app)
+
+
+def main() -> None:
+    """Run a command; our own errors become one line on stderr and an exit code."""
+    try:
+        app()
+    except FtdError as error:
+        print(f"ftd: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Talks to a running cluster: requests, the public state, the event stream. For commands and scripts.
+
+::
+
+    async with ClusterClient(address) as cluster:
+        answer = await cluster.request(StopRequest(**cluster.envelope(), job="gpt"))
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+from ftd.config.locate import ClusterAddress
+from ftd.errors import RequestRefused, Unreachable, WireError
+from ftd.mqtt.session import MqttSession
+from ftd.wire.public import Answer, ChaosRequest, HistoryRequest, Request, decode_json, encode_json
+from ftd.wire.topics import Topics
+
+CONNECT_S = 3.0
+ANSWER_S = 5.0
+
+
+class ClusterClient:
+    """A connection to one cluster's broker; see the module."""
+
+    def __init__(self, address: ClusterAddress, *, listen: bool = False) -> None:
+        """``listen`` subscribes to the event stream (``events``)."""
+        self.topics = Topics(cluster=address.cluster)
+        self.client_id = f"client-{secrets.token_hex(6)}"
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        own = [self.topics.reply(self.client_id), self.topics.cluster_state]
+        self._session = MqttSession(
+            address.broker,
+            client_id=self.client_id,
+            subscriptions=[*own, self.topics.events] if listen else own,
+            on_message=self._on_message,
+        )
+        self._address = address
+
+    async def __aenter__(self) -> Self:
+        """:raises Unreachable: the broker does not answer."""
+        self._task = asyncio.create_task(self._session.run())
+        try:
+            await self._session.wait_connected(CONNECT_S)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def envelope(self) -> dict[str, str]:
+        """The fields that every request begins with."""
+        return {"request": secrets.token_hex(8), "reply": self.client_id}
+
+    async def request(
+        self, request: Request | ChaosRequest, *, topic: str | None = None, timeout_s: float = ANSWER_S
+    ) -> Answer:
+        """Send a request (to the coordinator, or to ``topic``) and wait for its answer.
+
+        It is sent again every second: it is served once, whatever is lost or doubled.
+
+        :raises RequestRefused: the answer is no.
+        :raises Unreachable: nobody answers.
+        """
+        payload = encode_json(request)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[request.request] = answer
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while not answer.done():
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    raise Unreachable(self._nobody(topic))
+                self._session.publish(topic or self.topics.request, payload)
+                await asyncio.wait([answer], timeout=min(1.0, left_s))
+        finally:
+            del self._answers[request.request]
+        found = answer.result()
+        if not found.accepted:
+            raise RequestRefused(found.detail)
+        return found
+
+    async def state(self, timeout_s: float = 1.0) -> dict[str, Any]:
+        """The retained public state. :raises Unreachable: there is none."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)
+        except TimeoutError:
+            raise Unreachable(self._nobody(None)) from None
+
+    async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
+        """Events (or steps) of the journal, oldest first: all of them, or the ``newest`` so many.
+
+        :raises Unreachable: no coordinator answers.
+        """
+        found: list[dict[str, Any]] = []
+        after = 0
+        while True:
+            envelope = self.envelope()
+            request = HistoryRequest(
+                request=envelope["request"],
+                reply=envelope["reply"],
+                what="steps" if what == "steps" else "events",
+                after=after,
+                limit=newest or 1000,
+                newest=newest is not None,
+            )
+            data = (await self.request(request)).data or {}
+            rows = data.get(what, [])
+            found += rows
+            if not rows or newest is not None:
+                return found
+            after = int(data["last"])
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Events as they are published, from the connection on; needs ``listen``."""
+        while True:
+            yield await self._events.get()
+
+    def _nobody(self, topic: str | None) -> str:
+        who = f"nobody listens on {topic}" if topic else "no coordinator answers"
+        return (
+            f"{who} at {self._address.broker.url} for cluster {self._address.cluster!r} "
+            "(is it running, and is the cluster's name right?)"
+        )
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        try:
+            if topic == self.topics.cluster_state:
+                state = decode_json(payload, dict[str, Any])
+                if self._state.done():
+                    self._state = asyncio.get_running_loop().create_future()
+                self._state.set_result(state)
+            elif topic == self.topics.events:
+                self._events.put_nowait(decode_json(payload, dict[str, Any]))
+            else:
+                answer = decode_json(payload, Answer)
+                waiting = self._answers.get(answer.request)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except WireError:
+            return  # Anybody may publish garbage; it is no answer of ours.
