@@ -30,15 +30,14 @@ def render_plan(
     title = Text.assemble(("Templates", "bold"), (f"  {shape}, {room}", "dim"))
     pipelines = [pipeline_json(p) for p in plan.pipelines]
     colours = NodeColours()
-    chosen = Text.assemble(
-        ("Chosen", "bold"),
-        (f"  for {plural(len(plan.nodes) + len(plan.idle_nodes), 'node')}: {plan.reason}", "dim"),
-    )
+    count = plural(len(plan.nodes) + len(plan.idle_nodes), "node")
+    chosen = Text.assemble(("Chosen", "bold"), (f"  for {count}", "dim"))
     parts: list[RenderableType] = [
         title,
         _template_table(templates, memory),
         "",
         chosen,
+        Text(plan.reason),
         _pipeline_table(plan, pipelines, memory, colours),
     ]
     if plan.idle_nodes:
@@ -120,15 +119,8 @@ def _closing(plan: Plan, policy: Policy) -> Text:
         ("expected step ", "dim"),
         (duration(plan.estimated_iteration_s), "bold"),
         (f", {number(rate, 0)} samples/s; global batch {policy.global_batch} as ", "dim"),
-        (f"{policy.microbatches} microbatches of {policy.microbatch_rows}; ", "dim"),
-        (_safety(len(plan.pipelines) - 1), "dim"),
+        (f"{policy.microbatches} microbatches of {policy.microbatch_rows}", "dim"),
     )
-
-
-def _safety(spare: int) -> str:
-    if spare == 0:
-        return "one replica: nothing may fail"
-    return f"any {plural(spare, 'node failure')} at once {'leaves' if spare == 1 else 'leave'} a replica"
 
 
 def _table() -> Table:
