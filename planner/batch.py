@@ -84,7 +84,7 @@ def _hand_out(costs: Sequence[Cost], base: list[int], microbatches: int) -> tupl
 def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
     """``distribute`` as an integer program (Pyomo, solved by HiGHS): slower, and independent of it.
 
-    y[i, k] = 1 where pipeline i gets k microbatches; minimise z ≥ Σ_k cost_i(k)·y[i, k].
+    gets[i, k] = 1 where pipeline i gets k microbatches; minimise slowest ≥ Σ_k cost_i(k)·gets[i, k].
 
     :raises BatchError: fewer microbatches than pipelines.
     """
@@ -92,23 +92,31 @@ def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, 
     import pyomo.environ as pyo
 
     check_batch(microbatches, 1, len(costs))
-    most = microbatches - len(costs) + 1
-    model: Any = pyo.ConcreteModel()
-    model.pipelines = pyo.RangeSet(0, len(costs) - 1)
-    model.shares = pyo.RangeSet(1, most)
-    model.gets = pyo.Var(model.pipelines, model.shares, domain=pyo.Binary)
-    model.slowest_s = pyo.Var(domain=pyo.NonNegativeReals)
-    model.one = pyo.Constraint(model.pipelines, rule=lambda m, i: sum(m.gets[i, k] for k in m.shares) == 1)
-    model.whole = pyo.Constraint(
-        expr=sum(k * model.gets[i, k] for i in model.pipelines for k in model.shares) == microbatches
-    )
+    sensible = _sensible_shares(costs, microbatches)
+    pairs = [(i, k) for i, shares in enumerate(sensible) for k in shares]
     unit_s = max(cost(1) for cost in costs) or 1.0
-    model.slow = pyo.Constraint(
-        model.pipelines,
-        rule=lambda m, i: m.slowest_s >= sum(costs[i](k) / unit_s * m.gets[i, k] for k in m.shares),
-    )
-    model.objective = pyo.Objective(expr=model.slowest_s)
+    model: Any = pyo.ConcreteModel()
+    model.gets = pyo.Var(pairs, domain=pyo.Binary)
+    model.slowest = pyo.Var(domain=pyo.NonNegativeReals)
+    model.whole = pyo.Constraint(expr=sum(k * model.gets[i, k] for i, k in pairs) == microbatches)
+    model.one_share = pyo.ConstraintList()
+    model.no_slower = pyo.ConstraintList()
+    for i, cost in enumerate(costs):
+        model.one_share.add(sum(model.gets[i, k] for k in sensible[i]) == 1)
+        taken = sum(cost(k) / unit_s * model.gets[i, k] for k in sensible[i])
+        model.no_slower.add(taken <= model.slowest)
+    model.objective = pyo.Objective(expr=model.slowest)
     solver = pyo.SolverFactory("appsi_highs")
     solver.highs_options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
     solver.solve(model)
-    return tuple(next(k for k in model.shares if pyo.value(model.gets[i, k]) > 0.5) for i in model.pipelines)
+    return tuple(
+        next(k for k in shares if pyo.value(model.gets[i, k]) > 0.5) for i, shares in enumerate(sensible)
+    )
+
+
+def _sensible_shares(costs: Sequence[Cost], microbatches: int) -> list[range]:
+    """Shares that are not slower than an even split, and what the others must leave to each."""
+    even, extra = divmod(microbatches, len(costs))
+    enough_s = max(cost(even + (i < extra)) for i, cost in enumerate(costs))
+    most = [largest_share(cost, enough_s, microbatches - len(costs) + 1) for cost in costs]
+    return [range(max(1, microbatches - sum(most) + own), own + 1) for own in most]

@@ -1,7 +1,9 @@
 """Templates and instantiations as rows of plain values, for a table or for JSON. Nothing is printed here."""
 
 from dataclasses import dataclass
+from functools import partial
 
+from planner.batch import distribute_by_model
 from planner.costs import StageCosts
 from planner.instantiation import Instantiation
 from planner.planner import Planner
@@ -94,6 +96,35 @@ def describe_instantiation(planner: Planner, nodes: int) -> InstantiationRow:
         if instantiation.iteration_s
         else float("inf"),
         pipelines=_pipeline_rows(planner, nodes, instantiation),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossCheck:
+    """The batch distribution of an instantiation, by the planner's own method and by an integer program."""
+
+    microbatches: tuple[int, ...]
+    iteration_s: float
+    model_microbatches: tuple[int, ...]
+    model_iteration_s: float
+
+    @property
+    def agrees(self) -> bool:
+        """Equally quick, to the solver's tolerance; the shares themselves may differ."""
+        return abs(self.iteration_s - self.model_iteration_s) <= 1e-6 * self.iteration_s
+
+
+def cross_check(planner: Planner, nodes: int) -> CrossCheck:
+    """Distribute the batch of the best pipelines of ``nodes`` nodes again, with Pyomo: up to a second."""
+    instantiator = planner.instantiator(nodes)
+    best = instantiator.best(nodes)
+    costs = [partial(instantiator.cost_s, size, len(best.sizes)) for size in best.sizes]
+    shares = distribute_by_model(costs, planner.policy.microbatches)
+    return CrossCheck(
+        microbatches=best.microbatches,
+        iteration_s=best.iteration_s,
+        model_microbatches=shares,
+        model_iteration_s=max(cost(share) for cost, share in zip(costs, shares, strict=True)),
     )
 
 

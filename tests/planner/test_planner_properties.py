@@ -1,0 +1,89 @@
+"""Whatever fails and joins, in whatever order: a valid plan comes out as long as one can."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import check_plan, layer
+
+from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
+from planner.planner import Planner
+from planner.values import Device, ModelProfile, Plan, Policy, Situation
+
+Holdings = dict[Device, frozenset[int]]
+
+
+@st.composite
+def planners(draw: st.DrawFn) -> Planner | None:
+    rows = draw(st.integers(1, 4))
+    layers = tuple(
+        layer(
+            forward_s=draw(st.sampled_from([0.0, 1.0, 1.5, 7.0])),
+            backward_s=draw(st.sampled_from([0.0, 2.0, 3.1])),
+            state_bytes=draw(st.sampled_from([0, 4, 40])),
+            activation_bytes=draw(st.sampled_from([0, 3, 20])),
+            output_bytes=draw(st.sampled_from([0, 5])),
+        )
+        for _ in range(draw(st.integers(1, 7)))
+    )
+    profile = ModelProfile(
+        layers=layers,
+        microbatch_rows=rows,
+        device_memory_bytes=draw(st.sampled_from([None, 60, 100, 160])),
+        link_bytes_per_s=100.0,
+    )
+    policy = Policy(
+        devices_per_node=draw(st.sampled_from([1, 1, 2, 3])),
+        tolerate=draw(st.integers(0, 2)),
+        global_batch=rows * draw(st.integers(1, 10)),
+        microbatch_rows=rows,
+        minimum=draw(st.sampled_from(["one_replica", "oobleck"])),
+        objective=draw(st.sampled_from(["iteration", "paper"])),
+        checkpoint_activations=draw(st.booleans()),
+    )
+    try:
+        return Planner(profile, policy)
+    except InfeasibleError:
+        return None
+
+
+def owned(plan: Plan, holdings: Holdings, keep_old: bool) -> Holdings:
+    """Holdings under a plan; until its first commit trainers also keep what they had."""
+    kept: Holdings = dict(holdings) if keep_old else {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for device in stage.devices:
+                layers = frozenset(range(stage.first_layer, stage.end_layer))
+                kept[device] = layers | kept.get(device, frozenset())
+    return kept
+
+
+@given(planners(), st.data())
+@settings(max_examples=120, deadline=None)
+def test_any_history_of_failures_and_joins(planner: Planner | None, data: st.DataObject) -> None:
+    if planner is None:
+        return
+    draw = data.draw
+    alive = {f"n{number}" for number in range(draw(st.integers(1, 7)))}
+    holdings: Holdings = dict(planner.fresh(sorted(alive)).holdings)
+    previous: Plan | None = None
+    for turn in range(draw(st.integers(1, 6))):
+        situation = Situation(nodes=tuple(sorted(alive)), holdings=holdings, previous=previous)
+        held = frozenset().union(*(layers for device, layers in holdings.items() if device.node in alive))
+        try:
+            plan = planner.plan(situation)
+        except TooFewNodesError as error:
+            assert len(alive) < error.needed == planner.fewest_nodes
+        except StateLostError as error:
+            lost = set(range(len(planner.profile.layers))) - held
+            assert set(error.layers) == lost and lost
+            return
+        else:
+            check_plan(plan, situation, planner.profile, planner.policy)
+            enough = min(planner.policy.tolerate + 1, len(alive) // planner.n0, planner.policy.microbatches)
+            assert plan.method == "unchanged" or len(plan.pipelines) >= enough
+            assert planner.plan(situation) == plan
+            previous = plan
+            holdings = owned(plan, holdings, draw(st.booleans()))
+        gone = draw(st.sets(st.sampled_from(sorted(alive)), max_size=max(0, len(alive) - 1)))
+        come = {f"new{turn}-{number}" for number in range(draw(st.integers(0, 2)))}
+        alive = (alive - gone) | come
+        holdings = {device: layers for device, layers in holdings.items() if device.node in alive}

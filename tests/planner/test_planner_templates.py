@@ -1,0 +1,114 @@
+"""Memory, n₀, template sizes, and what is said when there are none."""
+
+import pytest
+from oracles import layer, profile_of, stage_bytes
+
+from planner.costs import StageCosts
+from planner.errors import BatchError, InfeasibleError
+from planner.memory import MemoryModel, in_flight
+from planner.planner import Planner
+from planner.templates import Templates, check_tolerance
+from planner.values import ModelProfile, Policy
+
+
+def policy_of(**changes: object) -> Policy:
+    settings: dict[str, object] = {"global_batch": 64, "microbatch_rows": 4, **changes}
+    return Policy(**settings)  # type: ignore[arg-type]
+
+
+def test_in_flight_falls_towards_the_last_stage_and_never_exceeds_the_batch() -> None:
+    assert [in_flight(behind, 8) for behind in (3, 2, 1, 0)] == [4, 3, 2, 1]
+    assert [in_flight(behind, 2) for behind in (3, 2, 1, 0)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_stage_bytes_term_by_term(checkpoint: bool, devices: int) -> None:
+    layers = tuple(layer(state_bytes=4 * n, activation_bytes=7 * n, output_bytes=3 * n) for n in range(1, 6))
+    profile = ModelProfile(layers=layers, microbatch_rows=4)
+    policy = policy_of(checkpoint_activations=checkpoint)
+    memory = MemoryModel(profile, policy)
+    for first in range(5):
+        for end in range(first + 1, 6):
+            for behind in range(5):
+                expected = stage_bytes(profile, policy, (first, end, devices), behind)
+                assert memory.stage_bytes(first, end, devices, behind) == expected
+                assert memory.table(devices, behind)[first, end] == expected
+
+
+def test_a_smaller_microbatch_than_measured_takes_less_memory_and_time() -> None:
+    profile = profile_of([4.0, 4.0], rows=4)
+    costs = StageCosts(profile, policy_of(microbatch_rows=2))
+    assert costs.memory.stage_bytes(0, 1, 1, 0) == 12 + 2
+    assert costs.time_s[1, 0, 1] == 2.0
+
+
+def test_the_policy_overrides_the_device_memory() -> None:
+    profile = profile_of([1.0] * 4, memory_bytes=10**9)
+    assert Planner(profile, policy_of()).n0 == 1
+    assert Planner(profile, policy_of(device_memory_bytes=40)).n0 > 1
+
+
+def test_sizes_run_from_n0_to_n_minus_f_n0() -> None:
+    """Oobleck §4.1.1: 13 nodes, n₀ = 2, f = 2 give sizes 2 … 9."""
+    costs = StageCosts(profile_of([1.0] * 12, memory_bytes=180), policy_of(tolerate=2))
+    templates = Templates(costs, 13)
+    assert templates.n0 == 2
+    assert templates.sizes == tuple(range(2, 10))
+    assert templates.covers_all
+
+
+def test_sizes_reach_far_enough_for_a_single_replica() -> None:
+    """Four nodes, n₀ = 2, f = 1: the paper makes size 2 only; with three left a size of 3 wastes nobody."""
+    costs = StageCosts(profile_of([1.0] * 8, memory_bytes=120), policy_of(tolerate=1))
+    templates = Templates(costs, 4)
+    assert (templates.n0, templates.sizes, templates.covers_all) == (2, (2, 3), True)
+
+
+def test_more_nodes_than_layers_make_no_template() -> None:
+    templates = Templates(StageCosts(profile_of([1.0] * 3), policy_of()), 8)
+    assert templates.sizes == (1, 2, 3)
+
+
+def test_a_layer_that_fits_nowhere_is_named_with_its_bytes() -> None:
+    layers = (layer(), layer(state_bytes=4000), layer())
+    profile = ModelProfile(layers=layers, microbatch_rows=4, device_memory_bytes=2000)
+    with pytest.raises(InfeasibleError, match=r"stage of layer 1 .*\(40\d\d bytes\).*\(2000 bytes\)"):
+        Planner(profile, policy_of())
+
+
+def test_a_cluster_below_n0_hears_how_many_nodes_would_do() -> None:
+    planner = Planner(profile_of([1.0] * 8, memory_bytes=40), policy_of())
+    with pytest.raises(InfeasibleError, match=f"start {planner.n0} nodes or more"):
+        planner.precompute(planner.n0 - 1)
+
+
+def test_one_row_per_microbatch_cannot_keep_two_devices_busy_with_one_layer() -> None:
+    with pytest.raises(InfeasibleError, match="larger microbatch"):
+        Planner(profile_of([1.0], rows=1), policy_of(devices_per_node=2, microbatch_rows=1))
+
+
+def test_f_too_large_names_the_setting_and_what_would_work() -> None:
+    with pytest.raises(InfeasibleError, match=r"tolerance\.failures = 2 .* at most 1, or start 6 nodes"):
+        check_tolerance(policy_of(tolerate=2), n0=2, nodes=4)
+    check_tolerance(policy_of(tolerate=1), n0=2, nodes=4)
+
+
+def test_f_too_large_for_the_batch_recommends_a_batch() -> None:
+    with pytest.raises(BatchError) as raised:
+        check_tolerance(policy_of(tolerate=2, global_batch=8), n0=1, nodes=4)
+    assert raised.value.nearest == (12,)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_a_profile_that_makes_no_sense_is_refused_by_name(wrong: float) -> None:
+    profile = ModelProfile(layers=(layer(), layer(backward_s=wrong)), microbatch_rows=4)
+    with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.backward_s"):
+        Planner(profile, policy_of())
+
+
+def test_no_layers_and_no_devices_are_refused() -> None:
+    with pytest.raises(InfeasibleError, match="no layers"):
+        Planner(ModelProfile(layers=(), microbatch_rows=4), policy_of())
+    with pytest.raises(InfeasibleError, match="devices_per_node"):
+        Planner(profile_of([1.0]), policy_of(devices_per_node=0))
