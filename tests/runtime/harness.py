@@ -77,7 +77,7 @@ class TrainerHandle:
         self._connection.sendall(p.encode(frame))
 
     def take(self, kind: type[FrameType], timeout_s: float = PATIENCE_S, **fields: object) -> FrameType:
-        """Wait for the first frame of ``kind`` with these fields; it and older frames of its kind are removed."""
+        """Wait for the first frame of ``kind`` with these fields; removes it and older ones of its kind."""
 
         def find() -> FrameType | None:
             for frame in self._frames:

@@ -1,5 +1,6 @@
 """Real trainers, driven frame by frame: numerics of heterogeneous pipelines and of every kind of recovery."""
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 
@@ -71,11 +72,178 @@ def test_losses_do_not_depend_on_the_layout(
     cluster: Cluster, pipelines: tuple[p.PipelineData, ...], ranks: int
 ) -> None:
     job = data(steps=4, arguments={"dropout": 0.1})
-    expected, model = reference_run(load(job), job, 4)
+    expected, _ = reference_run(load(job), job, 4)
     trainers = start(cluster, ranks, job)
     cluster.resume(trainers, pipelines, step=0)
     assert all(r.bytes_moved == 0 for r in cluster.resumed(trainers))
     for trainer in trainers:
         assert losses_of(trainer, 1, 4) == pytest.approx(expected, rel=1e-9)
     replicas_agree(trainers)
+    finish(trainers)
+
+
+def target_of(reports: Sequence[p.Quiesced]) -> tuple[int, p.VoteData | None]:
+    """The coordinator's rule: the newest step that anybody committed, which all the others can reach."""
+    best = max(reports, key=lambda r: r.committed_step)
+    for report in reports:
+        assert best.committed_step in (report.committed_step, report.ready_step)
+    return best.committed_step, best.vote
+
+
+def moves(layers: Sequence[int], source: int, target: int) -> list[p.TransferData]:
+    return [p.TransferData(layer=layer, source=source, target=target) for layer in layers]
+
+
+def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
+    """Two kills and two joins in 24 steps, wherever in a step they fall."""
+    steps = 24
+    job = data(steps=steps)
+    expected, _ = reference_run(load(job), job, steps)
+    trainers = start(cluster, 4, job)
+    cluster.resume(trainers, TWO_AND_TWO, step=0)
+    seen: dict[int, float] = {}
+
+    def watch(trainer: TrainerHandle, last: int) -> None:
+        while min(last, steps) not in seen:
+            stepped = trainer.take(p.Stepped)
+            seen[stepped.step] = stepped.vote.loss
+
+    watch(trainers[0], 3)
+    for kill_after in (5, 13):
+        watch(trainers[0], kill_after)
+        trainers[3].kill()
+        survivors = trainers[:3]
+        step, vote = target_of(cluster.quiesce(survivors))
+        if vote is not None:
+            seen[step] = vote.loss
+        transfers = moves([1], 0, 2) + moves([2, 3], 1, 2)
+        left = (
+            pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=1, microbatches=3),
+            pipeline((0, 4, [2]), first_microbatch=0, microbatches=1),
+        )
+        cluster.resume(survivors, left, step, vote, transfers)
+        moved = [r.bytes_moved for r in cluster.resumed(survivors)]
+        assert moved[:2] == [0, 0] and moved[2] > 0
+        watch(survivors[0], step + 2)
+
+        joiner = cluster.fork(1)
+        cluster.prepare(joiner, job)
+        reports = cluster.quiesce([*survivors, *joiner], mode="boundary")
+        step, vote = target_of(reports[:3])
+        assert vote is not None and {r.committed_step for r in reports[:3]} == {step}
+        assert all(r.ready_step is None for r in reports)
+        assert (reports[3].committed_step, reports[3].held) == (0, (0, 1, 2, 3))
+        seen[step] = vote.loss
+        trainers = [*survivors, *joiner]
+        cluster.resume(trainers, TWO_AND_TWO, step, vote, moves([1, 2, 3], 2, 3))
+        assert cluster.resumed(trainers)[3].bytes_moved > 0
+        watch(trainers[0], step + 2)
+    watch(trainers[0], steps)
+    replicas_agree(trainers)
+    assert [seen[step] for step in sorted(seen)] == pytest.approx(
+        [expected[step - 1] for step in sorted(seen)], rel=1e-9
+    )
+    assert steps in seen and len(seen) >= steps - 2
+    finish(trainers)
+
+
+def test_failures_during_a_recovery(cluster: Cluster) -> None:
+    """One dies; while the rest meet, another hangs and never comes; then a third is killed in its steps."""
+    job = data(steps=1000)
+    expected, _ = reference_run(load(job), job, 12)
+    trainers = start(cluster, 4, job)
+    three_replicas = (
+        pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+        pipeline((0, 4, [2]), first_microbatch=2, microbatches=1),
+        pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
+    )
+    cluster.resume(trainers, three_replicas, step=0)
+    trainers[0].take(p.Stepped, step=2)
+    trainers[3].kill()
+    trainers[2].kill(signal.SIGSTOP)
+    first_two = trainers[:2]
+    step, vote = target_of(cluster.quiesce(first_two))
+    left = (
+        pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=3),
+        pipeline((0, 4, [2]), first_microbatch=3, microbatches=1),
+    )
+    cluster.resume(trainers[:3], left, step, vote)
+    time.sleep(0.1)  # Forming: rank 2 is stopped and does not come.
+    again = cluster.quiesce(first_two)
+    assert target_of(again) == (step, vote)
+    assert all(report.ready_step is None for report in again)
+    assert [report.held for report in again] == [(0, 1), (2, 3)]
+    alone = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+    cluster.resume(first_two, alone, step, vote)
+    cluster.resumed(first_two)
+    assert losses_of(first_two[0], step + 1, step + 3) == pytest.approx(expected[step : step + 3], rel=1e-9)
+    trainers[2].kill()
+    finish(trainers)
+
+
+def test_a_neighbour_hints_at_a_dead_peer_and_survives(cluster: Cluster) -> None:
+    job = data(steps=100_000)
+    trainers = start(cluster, 2, job)
+    cluster.resume(trainers, (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),), 0)
+    trainers[0].take(p.Stepped)
+    trainers[1].kill()
+    hint = trainers[0].take(p.PeerSuspected)
+    assert hint.generation == cluster.generation and hint.detail
+    (report,) = cluster.quiesce(trainers[:1])
+    assert report.committed_step > 0 and report.held == (0, 1)
+    finish(trainers)
+
+
+def test_state_moves_between_all_at_once(cluster: Cluster) -> None:
+    """Everybody is a source and a target: two pipelines swap their halves, and what is held is told right."""
+    job = data(steps=6)
+    expected, _ = reference_run(load(job), job, 6)
+    trainers = start(cluster, 2, job)
+    one = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+    cluster.resume(trainers, one, step=0)
+    cluster.resumed(trainers)
+    trainers[0].take(p.Stepped, step=1)
+    reports = cluster.quiesce(trainers, mode="boundary")
+    step, vote = target_of(reports)
+    assert [r.held for r in reports] == [(0, 1), (2, 3)]
+    swapped = (pipeline((0, 2, [1]), (2, 4, [0]), first_microbatch=0, microbatches=4),)
+    cluster.resume(trainers, swapped, step, vote, moves([0, 1], 0, 1) + moves([2, 3], 1, 0))
+    assert all(r.bytes_moved > 0 for r in cluster.resumed(trainers))
+    if step < 6:
+        assert losses_of(trainers[0], step + 1, 6) == pytest.approx(expected[step:], rel=1e-9)
+    replicas_agree(trainers)
+    reports = cluster.quiesce(trainers, mode="boundary")
+    assert [(r.committed_step, r.held) for r in reports] == [(6, (2, 3)), (6, (0, 1))]
+    cluster.resume(trainers, swapped, 6, reports[0].vote)
+    cluster.resumed(trainers)
+    replicas_agree(trainers)
+    finish(trainers)
+
+
+def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
+    job = data(steps=1000)
+    trainers = start(cluster, 2, job)
+    busy, idle = trainers
+    busy.send(cluster.resume_frame(0, 1, ALONE, 0))
+    idle.send(cluster.resume_frame(-1, 1, ALONE, 0))
+    busy.take(p.Stepped, step=2)
+    stale = cluster.resume_frame(0, 1, ALONE, 0)
+    idle.send(p.Quiesce(generation=cluster.generation + 1, mode="abort"))
+    idle.send(stale)  # Of the generation before: to be ignored.
+    cluster.generation += 1
+    assert idle.take(p.Quiesced).held == (0, 1, 2, 3)
+    cluster.generation += 1
+    for mode in ("boundary", "abort"):
+        busy.send(p.Quiesce(generation=cluster.generation, mode=mode))
+        cluster.generation += 1
+    cluster.generation -= 1
+    report = busy.take(p.Quiesced, generation=cluster.generation)
+    assert report.committed_step >= 2 and report.ready_step is None
+    # The idle one was away meanwhile: what it holds is of no use now, it must get everything.
+    for rank, trainer in enumerate((idle, busy)):
+        split = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+        transfers = moves([0, 1], 1, 0)
+        trainer.send(cluster.resume_frame(rank, 2, split, report.committed_step, report.vote, transfers))
+    cluster.resumed((idle, busy))
+    assert idle.take(p.Stepped).step == report.committed_step + 1
     finish(trainers)

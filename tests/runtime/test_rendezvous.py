@@ -65,7 +65,7 @@ def test_get_waits_until_the_key_is_set(server: ServerThread) -> None:
 
 def test_a_wait_times_out_and_the_connection_lives_on(server: ServerThread) -> None:
     one = store(server, timeout_s=0.05)
-    with pytest.raises(StoreError, match="no 'never' within 0.05 s"):
+    with pytest.raises(StoreError, match=r"no 'never' within 0\.05 s"):
         one.get("never")
     one.set("key", b"value")
     assert one.get("key") == b"value"

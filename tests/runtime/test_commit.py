@@ -1,0 +1,176 @@
+"""The commit rule on one engine in this process: roll forward, redo, start anew, skip."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.communicator import Aborted, SoloCommunicator
+from runtime.engine import Engine, EngineError
+from runtime.pace import Pace
+from runtime.protocol import Resume, TrainingData, VoteData, WorldData
+from tests.runtime.harness import pipeline
+from tests.runtime.reference import load, reference_run
+from tests.runtime.support import data_for, gpt_data, script
+
+CPU = torch.device("cpu")
+
+
+def engine_of(data: TrainingData) -> Engine:
+    with torch.random.fork_rng(devices=[]):
+        return Engine(data, CPU, Pace())
+
+
+def enter(engine: Engine, step: int, vote: VoteData | None = None) -> None:
+    """Resume alone, with all layers."""
+    engine.settle(step, vote)
+    layers = engine.model.layer_count
+    microbatches = engine.data.global_batch // engine.data.microbatch_rows
+    resume = Resume(
+        generation=1,
+        step=step,
+        vote=vote,
+        rank=0,
+        world=WorldData(
+            pipelines=(pipeline((0, layers, [0]), first_microbatch=0, microbatches=microbatches),),
+            transfers=(),
+            hosts=("127.0.0.1",),
+        ),
+        rendezvous_host="",
+        rendezvous_port=0,
+        token="",
+    )
+    engine.enter(resume, SoloCommunicator())
+
+
+def no() -> bool:
+    return False
+
+
+def stop_at_vote(engine: Engine) -> None:
+    """The abort comes when this rank holds complete gradients, but before VOTE."""
+
+    def abort() -> bool:
+        raise Aborted
+
+    with pytest.raises(Aborted):
+        engine.step(abort)
+
+
+def votes(data: TrainingData, steps: int) -> list[VoteData]:
+    engine = engine_of(data)
+    enter(engine, 0)
+    return [engine.step(no).vote for _ in range(steps)]
+
+
+@pytest.fixture
+def data() -> TrainingData:
+    return gpt_data(clip_gradient_norm=0.5)
+
+
+def test_ready_gradients_survive_and_are_applied(data: TrainingData) -> None:
+    expected, _ = reference_run(load(data), data, 4)
+    others = votes(data, 2)
+    engine = engine_of(data)
+    enter(engine, 0)
+    engine.step(no)
+    stop_at_vote(engine)
+    assert (engine.committed_step, engine.ready_step, engine.vote) == (1, 2, others[0])
+    # Its peers passed VOTE of step 2 and committed: it follows, by the vote that they know.
+    enter(engine, 2, others[1])
+    assert (engine.committed_step, engine.ready_step, engine.vote) == (2, None, others[1])
+    losses = [engine.step(no).vote.loss for _ in range(2)]
+    assert losses == pytest.approx(expected[2:], rel=1e-12)
+
+
+def test_gradients_in_flight_are_discarded_and_the_step_is_redone(data: TrainingData) -> None:
+    expected, _ = reference_run(load(data), data, 3)
+    engine = engine_of(data)
+    enter(engine, 0)
+    first = engine.step(no).vote
+    stop_at_vote(engine)
+    enter(engine, 1, first)
+    assert (engine.committed_step, engine.ready_step) == (1, None)
+    losses = [engine.step(no).vote.loss for _ in range(2)]
+    assert losses == pytest.approx(expected[1:], rel=1e-12)
+
+
+def test_who_was_away_holds_nothing(data: TrainingData) -> None:
+    engine = engine_of(data)
+    engine.settle(7, VoteData(loss=1.0, gradient_norm=1.0))
+    assert engine.committed_step == 7 and engine.complete == set() and engine.model.held == frozenset()
+    with pytest.raises(EngineError, match="nobody sent them"):
+        enter(engine, 7)
+
+
+def test_applying_without_a_vote_is_refused(data: TrainingData) -> None:
+    engine = engine_of(data)
+    enter(engine, 0)
+    stop_at_vote(engine)
+    with pytest.raises(EngineError, match="its vote is missing"):
+        engine.settle(1, None)
+
+
+def test_a_stop_rides_on_the_vote(data: TrainingData) -> None:
+    engine = engine_of(data)
+    enter(engine, 0)
+    assert engine.step(lambda: True).stop
+    assert not engine.step(no).stop
+    assert engine.committed_step == 2
+
+
+def test_gradients_that_are_not_finite_skip_the_update_but_commit(tmp_path: Path) -> None:
+    """Sample 0 makes an infinite gradient; its step commits without an update, all others train."""
+    script(
+        tmp_path,
+        """
+        class Poison(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+            def forward(self, x):
+                poison = torch.where(x[:, :1] == 0, torch.inf, 1.0)
+                return (x * self.weight).sum(1, keepdim=True) * poison.detach()
+
+        def build():
+            return Training(layers=[Poison()], loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+        """,
+    )
+    data = data_for("mine.py:build", tmp_path, global_batch=10, microbatch_rows=5)
+    engine = engine_of(data)
+    enter(engine, 0)
+    skipped = []
+    for _ in range(4):
+        before = engine.model.named_parameters([0])[0][1].detach().clone()
+        vote = engine.step(no).vote
+        unchanged = torch.equal(before, engine.model.named_parameters([0])[0][1])
+        assert vote.skipped == unchanged
+        skipped.append(vote.skipped)
+    assert sum(skipped) == 1 and engine.committed_step == 4
+
+
+def test_running_statistics_count_a_redone_step_once(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        def build():
+            layers = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)]
+            return Training(layers=layers, loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+        """,
+    )
+    data = data_for("mine.py:build", tmp_path, global_batch=8, microbatch_rows=4)
+
+    def buffers(engine: Engine) -> list[list[float]]:
+        return [t.value.tolist() for t in engine.model.tensors_of(0) if t.kind == "buffer"]
+
+    smooth, broken = engine_of(data), engine_of(data)
+    for engine in (smooth, broken):
+        enter(engine, 0)
+        engine.step(no)
+    stop_at_vote(broken)
+    assert buffers(broken) != buffers(smooth)
+    enter(broken, 1, broken.vote)
+    assert buffers(broken) == buffers(smooth)
+    smooth.step(no)
+    broken.step(no)
+    assert buffers(broken) == buffers(smooth)

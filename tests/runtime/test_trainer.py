@@ -1,0 +1,178 @@
+"""A trainer's life as a process: zygote, errors of users, chaos, and that nothing outlives its parent."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import protocol as p
+from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
+from tests.runtime.support import data_for, gpt_data, script
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Running, and not a zombie that waits to be reaped by whoever is process 1 here."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_trainer_leads_its_group_and_its_exit_is_told(cluster: Cluster) -> None:
+    first, second = cluster.fork(2)
+    assert os.getpgid(first.pid) == first.pid != os.getpgid(second.pid)
+    first.kill(signal.SIGKILL)
+    assert cluster.wait_exit(first.pid) == -signal.SIGKILL
+    second.send(p.Exit())
+    assert cluster.wait_exit(second.pid) == 0
+
+
+def test_a_trainer_ends_with_its_connection(cluster: Cluster) -> None:
+    (trainer,) = cluster.fork(1)
+    trainer.close()
+    assert cluster.wait_exit(trainer.pid) == 0
+
+
+def test_sigterm_ends_a_trainer(cluster: Cluster) -> None:
+    (trainer,) = cluster.fork(1)
+    trainer.kill(signal.SIGTERM)
+    assert cluster.wait_exit(trainer.pid) == -signal.SIGTERM
+
+
+def test_an_error_of_the_user_is_reported_and_output_is_captured(cluster: Cluster, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import sys
+        def build():
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+            raise KeyError("no such thing")
+        """,
+    )
+    (trainer,) = cluster.fork(1)
+    trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
+    raised = trainer.take(p.Raised)
+    assert raised.where == "prepare"
+    assert "KeyError: 'no such thing'" in raised.detail and "mine.py, line" in raised.detail
+    assert cluster.wait_exit(trainer.pid) == 1
+    eventually(lambda: b"to stdout" in trainer.output and b"to stderr" in trainer.output)
+
+
+def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        class Bomb(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.runs = nn.Linear(3, 1), 0
+            def forward(self, x):
+                self.runs += 1
+                if self.runs > 5:
+                    raise ArithmeticError("boom")
+                return self.inner(x)
+
+        def build():
+            return Training(layers=[Bomb()], loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+        """,
+    )
+    trainers = cluster.fork(1)
+    data = data_for("mine.py:build", tmp_path, global_batch=8, microbatch_rows=4)
+    cluster.prepare(trainers, data)
+    cluster.quiesce(trainers)
+    cluster.resume(trainers, (pipeline((0, 1, [0]), first_microbatch=0, microbatches=2),), step=0)
+    raised = trainers[0].take(p.Raised)
+    assert raised.where == "training" and "ArithmeticError: boom" in raised.detail
+    assert cluster.wait_exit(trainers[0].pid) == 1
+
+
+def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
+    (trainer,) = cluster.fork(1)
+    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True))
+    prepared = trainer.take(p.Prepared)
+    assert prepared.profile is not None and len(prepared.profile.layers) == 4
+    trainer.close()
+
+
+def test_a_sleeping_main_thread_shows_in_the_beats(cluster: Cluster) -> None:
+    trainers = cluster.fork(1)
+    (trainer,) = trainers
+    cluster.prepare(trainers, gpt_data(steps=1_000_000))
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
+    cluster.quiesce(trainers)
+    cluster.resume(trainers, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),), step=0)
+    trainer.take(p.Stepped)
+    trainer.send(p.Sleep(seconds=3600.0))
+
+    def stands_still() -> bool:
+        before = trainer.last_beat
+        time.sleep(0.4)
+        beat = trainer.last_beat
+        assert before is not None and beat is not None
+        return not beat.waiting and beat is not before and beat.progress == before.progress
+
+    eventually(stands_still)
+    trainer.kill()
+
+
+def test_a_sleep_reaches_an_idle_trainer(cluster: Cluster) -> None:
+    trainers = cluster.fork(1)
+    (trainer,) = trainers
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
+    trainer.send(p.Sleep(seconds=3600.0))
+    eventually(lambda: trainer.last_beat is not None and not trainer.last_beat.waiting)
+    trainer.kill()
+
+
+def test_nothing_outlives_the_zygote() -> None:
+    with Cluster() as cluster:
+        pids = [trainer.pid for trainer in cluster.fork(2)]
+        cluster.zygote.kill()
+        eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_fifty_reconfigurations_leave_no_threads_and_no_descriptors(cluster: Cluster) -> None:
+    trainers = cluster.fork(2)
+    cluster.prepare(trainers, gpt_data(steps=1_000_000))
+    split = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+
+    def sizes() -> list[tuple[int, int]]:
+        return [
+            (len(list(Path(f"/proc/{t.pid}/task").iterdir())), len(list(Path(f"/proc/{t.pid}/fd").iterdir())))
+            for t in trainers
+        ]
+
+    step, vote = 0, None
+    before: list[tuple[int, int]] = []
+    for count in range(50):
+        report = cluster.quiesce(trainers, mode="boundary")[0]
+        step, vote = report.committed_step, report.vote
+        cluster.resume(trainers, split, step, vote)
+        trainers[0].take(p.Stepped, step=step + 1)
+        if count == 4:
+            before = sizes()
+    eventually(
+        lambda: all(
+            now[0] <= then[0] + 2 and now[1] <= then[1] + 2 for now, then in zip(sizes(), before, strict=True)
+        )
+    )
+    for trainer in trainers:
+        trainer.close()

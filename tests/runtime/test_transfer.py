@@ -1,0 +1,109 @@
+"""State transfers over real gloo in one process: complete layers count, others do not."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runtime.communicator import Aborted, GlooCommunicator
+from runtime.engine import Engine
+from runtime.pace import Pace
+from runtime.protocol import TransferData
+from runtime.store import Rendezvous
+from runtime.transfer import Exchange, TransferError
+from tests.runtime.harness import TOKEN, ServerThread
+from tests.runtime.support import gpt_data
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[GlooCommunicator]]:
+    with ServerThread() as server:
+        rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
+        both = [GlooCommunicator(rendezvous, rank, 2, "127.0.0.1", timeout_s=5.0) for rank in range(2)]
+        forming = [threading.Thread(target=c.form, args=([],)) for c in both]
+        for thread in forming:
+            thread.start()
+        for thread in forming:
+            thread.join(60)
+        yield both
+        for communicator in both:
+            communicator.close()
+
+
+def engine_at(step: int) -> Engine:
+    """A trainer that has nothing yet, told to be at ``step``."""
+    with torch.random.fork_rng(devices=[]):
+        engine = Engine(gpt_data(), CPU, Pace())
+    engine.settle(step, None)
+    return engine
+
+
+def exchange(engine: Engine, communicator: GlooCommunicator, transfers: list[TransferData]) -> Exchange:
+    return Exchange(
+        transfers,
+        states=engine.states,
+        communicator=communicator,
+        pace=engine.pace,
+        device=CPU,
+        complete=engine.complete,
+    )
+
+
+def to_rank_1(*layers: int) -> list[TransferData]:
+    return [TransferData(layer=layer, source=0, target=1) for layer in layers]
+
+
+def test_layers_arrive_whole_and_bytes_are_counted(pair: list[GlooCommunicator]) -> None:
+    source, target = engine_at(0), engine_at(3)
+    transfers = to_rank_1(3, 0, 2)
+    sending = threading.Thread(target=exchange(source, pair[0], transfers).run)
+    sending.start()
+    receiving = exchange(target, pair[1], transfers)
+    receiving.run()
+    sending.join(60)
+    assert target.complete == {0, 2, 3}
+    assert receiving.received_bytes > sum(source.states.state_bytes(layer) for layer in (0, 2, 3))
+    for layer in (0, 2, 3):
+        assert target.states.digest(layer) == source.states.digest(layer)
+
+
+def test_a_layer_that_was_half_received_is_not_held(pair: list[GlooCommunicator]) -> None:
+    source, target = engine_at(0), engine_at(3)
+    receiving = exchange(target, pair[1], to_rank_1(0, 1))
+    exchange(source, pair[0], to_rank_1(0))
+    outcome: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiving.run()
+        except Aborted as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    exchange(source, pair[0], to_rank_1(0)).run()
+    header, payload = source.states.pack(1)
+    for tensor in (
+        torch.tensor([len(header), payload.numel()]),
+        torch.frombuffer(bytearray(header), dtype=torch.uint8),
+    ):
+        pair[0].wait(pair[0].send(tensor, 1, "state"))
+    pair[1].abort()  # The header of layer 1 is there, its payload never comes.
+    thread.join(60)
+    assert len(outcome) == 1
+    assert target.complete == {0}
+
+
+def test_impossible_announcements(pair: list[GlooCommunicator]) -> None:
+    target = engine_at(3)
+    pair[0].send(torch.tensor([-1, 5]), 1, "state")
+    with pytest.raises(TransferError, match="announced -1"):
+        exchange(target, pair[1], to_rank_1(0)).run()
+
+
+def test_a_source_must_hold_what_it_sends(pair: list[GlooCommunicator]) -> None:
+    with pytest.raises(TransferError, match="layer 2"):
+        exchange(engine_at(3), pair[0], to_rank_1(2)).run()

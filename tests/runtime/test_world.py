@@ -1,0 +1,86 @@
+"""Seats, routes, owners, and plans that contradict themselves."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.protocol import PipelineData, TransferData, WorldData
+from runtime.world import WorldError, check_world, owners_of_layer, rows_of, seat_of
+from tests.runtime.harness import pipeline
+
+
+def world(*pipelines: PipelineData, size: int, transfers: tuple[TransferData, ...] = ()) -> WorldData:
+    return WorldData(pipelines=pipelines, transfers=transfers, hosts=("127.0.0.1",) * size)
+
+
+GOOD = world(
+    pipeline((0, 1, [0]), (1, 3, [1, 2]), first_microbatch=0, microbatches=3),
+    pipeline((0, 3, [3]), first_microbatch=3, microbatches=1),
+    size=4,
+)
+
+
+def test_seats_and_owners() -> None:
+    check_world(GOOD, layers=3, microbatches=4)
+    first, second, third, alone = (seat_of(GOOD, rank, 4) for rank in range(4))
+    assert first.is_first and not first.is_last and alone.is_first and alone.is_last
+    assert [(r.peer, r.start, r.end) for r in first.following] == [(1, 0, 2), (2, 2, 4)]
+    assert [(r.peer, r.start, r.end) for r in third.previous] == [(0, 0, 2)]
+    assert (second.first_row, second.rows, third.first_row, third.rows) == (0, 2, 2, 2)
+    assert (alone.first_microbatch, list(alone.layers), alone.previous) == (3, [0, 1, 2], ())
+    assert owners_of_layer(GOOD) == {0: (0, 3), 1: (1, 2, 3), 2: (1, 2, 3)}
+    with pytest.raises(WorldError, match="rank 7 has no place"):
+        seat_of(GOOD, 7, 4)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
+def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, behind: int) -> None:
+    ranks = list(range(before + behind))
+    plan = world(
+        pipeline((0, 1, ranks[:before]), (1, 2, ranks[before:]), first_microbatch=0, microbatches=1),
+        size=before + behind,
+    )
+    assert [rows_of(rows, i, before)[1] for i in range(before - 1)] == [
+        rows_of(rows, i, before)[0] for i in range(1, before)
+    ]
+    sent: list[tuple[int, int, int, int]] = []
+    received: list[tuple[int, int, int, int]] = []
+    for rank in ranks:
+        seat = seat_of(plan, rank, rows)
+        for route in seat.following:
+            sent.append((rank, route.peer, seat.first_row + route.start, seat.first_row + route.end))
+        for route in seat.previous:
+            received.append((route.peer, rank, seat.first_row + route.start, seat.first_row + route.end))
+    assert sorted(sent) == sorted(received)
+    spans = sorted((start, end) for _, _, start, end in sent)
+    assert spans[0][0] == 0 and spans[-1][1] == rows
+    assert all(left[1] == right[0] for left, right in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (world(pipeline((0, 2, [0]), first_microbatch=0, microbatches=4), size=1), "ends at layer 2"),
+        (
+            world(pipeline((0, 1, [0]), (2, 3, [1]), first_microbatch=0, microbatches=4), size=2),
+            "behind layer 1",
+        ),
+        (world(pipeline((0, 3, []), first_microbatch=0, microbatches=4), size=0), "behind layer 0"),
+        (world(pipeline((0, 3, [0]), first_microbatch=1, microbatches=3), size=1), "a gap or an overlap"),
+        (world(pipeline((0, 3, [0]), first_microbatch=0, microbatches=3), size=1), "compute 3 microbatches"),
+        (world(pipeline((0, 3, [0]), first_microbatch=0, microbatches=4), size=2), "hosts for 2"),
+        (
+            world(
+                pipeline((0, 3, [0]), first_microbatch=0, microbatches=4),
+                size=1,
+                transfers=(TransferData(layer=0, source=0, target=0),),
+            ),
+            "impossible transfer",
+        ),
+    ],
+)
+def test_contradictions_are_named(wrong: WorldData, message: str) -> None:
+    with pytest.raises(WorldError, match=message):
+        check_world(wrong, layers=3, microbatches=4)
