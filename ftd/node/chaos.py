@@ -24,6 +24,8 @@ NOTICE_S = 0.02
 """From the announcement to the fault: an acknowledged publication takes well under a millisecond on
 mosquitto, and a fault that strikes at a moment known beforehand can be measured from it."""
 ANNOUNCE_TIMEOUT_S = 1.0
+_REMEMBERED = 100
+"""Requests that are not obeyed a second time when they come again."""
 DEFAULT_HANG_S = 3600.0
 DEFAULT_DISCONNECT_S = 5.0
 
@@ -64,6 +66,7 @@ class Chaos:
         self._allowed = allowed
         self._hands = hands
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answered: dict[str, Answer] = {}
 
     def on_request(self, payload: bytes) -> None:
         """Check, answer, and strike.
@@ -71,6 +74,9 @@ class Chaos:
         :raises WireError: the payload is no chaos request; there is nobody to answer.
         """
         request: ChaosRequest = decode_json(payload, ChaosRequest)
+        if (known := self._answered.get(request.request)) is not None:
+            self._hands.answer(request.reply, known)  # Asked again: the first answer was lost or late.
+            return
         problem = self._problem(request)
         if problem is not None:
             log.warning("chaos_refused", do=request.do, reason=problem)
@@ -156,7 +162,11 @@ class Chaos:
         return self._hands.trainer_pids(None if _whole_node(request) else request.device)
 
     def _answer(self, request: ChaosRequest, *, accepted: bool, detail: str) -> None:
-        self._hands.answer(request.reply, Answer(request=request.request, accepted=accepted, detail=detail))
+        answer = Answer(request=request.request, accepted=accepted, detail=detail)
+        self._answered[request.request] = answer
+        while len(self._answered) > _REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+        self._hands.answer(request.reply, answer)
 
 
 def _whole_node(request: ChaosRequest) -> bool:

@@ -56,8 +56,8 @@ def tail(path: Path, size_bytes: int = 8192) -> str:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Run a module with this very interpreter: no PATH, no wrapper script in between."""
-    return [sys.executable, "-m", module, *arguments]
+    """Run a module with this very interpreter, and no module of that name in the current directory (-P)."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def adopt_orphans() -> None:

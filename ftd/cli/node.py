@@ -1,0 +1,36 @@
+"""``ftd node``: the daemon."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("node")(node)
+
+
+def node(
+    config: Annotated[Path, typer.Option(help="ftd.toml of this host.")],
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Offer this host's devices to a cluster: one of these per host.
+
+    SIGTERM leaves gracefully: the others go on without this node at the next step boundary. A second
+    SIGTERM does not wait for that. Exit code 2 when the configuration is wrong.
+
+    Example: ftd node --config /etc/ftd/ftd.toml
+    """
+    import uvloop
+
+    from ftd.config.daemon import load_daemon_config
+    from ftd.logs import configure_logs
+    from ftd.node.daemon import NodeDaemon
+
+    loaded = load_daemon_config(config)
+    configure_logs(verbose=verbose, daemon="node", node=loaded.node)
+
+    async def run() -> int:
+        return await NodeDaemon(loaded).run()
+
+    raise typer.Exit(uvloop.run(run()))

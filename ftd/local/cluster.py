@@ -1,0 +1,152 @@
+"""A whole cluster on this machine: broker, coordinator and node daemons as real processes."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftd.config.locate import BrokerAddress, parse_broker
+from ftd.errors import PeerError
+from ftd.local.fleet import Child, Fleet
+from ftd.mqtt.embedded import await_ready, embedded_command
+from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from ftd.node.processes import module_command, tail
+
+BROKER = "broker"
+COORDINATOR = "coordinator"
+BROKER_START_S = 20.0
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """What kind of cluster."""
+
+    devices_per_node: int = 1
+    broker: str = "embedded"
+    """``embedded``, ``mosquitto``, or the address of a broker that runs already."""
+    cluster: str = "local"
+    timing: dict[str, float] = field(default_factory=dict)
+    """Overrides of ``statemachine.timing.Timing``."""
+
+
+class LocalCluster:
+    """Starts and restarts the parts of a cluster; all its files are under ``directory``."""
+
+    def __init__(self, directory: Path, options: ClusterOptions) -> None:
+        self.options = options
+        self.directory = directory
+        self.fleet = Fleet(logs=directory / "logs", environment=_environment())
+        self._secret = secrets.token_hex(16)
+        self._address: BrokerAddress | None = None
+        self._node_names: list[str] = []
+
+    @property
+    def broker(self) -> BrokerAddress:
+        """Where the broker listens; the same after a restart."""
+        if self._address is None:
+            raise PeerError("the broker was not started")
+        return self._address
+
+    @property
+    def owns_broker(self) -> bool:
+        return self.options.broker in ("embedded", "mosquitto")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all nodes ever started, in order."""
+        return tuple(self._node_names)
+
+    async def start_broker(self) -> None:
+        """Start it, or start it again on the same port; returns when it listens.
+
+        :raises ConfigurationError: mosquitto is wanted and not installed, or the address makes no sense.
+        :raises PeerError: it did not come up; carries the end of what it printed.
+        """
+        if not self.owns_broker:
+            self._address = parse_broker(self.options.broker, "--broker")
+            return
+        port = self._address.port if self._address else free_port()
+        ready = self.directory / "broker.port"
+        ready.unlink(missing_ok=True)
+        embedded = self.options.broker == "embedded"
+        command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
+        child = await self.fleet.start(BROKER, command)
+        self._address = BrokerAddress(host=HOST, port=port)
+
+        def wait() -> None:
+            if embedded:
+                await_ready(ready, BROKER_START_S)
+            else:
+                await_listening(HOST, port, BROKER_START_S)
+
+        listening = asyncio.ensure_future(asyncio.to_thread(wait))
+        ended = asyncio.ensure_future(child.process.wait())
+        await asyncio.wait([listening, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            raise PeerError(f"the broker ended with {child.process.returncode}: {tail(child.log, 2000)}")
+        ended.cancel()
+        await listening
+
+    async def start_coordinator(self) -> Child:
+        """Start it, or start it again upon the same journal."""
+        config = self._write(COORDINATOR, f'[coordinator]\nstate_dir = "{self.directory / "state"}"\n')
+        command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
+        return await self.fleet.start(COORDINATOR, command)
+
+    async def start_node(self, name: str) -> Child:
+        """Start a daemon of this name, known or new.
+
+        :raises PeerError: it runs already.
+        """
+        if name in (BROKER, COORDINATOR):
+            raise PeerError(f"{name!r} is not free as a node's name here")
+        child = await self.fleet.start(name, self.node_command(name))
+        if name not in self._node_names:
+            self._node_names.append(name)
+        return child
+
+    def node_command(self, name: str) -> list[str]:
+        """The command that runs the daemon of ``name``."""
+        runtime = self.directory / "run" / name
+        table = (
+            f'[node]\nname = "{name}"\nhost = "{HOST}"\ndevices = {self.options.devices_per_node}\n'
+            f'chaos = true\nruntime_dir = "{runtime}"\n'
+        )
+        config = self._write(name, table)
+        return module_command("ftd.cli.main", "node", "--config", str(config))
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL the broker, the coordinator or a node's daemon (whose trainers die with it).
+
+        :raises PeerError: it does not run.
+        """
+        if not self.fleet.running(name):
+            raise PeerError(f"{name} is not running")
+        await self.fleet.kill(name)
+
+    async def end(self) -> None:
+        """Leave no process: the nodes first, so that they do not notice the broker's end."""
+        await self.fleet.end()
+
+    def _write(self, name: str, tables: str) -> Path:
+        timing = "".join(f"{key} = {value}\n" for key, value in self.options.timing.items())
+        path = self.directory / f"{name}.toml"
+        path.write_text(
+            f'cluster = "{self.options.cluster}"\nsecret = "{self._secret}"\n'
+            f'[broker]\nurl = "{self.broker.url}"\n{_credentials(self.broker)}'
+            f"[timing]\n{timing}{tables}"
+        )
+        path.chmod(0o600)
+        return path
+
+
+def _credentials(broker: BrokerAddress) -> str:
+    if broker.username is None:
+        return ""
+    return f'username = "{broker.username}"\npassword = "{broker.password or ""}"\n'
+
+
+def _environment() -> dict[str, str]:
+    """One thread for each process: they share this machine's cores."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,148 @@
+"""What a node says over MQTT: its retained state with the last will, signals, events, answers."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from ftd.config.daemon import DaemonConfig
+from ftd.driver import EventGate
+from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.codec import encode_from_node
+from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
+from ftd.wire.topics import Topics
+from statemachine import messages
+from statemachine.effects import EmitEvent, PublishNode
+from statemachine.values import NodeState
+
+log = structlog.get_logger("ftd.node")
+
+SETTLE_S = 1.0
+"""How long two daemons of one name wait for the coordinator to say which of them the name belongs to."""
+
+
+class Voice:
+    """One incarnation of a node on the broker: its own client id, its own last will."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        incarnation: int,
+        *,
+        clock: Callable[[], float],
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.incarnation = incarnation
+        self._config = config
+        self._node = config.node
+        self._topics = Topics(cluster=config.cluster)
+        self._clock = clock
+        self._gate = EventGate()
+        self._state: NodeStateMessage | None = None
+        self._rejected = False
+        self._topic = self._topics.node_state(self._node)
+        will = self._state_message(NodeState.OFFLINE, 0, 0, "the connection to the broker broke")
+        self._session = MqttSession(
+            config.broker,
+            client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
+            subscriptions=(
+                self._topics.node_command(self._node),
+                self._topics.chaos(self._node),
+                self._topic,
+            ),
+            will=Will(topic=self._topic, payload=encode_json(will)),
+            on_message=on_message,
+            on_connected=on_connected,
+            on_lost=on_lost,
+        )
+        self._task = asyncio.get_running_loop().create_task(self._session.run())
+
+    async def close(self, flush_s: float) -> None:
+        """Let what was said be acknowledged, then take leave of the broker."""
+        await self._session.flush(flush_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def flush(self, timeout_s: float) -> None:
+        await self._session.flush(timeout_s)
+
+    def interrupt(self, for_s: float) -> None:
+        """Cut the connection without a goodbye and stay away for so long."""
+        self._session.interrupt(for_s)
+
+    def signal(self, signal: messages.Signal) -> None:
+        message = messages.FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
+        self._session.publish(self._topics.node_signal(self._node), encode_from_node(message))
+
+    def answer(self, client: str, answer: Answer) -> None:
+        self._session.publish(self._topics.reply(client), encode_json(answer))
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def event(self, effect: EmitEvent) -> None:
+        """Publish an event; an outage of the broker delays it, a flood of its kind thins it out."""
+        now = self._clock()
+        held_back = self._gate.admit(effect, now)
+        if held_back is None:
+            return
+        log.info(
+            effect.name,
+            reason=effect.reason,
+            generation=effect.generation,
+            step=effect.step,
+            cause=effect.cause,
+            **({"details": effect.details} if effect.details else {}),
+        )
+        message = event_message(effect, monotonic=now, held_back=held_back, source=f"node/{self._node}")
+        self._session.publish(self._topics.events, encode_json(message), keep=True)
+
+    # --- the retained state ------------------------------------------------------------------------
+
+    def state(self, effect: PublishNode) -> None:
+        said = self._state_message(effect.state, effect.generation, effect.step, effect.reason)
+        # The machine says OFFLINE only on purpose; the unwanted end of a node is the last will's to tell.
+        self._state = msgspec.structs.replace(said, graceful=effect.state is NodeState.OFFLINE)
+        self.say_state()
+
+    def say_state(self) -> None:
+        """Publish the last state (again), unless the topic belongs to another live node of our name."""
+        if self._state is not None and not self._rejected:
+            self._session.publish(self._topic, encode_json(self._state), retain=True)
+
+    def note_command(self, command: messages.Command) -> None:
+        """The coordinator's commands show whether the name is ours."""
+        if isinstance(command, messages.Rejection):
+            if not self._rejected:
+                log.error("rejected", reason=command.reason, remedy="trying again every second")
+            self._rejected = True
+        elif not isinstance(command, messages.Inquiry):
+            self._rejected = False
+
+    def note_state(self, seen: NodeStateMessage) -> None:
+        """Somebody else's word on our topic: say ours again.
+
+        An older incarnation's last will is answered at once. A live state is a second daemon of our name:
+        the coordinator rejects one of us, which a moment later will have settled who writes here.
+        """
+        if seen.incarnation == self.incarnation:
+            return
+        if seen.state is NodeState.OFFLINE:
+            self.say_state()
+        else:
+            asyncio.get_running_loop().call_later(SETTLE_S, self.say_state)
+
+    def _state_message(self, state: NodeState, generation: int, step: int, reason: str) -> NodeStateMessage:
+        return NodeStateMessage(
+            node=self._node,
+            incarnation=self.incarnation,
+            state=state,
+            generation=generation,
+            step=step,
+            reason=reason,
+            at=timestamp(),
+            devices=self._config.devices,
+            host=self._config.host,
+        )
