@@ -85,6 +85,9 @@ class ReportBuilder:
             case "JobFinished" | "JobFailed" | "JobStopped":
                 self._end = event
                 self._checksum = details.get("checksum") or self._checksum
+            case "TrainerStarted":
+                self.on_process(event["node"], int(details["daemon_pid"]))
+                self.on_process(event["node"], int(details["pid"]), int(details["device"]))
             case name if name in _DETECTIONS:
                 self._detections.append(event)
 
@@ -92,7 +95,7 @@ class ReportBuilder:
         """A process id became known: of the node's daemon, or of the trainer of ``device``."""
         daemons, trainers = self._processes.setdefault(node, ([], {}))
         known = daemons if device is None else trainers.setdefault(str(device), [])
-        if not known or known[-1] != pid:
+        if pid not in known:
             known.append(pid)
 
     def build(self) -> Report:

@@ -173,8 +173,9 @@ def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
     builder.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
     details = {"needed": 2, "present": 1}
     builder.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
-    for pid, device in ((10, None), (11, 0), (11, 0), (12, 0)):
-        builder.on_process("a", pid, device)
+    for pid in (11, 12, 11):  # the first is delivered again after the second
+        details = {"device": 0, "pid": pid, "daemon_pid": 10}
+        builder.on_event(event("TrainerStarted", 6.0, node="a", details=details))
     report = builder.build()
     assert report.outcome == "unfinished"
     assert report.steps[0].loss is None and report.steps[0].skipped

@@ -1,0 +1,178 @@
+"""The documentation against the code: examples that run, names that exist, nothing left out."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.main import get_command
+
+from ftd.cli.main import app
+from ftd.config.daemon import DaemonFile, daemon_config
+from ftd.config.job import JobFile, load_job
+from ftd.config.reading import convert
+from ftd.local.scenario import parse_scenario
+from runtime.protocol import TrainingData
+from runtime.training import load_training
+from statemachine.timing import Timing
+
+ROOT = Path(__file__).parents[1]
+PAGES = {p.name: p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+SOURCES = "\n".join(
+    p.read_text(encoding="utf-8")
+    for room in ("statemachine", "ftd")
+    for p in sorted((ROOT / room).rglob("*.py"))
+    if "view" not in p.parts
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+def table_rows(page: str) -> dict[str, str]:
+    """First cell, without its code marks, → the whole row."""
+    rows = re.findall(r"^\| `([^`|]+)` \|(.*)$", PAGES[page], re.MULTILINE)
+    return dict(rows)
+
+
+def documented_events() -> dict[str, str]:
+    return {
+        name: row for name, row in table_rows("events.md").items() if re.fullmatch(r"([A-Z][a-z]+)+", name)
+    }
+
+
+def emitted_events() -> set[str]:
+    called = re.findall(
+        r'\b(?:emit|announce|_publish_event|end_job)\(\s*(?:c, \S+, \S+, )?"([A-Z]\w+)"', SOURCES
+    )
+    return {*called, *re.findall(r'\bEmitEvent\([^)]*?name="([A-Z]\w+)"', SOURCES)}
+
+
+def test_every_event_is_documented_and_every_documented_event_exists() -> None:
+    emitted, documented = emitted_events(), set(documented_events())
+    assert len(emitted) > 15
+    assert emitted - documented == set()
+    assert {name for name in documented if f'"{name}"' not in SOURCES} == set()
+
+
+def test_every_topic_is_documented() -> None:
+    from ftd.wire.topics import Topics
+
+    topics = Topics(cluster="c")
+    names = [topics.cluster_state, topics.events, topics.request]
+    names += [t("<node>") for t in (topics.node_state, topics.node_signal, topics.node_command, topics.chaos)]
+    names.append(topics.reply("<client>"))
+    assert [n for n in names if n.removeprefix(f"{topics.root}/") not in table_rows("events.md")] == []
+
+
+@pytest.mark.parametrize("number", range(len(blocks("events.md", "json"))))
+def test_the_examples_of_states_and_events_are_json(number: int) -> None:
+    example = msgspec.json.decode(blocks("events.md", "json")[number])
+    assert len(example) >= 10
+
+
+def kind_of(example: dict[str, Any]) -> str:
+    if "fault" in example:
+        return "scenario"
+    return "job" if "training" in example else "daemon"
+
+
+def toml_examples() -> list[tuple[str, str]]:
+    return [(page, text) for page in ("README.md", "configuration.md") for text in blocks(page, "toml")]
+
+
+@pytest.mark.parametrize(("page", "text"), toml_examples())
+def test_the_configuration_examples_are_accepted(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret\n")
+    example = tomllib.loads(text)
+    match kind_of(example):
+        case "scenario":
+            assert len(parse_scenario(example, page).faults) == len(example["fault"])
+        case "job":
+            assert convert(example, JobFile, where=page).training.global_batch > 0
+        case _:
+            config = daemon_config(example, directory=tmp_path)
+            assert config.require_secret() == "s3cret"
+            assert config.broker.username == "ftd"
+
+
+def test_the_examples_cover_all_three_kinds() -> None:
+    kinds = [kind_of(tomllib.loads(text)) for _, text in toml_examples()]
+    assert set(kinds) == {"scenario", "job", "daemon"}
+
+
+def fields_of(kind: type[Any]) -> list[str]:
+    found: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        found.append(field.encode_name)
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            found += fields_of(field.type)
+    return found
+
+
+def test_every_field_of_the_files_is_documented() -> None:
+    page = PAGES["configuration.md"]
+    fields = [*fields_of(DaemonFile), *fields_of(JobFile)]
+    assert len(fields) > 20
+    assert [f for f in fields if not re.search(rf"\b{f}\b", page)] == []
+
+
+def test_every_timing_is_documented_with_its_default() -> None:
+    rows = table_rows("configuration.md")
+    fields = {f.name: f.default for f in dataclasses.fields(Timing)}
+    assert {n for n in rows if n.endswith("_s") or n in fields} == set(fields)
+    assert {n: rows[n].split("|")[0].strip() for n in fields} == {n: str(d) for n, d in fields.items()}
+
+
+def test_the_readmes_training_function_is_one(tmp_path: Path) -> None:
+    (script,) = blocks("README.md", "python")
+    job = next(t for t in blocks("README.md", "toml") if "[training]" in t)
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.toml").write_text(job)
+    loaded = load_job(tmp_path / "train.toml")
+    training = load_training(msgspec.convert(loaded.training, TrainingData))
+    rows, target = training.dataset[0]
+    for layer in training.layers:
+        rows = layer(rows)
+    assert training.loss(rows[None], target[None]).ndim == 0
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    used = re.findall(r"^(?:[AB]\$ )?ftd ([a-z]+)(.*?)(?:#.*)?$", PAGES["README.md"], re.MULTILINE)
+    assert {name for name, _ in used} >= {"local", "status", "submit", "node", "coordinator", "plan"}
+    for name, rest in used:
+        assert name in commands
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        given = set(re.findall(r"--[a-z-]+", rest))
+        subcommands = getattr(commands[name], "commands", {})
+        for sub in set(rest.split()) & set(subcommands):
+            known |= {option for parameter in subcommands[sub].params for option in parameter.opts}
+        assert given <= known, f"ftd {name}{rest}"
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_links_lead_somewhere(page: str) -> None:
+    folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
+    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in t]
+    assert [t for t in targets if t and not (folder / t).exists()] == []
+
+
+def test_the_file_map_names_every_module() -> None:
+    page = PAGES["ARCHITECTURE.md"].split("## Files")[1]
+    named = set(re.findall(r"`([\w/.]+)`", page))
+    modules = {
+        p.name
+        for room in ("planner", "statemachine", "storage", "runtime")
+        for p in (ROOT / room).glob("*.py")
+    }
+    modules |= {
+        p.name + ("/" if p.is_dir() else "") for p in (ROOT / "ftd").iterdir() if p.name[0] not in "_"
+    }
+    wanted = {n for n in modules if n.endswith((".py", "/")) and not n.startswith("__")}
+    assert wanted - named == set()
+    assert named - wanted == set()

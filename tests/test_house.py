@@ -1,0 +1,256 @@
+"""The house rules of ARCHITECTURE.md, where a machine can check them."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("planner", "statemachine", "storage", "runtime", "ftd")
+MODULES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+WRITTEN = sorted(
+    p
+    for place in (*ROOMS, "tests", "examples", "benchmarks", "tools")
+    for p in (ROOT / place).rglob("*.py")
+    if p != Path(__file__)
+)
+VOCABULARY = [
+    ROOT / "planner" / "values.py",
+    *(ROOT / "statemachine" / f"{name}.py" for name in ("values", "messages", "events", "effects")),
+]
+
+MOST_MODULE_LINES = 400
+MOST_FUNCTION_LINES = 60
+MOST_EXAMPLE_LINES = 150
+SHORT_LINES = 20
+"""A public function up to this long may speak for itself; so may a value that is a name and its fields."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def where(path: Path, node: ast.AST | None = None) -> str:
+    line = getattr(node, "lineno", None)
+    return f"{path.relative_to(ROOT)}" + (f":{line}" if line else "")
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def length(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def test_the_rooms_are_where_this_test_looks() -> None:
+    assert len(MODULES) > 30
+    assert {p.relative_to(ROOT).parts[0] for p in MODULES} == set(ROOMS)
+
+
+def test_modules_fit_the_head() -> None:
+    long = {where(p): n for p in MODULES if (n := len(p.read_text().splitlines())) > MOST_MODULE_LINES}
+    assert not long
+
+
+def test_functions_fit_the_screen() -> None:
+    long = [
+        f"{where(p, f)} {f.name}: {length(f)} lines"
+        for p in MODULES
+        for f in functions(parsed(p))
+        if length(f) > MOST_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_examples_are_short() -> None:
+    assert {p.name for p in EXAMPLES} >= {"gpt.py"}
+    long = {where(p): n for p in EXAMPLES if (n := len(p.read_text().splitlines())) > MOST_EXAMPLE_LINES}
+    assert not long
+
+
+def dataclass_keywords(node: ast.ClassDef) -> dict[str, bool] | None:
+    """The keywords of ``@dataclass``, or None where the class has no such decorator."""
+    for decorator in node.decorator_list:
+        call = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", None)
+        if name == "dataclass":
+            keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
+            return {k.arg or "**": getattr(k.value, "value", False) for k in keywords}
+    return None
+
+
+@pytest.mark.parametrize("path", VOCABULARY, ids=where)
+def test_values_are_frozen_slotted_and_named(path: Path) -> None:
+    found = [
+        (n.name, keywords)
+        for n in ast.walk(parsed(path))
+        if isinstance(n, ast.ClassDef) and (keywords := dataclass_keywords(n)) is not None
+    ]
+    assert len(found) > 5
+    wanted = {"frozen": True, "slots": True, "kw_only": True}
+    assert [name for name, keywords in found if not wanted.items() <= keywords.items()] == []
+
+
+def class_words(module: str, base: str) -> dict[str, list[str]]:
+    """Name → its words, for the subclasses of ``base`` in a module of ``statemachine``."""
+    tree = parsed(ROOT / "statemachine" / f"{module}.py")
+    names = [
+        n.name
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id == base for b in n.bases)
+    ]
+    return {name: re.findall(r"[A-Z][a-z]*", name) for name in names}
+
+
+IRREGULAR_FACTS = {"Lost", "Ready", "Impossible", "Up", "Beat", "Done"}
+"""Facts that do not end in -ed: of these, Beat is a past tense and the others are states reached."""
+IMPERATIVES = {
+    "Set", "Cancel", "Emit", "Send", "Persist", "Publish", "Build", "Compute", "Answer", "Start", "Kill",
+    "Prepare", "Quiesce", "Resume", "Renew", "Exit",
+}  # fmt: skip
+
+
+def test_events_are_facts() -> None:
+    events = class_words("events", "Event")
+    assert len(events) > 15
+    assert [
+        n for n, ws in events.items() if not any(w.endswith("ed") or w in IRREGULAR_FACTS for w in ws)
+    ] == []
+
+
+def test_effects_are_imperatives() -> None:
+    effects = class_words("effects", "Effect")
+    assert len(effects) > 10
+    assert [n for n, ws in effects.items() if not {ws[0], ws[-1]} & IMPERATIVES] == []
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """Public things of a module that nobody explained; what is only a name and fields may do without."""
+    tree = parsed(path)
+    if path.stat().st_size and ast.get_docstring(tree) is None:
+        yield f"{where(path)}: the module"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            a_value = dataclass_keywords(node) is not None or any(
+                isinstance(n, ast.Name) and n.id.endswith("Enum") for n in node.bases
+            )
+            only_fields = all(isinstance(n, ast.AnnAssign | ast.Expr | ast.Pass) for n in node.body)
+            if ast.get_docstring(node) is None and not (a_value or only_fields):
+                yield f"{where(path, node)}: class {node.name}"
+            members = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            members = [node]
+        else:
+            continue
+        if node.name.startswith("_"):
+            continue
+        for member in members:
+            public = not member.name.startswith("_")
+            if public and length(member) > SHORT_LINES and ast.get_docstring(member) is None:
+                yield f"{where(path, member)}: {member.name}"
+
+
+def test_what_is_public_is_explained() -> None:
+    assert [line for path in MODULES for line in undocumented(path)] == []
+
+
+FORBIDDEN = {
+    "a promise instead of work": re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError"),
+    "pickle": re.compile(r"^\s*(import|from)\s+(cloudpickle|dill|marshal|pickle|shelve)\b", re.MULTILINE),
+    "a path of one machine": re.compile(r"/work/|/tmp/probe"),
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_nothing_forbidden_is_in_the_code(what: str) -> None:
+    assert [where(p) for p in WRITTEN if FORBIDDEN[what].search(p.read_text(encoding="utf-8"))] == []
+
+
+def test_processes_do_not_pickle_through_torch_or_multiprocessing() -> None:
+    """``torch.save`` and ``multiprocessing`` pickle; between processes go msgpack, JSON and raw bytes."""
+    pickling = re.compile(
+        r"\btorch\.(save|load)\(|\bimport multiprocessing|\bfrom multiprocessing(?!\.shared)"
+    )
+    assert [where(p) for p in MODULES if pickling.search(p.read_text(encoding="utf-8"))] == []
+
+
+def test_every_package_says_that_it_is_typed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = project["tool"]["setuptools"]["package-data"]
+    for room in ROOMS:
+        assert (ROOT / room / "py.typed").is_file()
+        assert "py.typed" in declared[room]
+    packages = {p.parent for p in MODULES}
+    assert [where(p) for p in packages if not (p / "__init__.py").is_file()] == []
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_daemon_loads_torch() -> None:
+    """All modules but runtime's at once, in a fresh interpreter: also what they import indirectly."""
+    names = [dotted(p) for p in MODULES if p.relative_to(ROOT).parts[0] != "runtime" and p.stem != "__main__"]
+    assert {"ftd.coordinator.daemon", "ftd.node.daemon", "ftd.cli.main", "ftd.view.live"} <= set(names)
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{name} loads torch')\n"
+        "print(len(sys.modules))"
+    )
+    assert int(run_python(code)) > 100
+
+
+def test_the_pure_rooms_touch_nothing_impure() -> None:
+    """No clock, randomness, threads or I/O of our own: no import of them, no ``open``, no ``print``."""
+    impure = {
+        "asyncio",
+        "os",
+        "random",
+        "socket",
+        "subprocess",
+        "threading",
+        "time",
+        "pathlib",
+        "secrets",
+        "uuid",
+    }
+    found = []
+    for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] in ("planner", "statemachine")):
+        for node in ast.walk(parsed(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names = ["os"] if node.func.id in ("open", "print", "input", "exec", "eval") else []
+            found += [f"{where(path, node)}: {name}" for name in names if name in impure]
+    assert found == []
+
+
+def test_imports_run_downwards() -> None:
+    command = Path(sys.executable).parent / "lint-imports"
+    if not command.exists():
+        pytest.skip("import-linter is not installed next to this interpreter")
+    done = subprocess.run([command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
