@@ -47,7 +47,9 @@ def yardstick_ms(training: Path, steps: int, ranks: int) -> float:
 def ftd_ms(job: Path, steps: int, nodes: int) -> float:
     """Median milliseconds from commit to commit of ``ftd local`` on ``nodes`` one-device nodes."""
     report = run_local(job, nodes=nodes, steps=steps, faults=[])
-    return statistics.median(step["step_s"] for step in report["steps"][SKIP_STEPS:] if step["step_s"]) * 1e3
+    return 1e3 * statistics.median(
+        float(step["step_s"]) for step in report["steps"][SKIP_STEPS:] if step["step_s"]
+    )
 
 
 def measure(arguments: argparse.Namespace) -> Result:

@@ -41,7 +41,7 @@ class Sample:
 def sample(pid: int) -> Sample | None:
     """What process ``pid`` holds now; ``None`` when it is gone."""
     try:
-        fds = len(os.listdir(f"/proc/{pid}/fd"))
+        fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         status = dict(
             line.split(":\t", 1)
             for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -77,7 +77,7 @@ def watched(root: int) -> dict[str, int]:
 
 
 def shared_memory() -> int:
-    return len(os.listdir("/dev/shm"))
+    return len(list(Path("/dev/shm").iterdir()))
 
 
 def run(times: int, job: Path) -> tuple[dict[str, list[Sample]], list[int], dict[str, object]]:

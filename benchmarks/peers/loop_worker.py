@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.protocol import TrainingData
-from runtime.sampling import Sampler, load
+from runtime.sampling import Sampler
 from runtime.training import load_training
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         total = 0.0
         optimizer.zero_grad()
         for start in range(0, share, data.microbatch_rows):
-            inputs, targets = load(training.dataset, rows[start : start + data.microbatch_rows])
+            inputs, targets = sampler.load(training.dataset, rows[start : start + data.microbatch_rows])
             last = start + data.microbatch_rows >= share
             quiet = contextlib.nullcontext() if last or arguments.ranks == 1 else model.no_sync()  # type: ignore[operator]
             with quiet:

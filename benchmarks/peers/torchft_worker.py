@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from runtime.protocol import TrainingData
-from runtime.sampling import Sampler, load
+from runtime.sampling import Sampler
 from runtime.training import load_training
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     training = load_training(data)
     model = torch.nn.Sequential(*training.layers)
     optimizer = training.optimizer(list(model.named_parameters()))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def load_state(state: dict[str, object]) -> None:
         model.load_state_dict(state["model"])  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def train(manager, model, optimizer, training, data, arguments) -> None:  # type
     while True:
         step = manager.current_step()
         rows = sampler.indices(step + 1)[arguments.replica * share : (arguments.replica + 1) * share]
-        inputs, targets = load(training.dataset, rows)
+        inputs, targets = sampler.load(training.dataset, rows)
         optimizer.zero_grad()
         training.loss(parallel(inputs), targets).backward()
         optimizer.step()
