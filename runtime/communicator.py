@@ -27,6 +27,9 @@ Members = tuple[int, ...]
 """Global ranks of a group, ascending."""
 Channel = Literal["activation", "gradient", "state"]
 """What travels between two ranks; each channel of a pair of ranks is first in, first out."""
+GROUP_TIMEOUT_S = 60.0
+"""Of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
+held for as long. Not how failures are noticed: the control plane does that."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
 """A process group of torch: its stubs know neither the operations nor the options of the backends."""
@@ -218,7 +221,7 @@ class GlooCommunicator(Communicator):
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, size: int, host: str, *, timeout_s: float = 30.0
+        self, rendezvous: Rendezvous, rank: int, size: int, host: str, *, timeout_s: float = GROUP_TIMEOUT_S
     ) -> None:
         """:param host: own address that the other ranks connect to."""
         super().__init__(rank, size)

@@ -1,12 +1,14 @@
 """Gradients of one rank: flat buckets, all-reduced among their owners while the backward pass still runs.
 
 A bucket's gradients are views into one flat buffer, so nothing is copied before the all-reduce
-(flattened 16 × 256 KiB take 9.7 ms on gloo, one by one 82 ms). A bucket leaves when the last microbatch
-has given all its gradients; within a group buckets leave from the last to the first, on all members
+(flattened 16 × 256 KiB take 9.7 ms on gloo, one by one 82 ms). A large bucket leaves in pieces, so that
+also a model that is one bucket (all pipelines cut alike) overlaps. A piece leaves when the last microbatch
+has given all its gradients; within a group pieces leave from the last to the first, on all members
 alike, which is what a group's operations need and roughly the order in which they become complete.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +19,19 @@ from runtime.model import Model
 from runtime.pace import Pace
 from storage.buckets import Bucket
 
+PIECE_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class _Piece:
+    """A run of whole parameters of one bucket: what one all-reduce carries."""
+
+    flat: Tensor
+    owners: Members
+    names: frozenset[str]
+    missing: set[str]
+    """Parameters whose gradient of the last microbatch has not come yet."""
+
 
 class Gradients:
     """Belongs to one generation: after an abort a stuck all-reduce may still write into the old buffers.
@@ -26,34 +41,38 @@ class Gradients:
 
     def __init__(self, model: Model, buckets: Collection[Bucket], communicator: Communicator) -> None:
         self._communicator = communicator
-        self._buckets = {b.index: b for b in buckets if communicator.rank in b.owners}
         parameters = dict(model.named_parameters(range(model.layer_count)))
-        self._flats: dict[int, Tensor] = {}
+        self._flats: list[tuple[Bucket, Tensor]] = []
         self._views: list[tuple[torch.nn.Parameter, Tensor]] = []
-        self._queues: dict[Members, list[int]] = {}
+        self._queues: dict[Members, list[_Piece]] = {}
         self._handles: list[RemovableHandle] = []
-        for index, bucket in sorted(self._buckets.items(), reverse=True):
+        for bucket in sorted(buckets, key=lambda b: b.index, reverse=True):
+            if communicator.rank not in bucket.owners:
+                continue
             flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=model.device)
-            self._flats[index] = flat
-            self._queues.setdefault(bucket.owners, []).append(index)
+            self._flats.append((bucket, flat))
             for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
-                parameter = parameters[name]
-                self._views.append((parameter, flat[offset : offset + numel].view(parameter.shape)))
-                self._handles.append(self._watch(parameter, name, index))
+                self._views.append(
+                    (parameters[name], flat[offset : offset + numel].view_as(parameters[name]))
+                )
+            for piece in _pieces(bucket, flat):
+                self._queues.setdefault(bucket.owners, []).append(piece)
+                self._handles += [self._watch(parameters[name], name, piece) for name in piece.names]
         self._armed = False
-        self._missing: dict[int, set[str]] = {}
         self._launched: dict[Members, int] = {}
         self._pending: list[Pending] = []
         self._failure: CommunicationError | None = None
 
     def begin(self) -> None:
         """A new step: all gradients zero, nothing under way."""
-        for flat in self._flats.values():
+        for _, flat in self._flats:
             flat.zero_()
         for parameter, view in self._views:
             parameter.grad = view
         self._armed = False
-        self._missing = {index: set(bucket.parameters) for index, bucket in self._buckets.items()}
+        for queue in self._queues.values():
+            for piece in queue:
+                piece.missing = set(piece.names)
         self._launched = dict.fromkeys(self._queues, 0)
         self._pending = []
         self._failure = None
@@ -69,9 +88,9 @@ class Gradients:
         """
         if self._failure is not None:
             raise self._failure
-        for missing in self._missing.values():
-            missing.clear()
-        for members in self._queues:
+        for members, queue in self._queues.items():
+            for piece in queue:
+                piece.missing.clear()
             self._launch(members)
         for pending in self._pending:
             pace.wait(self._communicator, pending)
@@ -86,8 +105,8 @@ class Gradients:
         A bucket that is not finite is left out of the norm and counted in the second number.
         """
         total, broken = 0.0, 0
-        for index, flat in self._flats.items():
-            if self._buckets[index].owners[0] != self._communicator.rank:
+        for bucket, flat in self._flats:
+            if bucket.owners[0] != self._communicator.rank:
                 continue
             squared = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
             if squared < float("inf"):
@@ -97,7 +116,7 @@ class Gradients:
         return total, broken
 
     def scale(self, factor: float) -> None:
-        for flat in self._flats.values():
+        for _, flat in self._flats:
             flat.mul_(factor)
 
     def close(self) -> None:
@@ -108,20 +127,19 @@ class Gradients:
             parameter.grad = None
         self._views = []
 
-    def _watch(self, parameter: torch.nn.Parameter, name: str, bucket: int) -> RemovableHandle:
+    def _watch(self, parameter: torch.nn.Parameter, name: str, piece: _Piece) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
             if not self._armed:
                 return
-            missing = self._missing[bucket]
-            if name not in missing:
+            if name not in piece.missing:
                 raise RuntimeError(
                     f"parameter {name} got a second gradient in one backward pass; where a layer uses "
                     "torch.utils.checkpoint, set use_reentrant=False"
                 )
-            missing.discard(name)
-            if not missing:
+            piece.missing.discard(name)
+            if not piece.missing:
                 try:
-                    self._launch(self._buckets[bucket].owners)
+                    self._launch(piece.owners)
                 except CommunicationError as error:
                     self._failure = error  # Autograd would wrap it; ``finish`` raises it as it is.
 
@@ -129,10 +147,28 @@ class Gradients:
         return handle
 
     def _launch(self, members: Members) -> None:
-        """All-reduce the buckets of a group that are complete and next in the group's order."""
+        """All-reduce the pieces of a group that are complete and next in the group's order."""
         queue = self._queues[members]
         while (position := self._launched[members]) < len(queue):
-            if self._missing[queue[position]]:
+            piece = queue[position]
+            if piece.missing:
                 return
             self._launched[members] = position + 1
-            self._pending.append(self._communicator.all_reduce(self._flats[queue[position]], members))
+            if piece.flat.numel():
+                self._pending.append(self._communicator.all_reduce(piece.flat, members))
+
+
+def _pieces(bucket: Bucket, flat: Tensor) -> list[_Piece]:
+    """The bucket cut at parameters into pieces of ``PIECE_BYTES`` or somewhat more, the last one first."""
+    pieces: list[_Piece] = []
+    names: list[str] = []
+    end = bucket.numel
+    for name, offset in zip(reversed(bucket.parameters), reversed(bucket.offsets), strict=True):
+        names.append(name)
+        if (end - offset) * flat.element_size() >= PIECE_BYTES or name == bucket.parameters[0]:
+            piece = _Piece(
+                flat=flat[offset:end], owners=bucket.owners, names=frozenset(names), missing=set(names)
+            )
+            pieces.append(piece)
+            names, end = [], offset
+    return pieces

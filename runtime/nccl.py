@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Work
 
 from runtime.communicator import (
     CHANNELS,
+    GROUP_TIMEOUT_S,
     Aborted,
     Channel,
     Communicator,
@@ -55,7 +56,7 @@ class NcclCommunicator(Communicator):
         size: int,
         device: torch.device,
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = GROUP_TIMEOUT_S,
     ) -> None:
         super().__init__(rank, size)
         self._rendezvous = rendezvous

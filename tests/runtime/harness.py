@@ -15,13 +15,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ftd.node.rendezvous import RendezvousServer
 from runtime import protocol as p
+from runtime.communicator import GlooCommunicator
+from runtime.store import Rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -56,6 +59,24 @@ class ServerThread:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def formed_world(
+    size: int, groups: Sequence[tuple[int, ...]] = (), timeout_s: float = 10.0
+) -> Iterator[list[GlooCommunicator]]:
+    """Communicators of all ranks, formed, in this process."""
+    with ServerThread() as server:
+        rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
+        ranks = [GlooCommunicator(rendezvous, r, size, "127.0.0.1", timeout_s=timeout_s) for r in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(lambda communicator: communicator.form(groups), ranks))
+        try:
+            yield ranks
+        finally:
+            for communicator in ranks:
+                communicator.abort()
+                communicator.close()
 
 
 class TrainerHandle:

@@ -10,9 +10,8 @@ from runtime.communicator import Aborted, GlooCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
 from runtime.protocol import TransferData
-from runtime.store import Rendezvous
 from runtime.transfer import Exchange, TransferError
-from tests.runtime.harness import TOKEN, ServerThread
+from tests.runtime.harness import formed_world
 from tests.runtime.support import gpt_data
 
 CPU = torch.device("cpu")
@@ -20,17 +19,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pair() -> Iterator[list[GlooCommunicator]]:
-    with ServerThread() as server:
-        rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
-        both = [GlooCommunicator(rendezvous, rank, 2, "127.0.0.1", timeout_s=5.0) for rank in range(2)]
-        forming = [threading.Thread(target=c.form, args=([],)) for c in both]
-        for thread in forming:
-            thread.start()
-        for thread in forming:
-            thread.join(60)
-        yield both
-        for communicator in both:
-            communicator.close()
+    with formed_world(2) as pair:
+        yield pair
 
 
 def engine_at(step: int) -> Engine:
