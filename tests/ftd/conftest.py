@@ -1,0 +1,73 @@
+"""Real brokers on loopback, and a cluster's configuration around one."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ftd.config.locate import BrokerAddress
+from ftd.mqtt.embedded import await_ready, embedded_command
+from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
+
+
+class RunningBroker:
+    """A broker process that a test may kill and start again on the same port."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self.directory = directory
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> BrokerAddress:
+        return BrokerAddress(host="127.0.0.1", port=self.port)
+
+    def start(self) -> None:
+        ready = self.directory / "ready"
+        ready.unlink(missing_ok=True)
+        command = (
+            mosquitto_command(self.directory, self.port)
+            if self.kind == "mosquitto"
+            else embedded_command(ready, self.port)
+        )
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        if self.kind == "mosquitto":
+            await_listening("127.0.0.1", self.port, 10)
+        else:
+            await_ready(ready, 20)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def start_broker(tmp_path: Path) -> Iterator[Callable[[str], RunningBroker]]:
+    running: list[RunningBroker] = []
+
+    def start(kind: str) -> RunningBroker:
+        if kind == "mosquitto" and find_mosquitto() is None:
+            pytest.skip("mosquitto is not installed")
+        directory = tmp_path / kind
+        directory.mkdir()
+        running.append(RunningBroker(kind, directory))
+        return running[-1]
+
+    yield start
+    for broker in running:
+        broker.kill()
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def broker(request: pytest.FixtureRequest, start_broker: Callable[[str], RunningBroker]) -> RunningBroker:
+    return start_broker(request.param)
+
+
+@pytest.fixture
+def mosquitto(start_broker: Callable[[str], RunningBroker]) -> RunningBroker:
+    return start_broker("mosquitto")

@@ -1,0 +1,357 @@
+"""The wire: every message comes back as it was; nothing else gets in."""
+
+import dataclasses
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftd.errors import WireError
+from ftd.wire.codec import (
+    MAX_PAYLOAD_BYTES,
+    decode_from_node,
+    decode_to_node,
+    encode_from_node,
+    encode_to_node,
+)
+from ftd.wire.public import (
+    Answer,
+    AnyRequest,
+    ChaosRequest,
+    DrainRequest,
+    EventMessage,
+    HistoryRequest,
+    NodeStateMessage,
+    StatusRequest,
+    StopRequest,
+    decode_json,
+    encode_json,
+    event_message,
+)
+from ftd.wire.topics import Topics
+from planner.values import (
+    Device,
+    LayerProfile,
+    ModelProfile,
+    PipelinePlacement,
+    Plan,
+    Policy,
+    StagePlacement,
+    Transfer,
+)
+from statemachine.effects import EmitEvent
+from statemachine.messages import (
+    Command,
+    FromNode,
+    Heartbeat,
+    Hello,
+    Prepare,
+    Resume,
+    Signal,
+    ToNode,
+)
+from statemachine.values import (
+    CommittedStep,
+    DeviceReport,
+    Job,
+    NodeFacts,
+    NodeState,
+    Vote,
+)
+
+numbers = st.integers(min_value=0, max_value=2**53)
+reals = st.floats(allow_nan=False)
+names = st.text(min_size=1, max_size=12)
+texts = st.text(max_size=40)
+votes = st.builds(Vote, loss=reals, gradient_norm=reals, skipped=st.booleans())
+steps = st.builds(CommittedStep, step=numbers, vote=votes)
+reports = st.builds(
+    DeviceReport,
+    device=numbers,
+    committed_step=numbers,
+    ready_step=st.none() | numbers,
+    vote=st.none() | votes,
+    held=st.lists(numbers, max_size=4).map(tuple),
+)
+layers = st.builds(
+    LayerProfile,
+    **{f.name: reals if f.type is float else numbers for f in dataclasses.fields(LayerProfile)},
+)
+profiles = st.builds(
+    ModelProfile,
+    layers=st.lists(layers, max_size=3).map(tuple),
+    microbatch_rows=numbers,
+    device_memory_bytes=st.none() | numbers,
+    link_latency_s=reals,
+    link_bytes_per_s=reals,
+)
+policies = st.builds(
+    Policy,
+    devices_per_node=numbers,
+    tolerate=numbers,
+    global_batch=numbers,
+    microbatch_rows=numbers,
+    minimum=st.sampled_from(["one_replica", "oobleck"]),
+    objective=st.sampled_from(["iteration", "paper"]),
+    device_memory_bytes=st.none() | numbers,
+)
+jobs = st.builds(
+    Job,
+    job_id=names,
+    name=names,
+    steps=numbers,
+    policy=policies,
+    training=st.dictionaries(names, texts | numbers | st.booleans(), max_size=3),
+)
+devices = st.builds(Device, node=names, index=numbers)
+stages = st.builds(
+    StagePlacement,
+    first_layer=numbers,
+    end_layer=numbers,
+    devices=st.lists(devices, max_size=3).map(tuple),
+)
+pipelines = st.builds(
+    PipelinePlacement,
+    stages=st.lists(stages, max_size=3).map(tuple),
+    first_microbatch=numbers,
+    microbatches=numbers,
+    estimated_s=reals,
+)
+transfers = st.builds(Transfer, layer=numbers, source=devices, target=devices, size_bytes=numbers)
+plans = st.builds(
+    Plan,
+    pipelines=st.lists(pipelines, max_size=3).map(tuple),
+    transfers=st.lists(transfers, max_size=3).map(tuple),
+    method=st.sampled_from(["initial", "unchanged", "simple", "borrow", "merge", "best"]),
+    reason=texts,
+    estimated_iteration_s=reals,
+    idle_nodes=st.lists(names, max_size=2).map(tuple),
+)
+facts = st.builds(
+    NodeFacts,
+    devices=st.integers(1, 64),
+    host=names,
+    rendezvous_port=st.integers(0, 65535),
+    chaos_allowed=st.booleans(),
+)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: numbers,
+    float: reals,
+    str: texts,
+    bool: st.booleans(),
+    NodeFacts: facts,
+    Plan: plans,
+    Job: jobs,
+    CommittedStep | None: st.none() | steps,
+    Vote | None: st.none() | votes,
+    ModelProfile | None: st.none() | profiles,
+    str | None: st.none() | names,
+    tuple[DeviceReport, ...]: st.lists(reports, max_size=3).map(tuple),
+    tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
+    dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
+    dict[str, str]: st.dictionaries(names, texts, max_size=3),
+}
+
+
+def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
+    def of(field: Any) -> st.SearchStrategy[Any]:
+        choices = get_args(field.type)
+        if choices and all(isinstance(choice, str) for choice in choices):
+            return st.sampled_from(choices)
+        return BY_TYPE[field.type]
+
+    return st.builds(kind, **{field.name: of(field) for field in dataclasses.fields(kind)})
+
+
+@pytest.mark.parametrize("kind", get_args(Signal), ids=lambda kind: kind.__name__)
+def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(st.builds(FromNode, node=names, incarnation=numbers, signal=strategy_of(kind)))
+    def check(message: FromNode) -> None:
+        assert decode_from_node(encode_from_node(message), message.node) == message
+
+    check()
+
+
+@pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
+def test_every_command_comes_back_as_it_was(kind: Any) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(st.builds(ToNode, node=names, incarnation=numbers, command=strategy_of(kind), cause=texts))
+    def check(message: ToNode) -> None:
+        assert decode_to_node(encode_to_node(message), message.node) == message
+
+    check()
+
+
+def heartbeat(**changes: Any) -> dict[str, Any]:
+    body = {"generation": 1, "committed": None} | changes.pop("body", {})
+    return {"node": "n", "incarnation": 1, "type": "Heartbeat", "body": body} | changes
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (b"", "malformed signal"),
+        (b"\xc1", "malformed signal"),
+        (b"\x81\xa4node", "malformed signal"),
+        (b"\x91" * 100_000, "malformed signal"),
+        (b"x" * (MAX_PAYLOAD_BYTES + 1), "at most 1048576"),
+        (msgspec.msgpack.encode({"node": "n"}), "incarnation"),
+        (msgspec.msgpack.encode(heartbeat(node=3)), "Expected `str`"),
+        (msgspec.msgpack.encode(heartbeat(type="Inquiry")), "unknown message type 'Inquiry'"),
+        (msgspec.msgpack.encode(heartbeat(type="__class__")), "unknown message type"),
+        (msgspec.msgpack.encode(heartbeat(body={"generation": "1"})), "malformed Heartbeat"),
+        (msgspec.msgpack.encode(heartbeat(body={"generation": -1})), "generation is -1"),
+        (msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1}})), "vote"),
+        (msgspec.msgpack.encode(heartbeat(body={"generation": 1.5})), "Heartbeat"),
+        (msgspec.msgpack.encode(heartbeat(node="other")), "'n'"),
+    ],
+)
+def test_a_malformed_signal_is_a_wire_error(payload: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        decode_from_node(payload, "n")
+
+
+@pytest.mark.parametrize("change", [{"devices": 0}, {"devices": 10**6}, {"rendezvous_port": 70000}])
+def test_a_hello_with_impossible_facts_is_refused(change: dict[str, int]) -> None:
+    good = NodeFacts(devices=1, host="h", rendezvous_port=1)
+    hello = Hello(
+        facts=dataclasses.replace(good, **change),
+        job_id=None,
+        prepared=False,
+        generation=0,
+        training=False,
+    )
+    with pytest.raises(WireError, match="malformed Hello"):
+        decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=hello)), "n")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_raise_anything_but_a_wire_error(payload: bytes) -> None:
+    for decode in (decode_from_node, decode_to_node):
+        with pytest.raises(WireError):
+            decode(payload, "n")
+    for into in (AnyRequest, ChaosRequest, NodeStateMessage, dict):
+        try:
+            decode_json(payload, into)
+        except WireError:
+            continue
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject) -> None:
+    message = ToNode(
+        node="n",
+        incarnation=1,
+        cause="c",
+        command=Resume(
+            generation=1,
+            job_id="j",
+            step=3,
+            vote=None,
+            plan=data.draw(plans),
+            hosts={"a": "b"},
+            rendezvous="h:1",
+        ),
+    )
+    payload = bytearray(encode_to_node(message))
+    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        decode_to_node(bytes(payload), "n")
+    except WireError:
+        return
+
+
+def test_a_message_that_is_too_large_does_not_leave() -> None:
+    policy = Policy(global_batch=1, microbatch_rows=1)
+    job = Job(job_id="j", name="j", steps=1, policy=policy, training={"x": "y" * MAX_PAYLOAD_BYTES})
+    with pytest.raises(WireError, match="at most"):
+        encode_to_node(ToNode(node="n", incarnation=1, cause="c", command=Prepare(job=job, profile=False)))
+
+
+def test_a_reader_ignores_fields_of_a_newer_writer() -> None:
+    payload = msgspec.msgpack.encode(heartbeat(body={"later": 1}, also_later=2))
+    assert decode_from_node(payload).signal == Heartbeat(generation=1, committed=None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StopRequest(request="r", reply="c", job="gpt"),
+        DrainRequest(request="r", reply="c", node="n"),
+        StatusRequest(request="r", reply="c"),
+        HistoryRequest(request="r", reply="c", what="steps", after=3, limit=10, newest=True),
+    ],
+)
+def test_requests_come_back_as_they_were(message: Any) -> None:
+    assert decode_json(encode_json(message), AnyRequest) == message
+
+
+def test_other_public_messages_come_back_as_they_were() -> None:
+    chaos = ChaosRequest(request="r", reply="c", do="stop", target="trainer", device=1, for_s=0.5)
+    assert decode_json(encode_json(chaos), ChaosRequest) == chaos
+    answer = Answer(request="r", accepted=True, detail="d", data={"x": [1]})
+    assert decode_json(encode_json(answer), Answer) == answer
+    state = NodeStateMessage(
+        node="n",
+        incarnation=1,
+        state=NodeState.OFFLINE,
+        generation=2,
+        step=3,
+        reason="",
+        at="2026-01-01T00:00:00.000Z",
+        devices=1,
+        host="h",
+    )
+    assert decode_json(encode_json(state), NodeStateMessage) == state
+    assert msgspec.json.decode(encode_json(state))["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (b"{", "malformed JSON"),
+        (b"[]", "malformed JSON"),
+        (b'{"do": "explode", "request": "r", "reply": "c"}', "explode"),
+        (b'{"do": "stop", "request": "r", "reply": "c"}', "job"),
+        (b'{"do": "stop", "request": "r", "reply": "c", "job": "x", "force": true}', "force"),
+        (b'{"do": "drain", "request": 1, "reply": "c", "node": "x"}', "request"),
+        (b"[" * 200_000, "malformed JSON"),
+        (b'"' + b"x" * MAX_PAYLOAD_BYTES + b'"', "at most"),
+    ],
+)
+def test_malformed_requests_name_what_is_wrong(payload: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        decode_json(payload, AnyRequest)
+
+
+def test_an_event_says_how_many_were_held_back() -> None:
+    effect = EmitEvent(cause="c-1", name="MessageIgnored", reason="r", node="n", details={"why": "w"})
+    message = event_message(effect, monotonic=1.0, held_back=3)
+    assert message.details == {"why": "w", "held_back": 3}
+    assert effect.details == {"why": "w"}
+    assert decode_json(encode_json(message), EventMessage) == message
+    assert message.at.endswith("Z")
+
+
+def test_a_loss_that_is_not_a_number_is_null_in_json() -> None:
+    effect = EmitEvent(cause="c", name="StepCommitted", reason="", details={"loss": float("nan")})
+    assert msgspec.json.decode(encode_json(event_message(effect, monotonic=0.0)))["details"]["loss"] is None
+
+
+def test_topics() -> None:
+    topics = Topics(cluster="lab")
+    assert topics.node_signal() == "ftd/v1/lab/node/+/signal"
+    for topic in (
+        topics.node_state("n"),
+        topics.node_signal("n"),
+        topics.node_command("n"),
+        topics.chaos("n"),
+    ):
+        assert topics.node_of(topic) == "n"
+    for topic in (topics.events, topics.request, topics.cluster_state, "ftd/v1/other/node/n/state", "x"):
+        assert topics.node_of(topic) is None

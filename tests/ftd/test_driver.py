@@ -1,0 +1,179 @@
+"""The driver: order of effects, timers, and that bugs do not end a daemon."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ftd.driver import Driver, EventGate
+from ftd.errors import JournalError
+from statemachine.effects import CancelTimer, Effect, EmitEvent, PersistState, PublishCluster, SetTimer
+from statemachine.events import BrokerConnected, BrokerLost, Event, TimerFired
+
+PATIENCE_S = 10.0
+
+
+def emit(name: str) -> EmitEvent:
+    return EmitEvent(cause="c", name=name, reason="")
+
+
+class Scripted:
+    """A machine that answers each kind of event with the effects it was given."""
+
+    def __init__(self, script: dict[type[Event], Callable[[Any], list[Effect]]]) -> None:
+        self.script = script
+        self.events: list[Event] = []
+
+    def step(self, event: Event) -> list[Effect]:
+        self.events.append(event)
+        return self.script.get(type(event), lambda _: [])(event)
+
+
+def drive(machine: Scripted, perform: Callable[[Effect], Any], *events: type[Event]) -> Driver:
+    """Feed events and run until an ``EmitEvent`` named Done was performed."""
+
+    async def scene() -> Driver:
+        done = asyncio.Event()
+
+        def performing(effect: Effect) -> Any:
+            if isinstance(effect, EmitEvent) and effect.name == "Done":
+                done.set()
+                return None
+            return perform(effect)
+
+        driver = Driver(machine, performing)
+        for kind in events:
+            driver.feed(kind(at=driver.now(), cause=driver.cause()))
+        running = asyncio.create_task(driver.run())
+        waiting = asyncio.create_task(done.wait())
+        await asyncio.wait([running, waiting], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        ended = running.done()
+        for task in (running, waiting):
+            task.cancel()
+        results = await asyncio.gather(running, waiting, return_exceptions=True)
+        driver.stop_timers()
+        if ended and isinstance(results[0], BaseException):
+            raise results[0]
+        assert done.is_set()
+        return driver
+
+    return asyncio.run(scene())
+
+
+def test_each_effect_is_finished_before_the_next_begins() -> None:
+    log: list[str] = []
+
+    async def slowly() -> None:
+        await asyncio.sleep(0.02)
+        log.append("persisted")
+
+    def perform(effect: Effect) -> Any:
+        if isinstance(effect, PersistState):
+            return slowly()
+        log.append(type(effect).__name__)
+        return None
+
+    machine = Scripted(
+        {
+            BrokerConnected: lambda _: [emit("A"), PersistState(cause="c"), PublishCluster(cause="c")],
+            BrokerLost: lambda _: [emit("Done")],
+        }
+    )
+    drive(machine, perform, BrokerConnected, BrokerLost)
+    assert log == ["EmitEvent", "persisted", "PublishCluster"]
+
+
+def test_timers_fire_once_and_a_new_one_replaces_the_old() -> None:
+    machine = Scripted(
+        {
+            BrokerConnected: lambda _: [
+                SetTimer(cause="c", name="a", delay_s=0.01),
+                SetTimer(cause="c", name="b", delay_s=0.01),
+                SetTimer(cause="c", name="b", delay_s=0.06),
+                SetTimer(cause="c", name="gone", delay_s=0.01),
+                CancelTimer(cause="c", name="gone"),
+                CancelTimer(cause="c", name="never set"),
+                SetTimer(cause="c", name="end", delay_s=0.12),
+            ],
+            TimerFired: lambda event: [emit("Done")] if event.name == "end" else [],
+        }
+    )
+    drive(machine, lambda _: None, BrokerConnected)
+    fired = [event.name for event in machine.events if isinstance(event, TimerFired)]
+    assert fired == ["a", "b", "end"]
+
+
+def test_a_timer_that_rang_but_was_not_heard_yet_can_still_be_cancelled() -> None:
+    """The machine cancels it in the very step that keeps the loop from hearing it."""
+
+    async def block() -> None:
+        await asyncio.sleep(0.05)
+
+    machine = Scripted(
+        {
+            BrokerConnected: lambda _: [
+                SetTimer(cause="c", name="a", delay_s=0.01),
+                PersistState(cause="c"),
+                CancelTimer(cause="c", name="a"),
+                SetTimer(cause="c", name="end", delay_s=0.02),
+            ],
+            TimerFired: lambda _: [emit("Done")],
+        }
+    )
+    drive(machine, lambda effect: block() if isinstance(effect, PersistState) else None, BrokerConnected)
+    assert [event.name for event in machine.events if isinstance(event, TimerFired)] == ["end"]
+
+
+def test_a_bug_in_a_step_or_an_effect_is_counted_and_the_daemon_goes_on() -> None:
+    def bug(_: Any) -> list[Effect]:
+        raise RuntimeError("a bug of ours")
+
+    def perform(effect: Effect) -> None:
+        raise ValueError("another")
+
+    machine = Scripted({BrokerConnected: bug, BrokerLost: lambda _: [emit("A"), emit("Done")]})
+    assert drive(machine, perform, BrokerConnected, BrokerLost).bugs == 2
+
+
+def test_without_a_journal_there_is_no_going_on() -> None:
+    published: list[Effect] = []
+
+    def perform(effect: Effect) -> None:
+        if isinstance(effect, PersistState):
+            raise JournalError("the disk is full")
+        published.append(effect)
+
+    machine = Scripted({BrokerConnected: lambda _: [PersistState(cause="c"), PublishCluster(cause="c")]})
+    with pytest.raises(JournalError):
+        drive(machine, perform, BrokerConnected)
+    assert published == []
+
+
+def test_causes_are_unique_and_short() -> None:
+    async def scene() -> tuple[Driver, Driver]:
+        return Driver(Scripted({}), lambda _: None), Driver(Scripted({}), lambda _: None)
+
+    one, other = asyncio.run(scene())
+    causes = [driver.cause() for driver in (one, other) for _ in range(100)]
+    assert len(set(causes)) == 200
+    assert all(len(cause) == 12 for cause in causes)
+
+
+def test_the_gate_lets_one_of_a_kind_through_a_second() -> None:
+    gate = EventGate()
+
+    def ignored(why: str) -> EmitEvent:
+        return EmitEvent(cause="c", name="MessageIgnored", reason=why)
+
+    assert gate.admit(ignored("old"), 10.0) == 0
+    assert gate.admit(ignored("old"), 10.1) is None
+    assert gate.admit(ignored("older"), 10.1) == 0
+    assert gate.admit(ignored("old"), 10.9) is None
+    assert gate.admit(ignored("old"), 11.0) == 2
+    assert gate.admit(ignored("old"), 12.0) == 0
+    for moment in range(10):
+        assert gate.admit(emit("NodeLost"), float(moment) / 100) == 0
+    for index in range(5000):
+        gate.admit(ignored(str(index)), 20.0)
+    assert len(gate._kinds) <= EventGate.MAX_KINDS

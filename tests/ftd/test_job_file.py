@@ -1,0 +1,183 @@
+"""Job files: what becomes of them, and that every mistake is named with its remedy."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftd.clash import OUR_PACKAGES
+from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches
+from ftd.errors import ConfigurationError
+from ftd.wire.public import JobData, decode_json, encode_json
+from planner.values import Policy
+from runtime.protocol import TrainingData
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD: dict[str, Any] = {
+    "name": "gpt",
+    "steps": 10,
+    "training": {"function": "train.py:build", "global_batch": 32, "microbatch": 4},
+}
+
+
+def write(directory: Path, tables: dict[str, Any]) -> Path:
+    """The tables as TOML; enough of it for a job file."""
+    (directory / "train.py").write_text("def build(): ...\n")
+    lines: list[str] = []
+
+    def literal(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+    def table(name: str, content: dict[str, Any]) -> None:
+        if name:
+            lines.append(f"[{name}]")
+        lines.extend(f"{k} = {literal(v)}" for k, v in content.items() if not isinstance(v, dict))
+        for key, value in content.items():
+            if isinstance(value, dict):
+                table(f"{name}.{key}" if name else key, value)
+
+    table("", tables)
+    path = directory / "job.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    tables = copy.deepcopy(GOOD)
+    *way, last = path.split(".")
+    inner = tables
+    for step in way:
+        inner = inner.setdefault(step, {})
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return tables
+
+
+def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
+    tables = copy.deepcopy(GOOD)
+    tables["training"] |= {
+        "seed": 7,
+        "dtype": "float64",
+        "clip_gradient_norm": 1.5,
+        "checkpoint_activations": True,
+        "arguments": {"layers": 3, "name": "x", "rate": 0.5, "tied": True},
+    }
+    tables["tolerance"] = {"failures": 2, "minimum": "oobleck"}
+    tables["planner"] = {"objective": "paper", "device_memory_mib": 1.5}
+    job = load_job(write(tmp_path, tables), devices_per_node=2)
+    assert job.name == "gpt" and job.job_id.startswith("gpt-") and job.steps == 10
+    assert job.policy == Policy(
+        devices_per_node=2,
+        tolerate=2,
+        global_batch=32,
+        microbatch_rows=4,
+        minimum="oobleck",
+        objective="paper",
+        checkpoint_activations=True,
+        device_memory_bytes=3 * 2**19,
+    )
+    training = msgspec.convert(job.training, TrainingData)
+    assert training.function == f"{tmp_path.resolve()}/train.py:build"
+    assert training.path == str(tmp_path.resolve())
+    assert training.arguments == {"layers": 3, "name": "x", "rate": 0.5, "tied": True}
+    assert (training.steps, training.seed, training.dtype) == (10, 7, "float64")
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_the_examples_are_good(name: str) -> None:
+    assert load_job(ROOT / "examples" / f"{name}.toml", steps=3).steps == 3
+
+
+def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    assert decode_json(encode_json(data), JobData) == data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "says"),
+    [
+        ("naame", "x", "naame", "did you mean 'name'"),
+        ("name", None, "name", "add name"),
+        ("name", "a b", "name", "letters"),
+        ("steps", None, "steps", "required"),
+        ("steps", 0, "steps", "above 0"),
+        ("steps", 1.5, "steps", "Expected `int`"),
+        ("training", None, "training", "required"),
+        ("training.function", None, "training.function", "required"),
+        ("training.function", "train.py", "training.function", "file.py:function"),
+        ("training.function", "train.py:not a name", "training.function", "file.py:function"),
+        ("training.function", "no-module:build", "training.function", "file.py:function"),
+        ("training.function", "gone.py:build", "training.function", "does not exist"),
+        ("training.globalbatch", 3, "training.globalbatch", "did you mean 'global_batch'"),
+        ("training.global_batch", None, "training.global_batch", "required"),
+        ("training.global_batch", 0, "training.global_batch", "above 0"),
+        ("training.global_batch", 30, "training.global_batch", "28 or 32"),
+        ("training.global_batch", 33, "training.global_batch", "32 or 36"),
+        ("training.microbatch", -4, "training.microbatch", "above 0"),
+        ("training.microbatch", 64, "training.global_batch", "64"),
+        ("training.seed", -1, "training.seed", "2^63"),
+        ("training.dtype", "float23", "training.dtype", "did you mean 'float32'"),
+        ("training.backend", "mpi", "training.backend", "gloo"),
+        ("training.clip_gradient_norm", 0.0, "training.clip_gradient_norm", "above 0"),
+        ("training.arguments.x", [1], "training.arguments", "Expected"),
+        ("tolerance.failures", -1, "tolerance.failures", "0 or more"),
+        ("tolerance.minimum", "two", "tolerance.minimum", "two"),
+        ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
+        ("planner.objective", "speed", "planner.objective", "speed"),
+        ("planner.device_memory_mib", 0, "planner.device_memory_mib", "above 0"),
+    ],
+)
+def test_every_mistake_names_its_field_and_the_remedy(
+    tmp_path: Path, path: str, value: Any, field: str, says: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, changed(path, value)))
+    assert field in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OUR_PACKAGES)
+@pytest.mark.parametrize("shape", ["module", "package"])
+def test_a_neighbour_that_would_hide_our_package_is_refused(tmp_path: Path, name: str, shape: str) -> None:
+    path = write(tmp_path, GOOD)
+    if shape == "module":
+        (tmp_path / f"{name}.py").write_text("")
+    else:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    with pytest.raises(ConfigurationError, match=f"own package '{name}'.*rename"):
+        load_job(path)
+
+
+def test_a_neighbour_directory_without_code_is_no_clash(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "data.bin").write_text("")
+    load_job(path)
+
+
+def test_a_job_from_the_wire_is_checked_again(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    for bad, says in [
+        (msgspec.structs.replace(data, name="a/b"), "name"),
+        (msgspec.structs.replace(data, steps=11), "different steps"),
+        (msgspec.structs.replace(data, training={"function": "x"}), "training"),
+        (
+            msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, microbatch_rows=5)),
+            "30 or 35",
+        ),
+    ]:
+        with pytest.raises(ConfigurationError, match=says):
+            job_from_data(bad, job_id="x", devices_per_node=1)
+    with pytest.raises(ConfigurationError, match="devices_per_node"):
+        job_from_data(data, job_id="x", devices_per_node=0)
+
+
+def test_nearest_batches() -> None:
+    assert nearest_batches(30, 4) == (28, 32)
+    assert nearest_batches(31, 4) == (32, 28)
+    assert nearest_batches(3, 4) == (4,)

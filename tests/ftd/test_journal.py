@@ -1,0 +1,158 @@
+"""The journal: what was saved is there after a kill, for one coordinator at a time."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftd.coordinator.journal import MAX_PAGE, Journal
+from ftd.errors import JournalError
+from ftd.wire.public import EventMessage
+
+
+def event(name: str, step: int | None = None, **details: object) -> EventMessage:
+    return EventMessage(
+        event=name,
+        node=None,
+        generation=1,
+        step=step,
+        reason="r",
+        at="2026-01-01T00:00:00.000Z",
+        monotonic=1.0,
+        cause="c",
+        details=details,
+    )
+
+
+def test_a_new_journal_is_empty(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "deep" / "down")
+    assert journal.load() is None
+    assert journal.events(after=0, limit=10, newest=False) == ([], 0)
+    journal.close()
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_the_last_state_wins(tmp_path: Path, forced: bool) -> None:
+    journal = Journal(tmp_path)
+    for value in (b"one", b"two", b"three"):
+        journal.save(value, forced=forced)
+    journal.close()
+    reopened = Journal(tmp_path)
+    assert reopened.load() == b"three"
+    reopened.close()
+
+
+def test_what_was_saved_survives_sigkill(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from ftd.coordinator.journal import Journal\n"
+        "journal = Journal(Path(sys.argv[1]))\n"
+        "for index in range(10_000_000):\n"
+        "    journal.save(str(index).encode(), forced=False)\n"
+        "    os.write(1, b'%d\\n' % index)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(300):
+        process.stdout.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    said = process.stdout.read().split(b"\n")
+    process.wait()
+    last = int([line for line in said if line][-1]) if any(said) else 299
+    journal = Journal(tmp_path)
+    saved = journal.load()
+    assert saved is not None and int(saved) in (last, last + 1)
+    journal.close()
+
+
+def test_events_and_steps_come_back_in_pages(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.record(event("JobSubmitted", job="gpt-1"))
+    for step in range(1, 31):
+        journal.record(event("StepCommitted", step, loss=step / 2))
+        journal.record(event("NodeJoined", step))
+    journal.flush()
+    journal.close()
+
+    journal = Journal(tmp_path)
+    first, last = journal.events(after=0, limit=20, newest=False)
+    rest, _ = journal.events(after=last, limit=20, newest=False)
+    assert [e["event"] for e in first] == ["JobSubmitted"] + ["NodeJoined"] * 19
+    assert [e["step"] for e in first + rest][1:] == list(range(1, 31))[:39]
+    newest, _ = journal.events(after=0, limit=3, newest=True)
+    assert [e["step"] for e in newest] == [28, 29, 30]
+    steps, last = journal.steps(after=0, limit=MAX_PAGE * 5, newest=False)
+    assert [(s["job"], s["step"], s["details"]["loss"]) for s in steps[:2]] == [
+        ("gpt-1", 1, 0.5),
+        ("gpt-1", 2, 1.0),
+    ]
+    assert len(steps) == 30
+    assert journal.steps(after=last, limit=5, newest=False)[0] == []
+    journal.close()
+
+
+def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.record(event("JobSubmitted", job="gpt-1"))
+    journal.record(event("StepCommitted", 1, loss=1.0))
+    journal.close()
+    journal = Journal(tmp_path)
+    journal.record(event("StepCommitted", 1, loss=1.0))
+    journal.record(event("StepCommitted", 2, loss=0.5))
+    steps, _ = journal.steps(after=0, limit=10, newest=False)
+    assert [(s["job"], s["step"]) for s in steps] == [("gpt-1", 1), ("gpt-1", 2)]
+    journal.close()
+
+
+def test_a_page_fits_into_one_message(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for _ in range(20):
+        journal.record(event("TrainerLost", detail="x" * 100_000))
+    page, last = journal.events(after=0, limit=1000, newest=False)
+    assert 1 <= len(page) < 10
+    assert len(journal.events(after=last, limit=1000, newest=False)[0]) >= 1
+    journal.close()
+
+
+def test_a_second_coordinator_is_kept_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(JournalError, match=r"another coordinator.*coordinator\.state_dir"):
+        Journal(tmp_path)
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_a_damaged_journal_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"this is no database" * 100)
+    with pytest.raises(JournalError, match=r"journal\.sqlite.*move the file away"):
+        Journal(tmp_path)
+
+
+def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path).close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(JournalError, match="version 99"):
+        Journal(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal(tmp_path / "file" / "state")
+
+
+def test_a_write_that_fails_is_an_error_and_leaves_the_old_state(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.save(b"good", forced=True)
+    journal._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.save(b"bad", forced=True)
+    journal._db.execute("PRAGMA query_only = OFF")
+    assert journal.load() == b"good"
+    journal.close()

@@ -1,0 +1,60 @@
+"""sd_notify, spoken to a socket of our own in systemd's place."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ftd import systemd
+
+
+def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not systemd.notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/socket")
+    assert not systemd.notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
+    assert not systemd.notify("READY=1")
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_manager_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+    name = f"ftd-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name if abstract else name)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
+        assert systemd.notify("READY=1", "STATUS=well")
+        assert manager.recv(1000) == b"READY=1\nSTATUS=well"
+
+
+def test_the_watchdog_is_fed_when_it_watches_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "20000")
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+        assert systemd.watchdog_period_s() == 0.01
+
+        async def scene() -> None:
+            task = asyncio.create_task(systemd.watchdog())
+            for _ in range(3):
+                assert await asyncio.to_thread(manager.recv, 100) == b"WATCHDOG=1"
+            task.cancel()
+
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("limit", "pid"), [("", None), ("0", None), ("soon", None), ("1000000", str(os.getpid() + 1))]
+)
+def test_no_watchdog(monkeypatch: pytest.MonkeyPatch, limit: str, pid: str | None) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", limit)
+    if pid is None:
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    else:
+        monkeypatch.setenv("WATCHDOG_PID", pid)
+    assert systemd.watchdog_period_s() is None
+    asyncio.run(systemd.watchdog())
