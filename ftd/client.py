@@ -8,13 +8,21 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 from ftd.config.locate import ClusterAddress
 from ftd.errors import RequestRefused, Unreachable, WireError
 from ftd.mqtt.session import MqttSession
-from ftd.wire.public import Answer, ChaosRequest, HistoryRequest, Request, decode_json, encode_json
+from ftd.wire.public import (
+    Answer,
+    ChaosRequest,
+    EventMessage,
+    HistoryRequest,
+    Request,
+    decode_json,
+    encode_json,
+)
 from ftd.wire.topics import Topics
 
 CONNECT_S = 3.0
@@ -24,13 +32,20 @@ ANSWER_S = 5.0
 class ClusterClient:
     """A connection to one cluster's broker; see the module."""
 
-    def __init__(self, address: ClusterAddress, *, listen: bool = False) -> None:
-        """``listen`` subscribes to the event stream (``events``)."""
+    def __init__(
+        self,
+        address: ClusterAddress,
+        *,
+        listen: bool = False,
+        on_state: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state."""
         self.topics = Topics(cluster=address.cluster)
         self.client_id = f"client-{secrets.token_hex(6)}"
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._on_state = on_state
         own = [self.topics.reply(self.client_id), self.topics.cluster_state]
         self._session = MqttSession(
             address.broker,
@@ -122,6 +137,11 @@ class ClusterClient:
         while True:
             yield await self._events.get()
 
+    async def announce(self, event: EventMessage, timeout_s: float = 1.0) -> None:
+        """Publish an event and wait for the broker's acknowledgement, or for ``timeout_s``."""
+        self._session.publish(self.topics.events, encode_json(event), keep=True)
+        await self._session.flush(timeout_s)
+
     def _nobody(self, topic: str | None) -> str:
         who = f"nobody listens on {topic}" if topic else "no coordinator answers"
         return (
@@ -136,6 +156,8 @@ class ClusterClient:
                 if self._state.done():
                     self._state = asyncio.get_running_loop().create_future()
                 self._state.set_result(state)
+                if self._on_state is not None:
+                    self._on_state(state)
             elif topic == self.topics.events:
                 self._events.put_nowait(decode_json(payload, dict[str, Any]))
             else:

@@ -32,16 +32,21 @@ def address_of(broker: str | None, cluster: str | None, config: Path | None) -> 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine. Ctrl-C ends it with the shell's code for that, without a traceback."""
     import asyncio
-    import logging
 
-    import structlog
-
-    # The session logs how it connects; for a command only its result matters.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    silence_logs()
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def silence_logs() -> None:
+    """The session logs how it connects; for a command only its result matters."""
+    import logging
+
+    import structlog
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def print_json(value: Any) -> None:

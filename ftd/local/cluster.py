@@ -53,6 +53,11 @@ class LocalCluster:
         return self.options.broker in ("embedded", "mosquitto")
 
     @property
+    def central(self) -> tuple[str, ...]:
+        """The processes without which there is no cluster to follow."""
+        return (BROKER, COORDINATOR) if self.owns_broker else (COORDINATOR,)
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         """Names of all nodes ever started, in order."""
         return tuple(self._node_names)
@@ -126,7 +131,7 @@ class LocalCluster:
         await self.fleet.kill(name)
 
     async def end(self) -> None:
-        """Leave no process: the nodes first, so that they do not notice the broker's end."""
+        """Leave no process."""
         await self.fleet.end()
 
     def _write(self, name: str, tables: str) -> Path:

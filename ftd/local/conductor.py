@@ -89,8 +89,11 @@ class Conductor:
         """Start the clock of the faults by time."""
         self._clock = asyncio.get_running_loop().create_task(self._keep_time(time.monotonic()))
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        self._perform(self._cues.on_event(event))
+    def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
+        """Look at an event; the faults that it triggers are injected, and returned for whoever tells."""
+        due = self._cues.on_event(event)
+        self._perform(due)
+        return due
 
     async def finish(self) -> None:
         """Wait for the faults under way."""

@@ -1,0 +1,305 @@
+"""``ftd local``: a whole cluster on this machine for one job, from the first process to the last trace."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ftd.client import ClusterClient
+from ftd.config.job import load_job_data
+from ftd.config.locate import DEFAULT_CLUSTER, ClusterAddress, local_file
+from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.conductor import Conductor
+from ftd.local.fleet import private_directory
+from ftd.local.inject import LocalInjector, require_known_nodes
+from ftd.local.scenario import Fault, Scenario, load_scenario
+from ftd.node.processes import tail
+from ftd.view.live import LiveView
+from ftd.view.report import ReportBuilder
+from ftd.view.summary import render_summary
+from ftd.wire.public import JobData, SubmitRequest
+
+NODES_START_S = 60.0
+SUBMIT_S = 10.0
+_WATCH_S = 0.2
+_LAST_NEWS_S = 1.0
+"""How long the end of the job may be known from the state before its event must have come."""
+_ENDS = ("JobFinished", "JobFailed", "JobStopped")
+_OUTCOME_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """What the user asked for."""
+
+    job: Path
+    nodes: int
+    steps: int | None = None
+    devices_per_node: int = 1
+    chaos: Path | None = None
+    report: Path | None = None
+    broker: str = "embedded"
+    view: bool = True
+    logs: Path | None = None
+    """Keep the logs of all processes in this directory."""
+
+
+async def run_local(options: LocalOptions, console: Console) -> int:
+    """Run the job to its end; the exit code: 0 finished, 1 failed or stopped.
+
+    Cancelling it (Ctrl-C) ends everything and leaves nothing behind.
+
+    :raises ConfigurationError: job, scenario or options are wrong; nothing was started.
+    :raises FtdError: the cluster could not be brought up, or one of its central parts died.
+    """
+    job = load_job_data(options.job, steps=options.steps)
+    names = [f"node-{index}" for index in range(options.nodes)]
+    scenario = load_scenario(options.chaos) if options.chaos else Scenario()
+    if options.chaos:
+        require_known_nodes(scenario, names, options.chaos.name)
+    _require_own_broker(scenario, options)
+    _require_writable(options.report)
+    with private_directory() as directory:
+        cluster = LocalCluster(
+            directory,
+            ClusterOptions(
+                devices_per_node=options.devices_per_node,
+                broker=options.broker,
+                cluster=_cluster_name(options.broker),
+            ),
+        )
+        try:
+            run = LocalRun(options, job, scenario, cluster, console)
+            return await run.run(names)
+        finally:
+            await asyncio.shield(cluster.end())
+            if options.logs is not None:
+                shutil.copytree(cluster.fleet.logs, options.logs, dirs_exist_ok=True)
+
+
+class LocalRun:
+    """One job on one local cluster."""
+
+    def __init__(
+        self,
+        options: LocalOptions,
+        job: JobData,
+        scenario: Scenario,
+        cluster: LocalCluster,
+        console: Console,
+    ) -> None:
+        self._options = options
+        self._job = job
+        self._scenario = scenario
+        self._cluster = cluster
+        self._console = console
+        self._report = ReportBuilder()
+        self._view = LiveView(console, total_steps=job.steps) if options.view else None
+        self._notes: list[str] = []
+        self._state: dict[str, Any] = {}
+        self._state_changed = asyncio.Event()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Name of the event that ended the job."""
+
+    async def run(self, names: list[str]) -> int:
+        await self._cluster.start_broker()
+        await self._cluster.start_coordinator()
+        for name in names:
+            self._report.on_process(name, (await self._cluster.start_node(name)).pid)
+        address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
+        with _located(address), self._view or contextlib.nullcontext():
+            async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
+                await self._conduct(client, names)
+        return self._conclude()
+
+    async def _conduct(self, client: ClusterClient, names: list[str]) -> None:
+        """Submit the job when the nodes are there, play the scenario, follow until the job is over."""
+        injector = LocalInjector(client, self._cluster, self._report.on_process)
+        conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
+        following = asyncio.ensure_future(self._follow(client, conductor))
+        watching = asyncio.ensure_future(self._watch(injector))
+        try:
+            await self._until(self._submit(client, names), watching, following)
+            await self._until(_wait_for(self._over), watching, following)
+            self._notes += [f"never happened: {fault}" for fault in conductor.waiting]
+            await self._fill_gaps(client)
+        finally:
+            await conductor.cancel()
+            for task in (following, watching):
+                task.cancel()
+            await asyncio.gather(following, watching, return_exceptions=True)
+
+    async def _until(self, work: Any, *guards: asyncio.Future[None]) -> None:
+        """Do ``work``; an error of a guard, which never ends otherwise, ends it."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, *guards], return_when=asyncio.FIRST_COMPLETED)
+            for guard in guards:
+                if guard.done():
+                    guard.result()
+            await task
+        finally:
+            task.cancel()
+
+    async def _submit(self, client: ClusterClient, names: list[str]) -> None:
+        """:raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run."""
+        try:
+            async with asyncio.timeout(NODES_START_S):
+                while not _all_healthy(self._state, names):
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
+        except TimeoutError:
+            absent = [name for name in names if not _all_healthy(self._state, [name])]
+            raise self._death(absent[0], f"{absent[0]} did not join within {NODES_START_S:g} s") from None
+        envelope = client.envelope()
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
+        await client.request(request, timeout_s=SUBMIT_S)
+
+    async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
+        """Every event to everybody whom it concerns."""
+        begun = False
+        async for event in client.events():
+            self._report.on_event(event)
+            if self._view is not None:
+                self._view.on_event(event)
+            name, details = event.get("event"), event.get("details") or {}
+            if name == "TrainingResumed" and not begun:
+                begun = True
+                conductor.begin()
+            if name == "TrainerStarted":
+                self._report.on_process(event["node"], details["pid"], details["device"])
+            conductor.on_event(event)
+            if name in _ENDS and not self._over.done():
+                self._over.set_result(str(name))
+
+    async def _watch(self, injector: LocalInjector) -> None:
+        """The parts that nobody replaces must live.
+
+        :raises PeerError: one has ended; carries the end of its log.
+        """
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            self._cluster.fleet.reap_adopted()
+            for name in self._cluster.central:
+                if not self._cluster.fleet.running(name) and name not in injector.absent:
+                    raise self._death(name, f"the {name} has ended")
+
+    async def _fill_gaps(self, client: ClusterClient) -> None:
+        """What the broker lost (an outage), the coordinator's journal knows."""
+        with contextlib.suppress(Unreachable):
+            for event in await client.history():
+                self._report.on_event(event)
+            for row in await client.history(what="steps"):
+                self._report.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
+
+    def _on_state(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._state_changed.set()
+        self._report.on_state(state)
+        if self._view is not None:
+            self._view.on_state(state)
+        outcome = _OUTCOME_OF_PHASE.get(str(state.get("phase")))
+        if outcome is not None:  # Its event is under way, or was lost with a broker.
+            asyncio.get_running_loop().call_later(_LAST_NEWS_S, self._end, outcome)
+
+    def _end(self, outcome: str) -> None:
+        if not self._over.done():
+            self._over.set_result(outcome)
+
+    def _note_failure(self, fault: Fault, error: FtdError) -> None:
+        self._notes.append(f"{fault}: {error}")
+
+    def _death(self, name: str, what: str) -> PeerError:
+        said = tail(self._cluster.fleet.logs / f"{name}.log", 2000)
+        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
+
+    def _conclude(self) -> int:
+        """Print the summary, write the report; the exit code."""
+        report = self._report.build()
+        self._console.print(render_summary(report))
+        for note in self._notes:
+            self._console.print(f"chaos: {note}", style="yellow", markup=False)
+        if self._options.report is not None:
+            self._options.report.write_bytes(report.to_bytes())
+            self._console.print(f"report: {self._options.report}", markup=False, highlight=False)
+        return 0 if report.outcome == "finished" else 1
+
+
+async def _wait_for(future: asyncio.Future[str]) -> None:
+    await asyncio.shield(future)
+
+
+def _all_healthy(state: dict[str, Any], names: list[str]) -> bool:
+    nodes = state.get("nodes", {})
+    return all(nodes.get(name, {}).get("state") == "HEALTHY" for name in names)
+
+
+def _monotonic(at: str) -> float:
+    """The monotonic time of an ISO-8601 stamp of this host, as good as its milliseconds."""
+    return time.monotonic() - (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
+
+
+def _cluster_name(broker: str) -> str:
+    """Our own broker serves one cluster; on somebody else's there may be others."""
+    return DEFAULT_CLUSTER if broker in ("embedded", "mosquitto") else f"local-{os.getpid()}"
+
+
+def _require_own_broker(scenario: Scenario, options: LocalOptions) -> None:
+    if options.broker in ("embedded", "mosquitto"):
+        return
+    if any(fault.do == "kill_broker" for fault in scenario.faults):
+        raise ConfigurationError(
+            f"the scenario kills the broker, but {options.broker} is not ours",
+            field="--broker",
+            remedy="use --broker embedded or mosquitto",
+        )
+
+
+def _require_writable(report: Path | None) -> None:
+    """Before an hour of training, not after it."""
+    if report is None:
+        return
+    if report.is_dir() or not os.access(report.parent if not report.exists() else report, os.W_OK):
+        raise ConfigurationError(
+            f"{report} cannot be written", field="--report", remedy="choose another file"
+        )
+
+
+@contextlib.contextmanager
+def _located(address: ClusterAddress) -> Iterator[None]:
+    """While this runs, the other commands find the cluster without being told where it is."""
+    path = local_file()
+    content = {"broker": address.broker.url, "cluster": address.cluster, "pid": os.getpid()}
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(path.read_text())["pid"] == os.getpid():
+                path.unlink()
+
+
+def cancel_on_signals(task: "asyncio.Task[Any]") -> dict[str, int]:
+    """Ctrl-C, SIGTERM and a closed terminal cancel ``task``; afterwards ``["signal"]`` says which."""
+    caught: dict[str, int] = {}
+
+    def stop(number: int) -> None:
+        caught.setdefault("signal", number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return caught
