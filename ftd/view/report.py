@@ -66,7 +66,8 @@ class ReportBuilder:
         at = float(event["monotonic"])
         if self._first_s is None:
             self._first_s, self._started_at = at, event.get("at")
-        self._last_s = max(self._last_s, at)
+        if self._end is None:
+            self._last_s = max(self._last_s, at)
         details: JsonMap = event.get("details") or {}
         match event["event"]:
             case "JobSubmitted":
@@ -85,7 +86,7 @@ class ReportBuilder:
             case "JobFinished" | "JobFailed" | "JobStopped":
                 self._end = event
                 self._checksum = details.get("checksum") or self._checksum
-            case "TrainerStarted":
+            case "TrainerStarted" if self._end is None:  # later ones wait for the next job
                 self.on_process(event["node"], int(details["daemon_pid"]))
                 self.on_process(event["node"], int(details["pid"]), int(details["device"]))
             case name if name in _DETECTIONS:

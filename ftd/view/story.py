@@ -9,6 +9,7 @@ belongs to a node's story when any of its events names the node.
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ftd.view.lines import event_line
@@ -29,7 +30,7 @@ def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
         Text.assemble((f"The story of {node}", "bold"), f": {plural(count, 'event')}")
     ]
     for chapter in told:
-        parts += ["", _title(chapter), *_lines(chapter, node)]
+        parts += ["", _title(chapter), _lines(chapter, node)]
     return Group(*parts)
 
 
@@ -71,14 +72,20 @@ def _title(chapter: Sequence[JsonMap]) -> Text:
     return title
 
 
-def _lines(chapter: Sequence[JsonMap], node: str) -> list[Text]:
+def _lines(chapter: Sequence[JsonMap], node: str) -> Table:
     begun_s = float(chapter[0]["monotonic"])
-    lines = []
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=12, justify="right", style="dim")
+    grid.add_column(width=1)
+    grid.add_column(overflow="fold")
     for index, event in enumerate(chapter):
         after_s = float(event["monotonic"]) - begun_s
-        line = Text("  ", no_wrap=True, overflow="ellipsis")
-        line.append(f"{'' if index == 0 else '+' + duration(after_s):>9}  ", style="dim")
-        line.append("▌" if names(event, node) else "│", style="bold" if names(event, node) else "dim")
-        line.append(" ").append_text(event_line(event, with_clock=False))
-        lines.append(line)
-    return lines
+        mine = names(event, node)
+        line = event_line(event, with_clock=False)
+        line.no_wrap = False
+        grid.add_row(
+            "" if index == 0 else f"+{duration(after_s)}",
+            Text("▌" if mine else "│", style="bold" if mine else "dim"),
+            line,
+        )
+    return grid

@@ -185,6 +185,13 @@ def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
     assert json.loads(report.to_bytes())["steps"][0]["loss"] is None
 
 
+def test_nothing_counts_after_the_end(run_events: list[Json], event: Make) -> None:
+    details = {"device": 0, "pid": 99, "daemon_pid": 10}
+    report = built([*run_events, event("TrainerStarted", 1016.0, node="node-0", details=details)])
+    assert report.processes == {}
+    assert report.duration_s == pytest.approx(15.0)
+
+
 def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> None:
     report = built(run_events, state)
     document = json.loads(report.to_bytes())
