@@ -64,7 +64,7 @@ class ReportBuilder:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """One event envelope; a second delivery changes nothing."""
         at = float(event["monotonic"])
-        if self._first_s is None:
+        if self._first_s is None or at < self._first_s:
             self._first_s, self._started_at = at, event.get("at")
         if self._end is None:
             self._last_s = max(self._last_s, at)
@@ -86,14 +86,19 @@ class ReportBuilder:
             case "JobFinished" | "JobFailed" | "JobStopped":
                 self._end = event
                 self._checksum = details.get("checksum") or self._checksum
-            case "TrainerStarted" if self._end is None:  # later ones wait for the next job
+            case "TrainerStarted":
                 self.on_process(event["node"], int(details["daemon_pid"]))
                 self.on_process(event["node"], int(details["pid"]), int(details["device"]))
             case name if name in _DETECTIONS:
                 self._detections.append(event)
 
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
-        """A process id became known: of the node's daemon, or of the trainer of ``device``."""
+        """A process id became known: of the node's daemon, or of the trainer of ``device``.
+
+        After the job's end nobody counts: trainers are started anew for the next job.
+        """
+        if self._end is not None:
+            return
         daemons, trainers = self._processes.setdefault(node, ([], {}))
         known = daemons if device is None else trainers.setdefault(str(device), [])
         if pid not in known:
