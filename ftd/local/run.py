@@ -108,7 +108,9 @@ class LocalRun:
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
         self._state: dict[str, Any] = {}
-        self._state_changed = asyncio.Event()
+        self._trainers: dict[str, set[int]] = {}
+        """Devices of each node whose trainer was up at some time."""
+        self._news = asyncio.Event()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Name of the event that ended the job."""
 
@@ -153,18 +155,31 @@ class LocalRun:
             task.cancel()
 
     async def _submit(self, client: ClusterClient, names: list[str]) -> None:
-        """:raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run."""
+        """Once all nodes have joined and have their trainers: so the first plan uses all of them.
+
+        :raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run.
+        """
         try:
             async with asyncio.timeout(NODES_START_S):
-                while not _all_healthy(self._state, names):
-                    self._state_changed.clear()
-                    await self._state_changed.wait()
+                while self._missing(names):
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError:
-            absent = [name for name in names if not _all_healthy(self._state, [name])]
-            raise self._death(absent[0], f"{absent[0]} did not join within {NODES_START_S:g} s") from None
+            absent = self._missing(names)[0]
+            raise self._death(absent, f"{absent} was not ready within {NODES_START_S:g} s") from None
         envelope = client.envelope()
         request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
         await client.request(request, timeout_s=SUBMIT_S)
+
+    def _missing(self, names: list[str]) -> list[str]:
+        """Those among ``names`` that cannot take a job yet."""
+        nodes = self._state.get("nodes", {})
+        return [
+            name
+            for name in names
+            if nodes.get(name, {}).get("state") != "HEALTHY"
+            or len(self._trainers.get(name, ())) < self._options.devices_per_node
+        ]
 
     async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
         """Every event to everybody whom it concerns."""
@@ -179,6 +194,8 @@ class LocalRun:
                 conductor.begin()
             if name == "TrainerStarted":
                 self._report.on_process(event["node"], details["pid"], details["device"])
+                self._trainers.setdefault(event["node"], set()).add(details["device"])
+                self._news.set()
             conductor.on_event(event)
             if name in _ENDS and not self._over.done():
                 self._over.set_result(str(name))
@@ -205,7 +222,7 @@ class LocalRun:
 
     def _on_state(self, state: dict[str, Any]) -> None:
         self._state = state
-        self._state_changed.set()
+        self._news.set()
         self._report.on_state(state)
         if self._view is not None:
             self._view.on_state(state)
@@ -238,11 +255,6 @@ class LocalRun:
 
 async def _wait_for(future: asyncio.Future[str]) -> None:
     await asyncio.shield(future)
-
-
-def _all_healthy(state: dict[str, Any], names: list[str]) -> bool:
-    nodes = state.get("nodes", {})
-    return all(nodes.get(name, {}).get("state") == "HEALTHY" for name in names)
 
 
 def _monotonic(at: str) -> float:

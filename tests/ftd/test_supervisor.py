@@ -1,6 +1,7 @@
 """The supervisor with a real zygote and real trainers: what it starts, hears, reports and ends."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -91,8 +92,8 @@ def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int 
 
 async def gone(pids: list[int]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while any(running(pid) for pid in pids):
-            await asyncio.sleep(0.01)  # noqa: ASYNC110  # the kernel tells nobody about a stranger's end
+        while any(running(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
+            await asyncio.sleep(0.01)
 
 
 def running(pid: int) -> bool:
@@ -298,14 +299,18 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
             daemon = await asyncio.create_subprocess_exec(
                 sys.executable, str(program), str(directory), stdout=asyncio.subprocess.PIPE
             )
-            assert daemon.stdout is not None
-            async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
-                while not (line := await daemon.stdout.readline()).startswith(b"pids"):
-                    pass
-            pids = [int(pid) for pid in line.split()[1:]]
-            assert all(running(pid) for pid in pids)
-            daemon.send_signal(how)
-            await daemon.wait()
-            await gone(pids)
+            try:
+                assert daemon.stdout is not None
+                async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
+                    while not (line := await daemon.stdout.readline()).startswith(b"pids"):
+                        pass
+                pids = [int(pid) for pid in line.split()[1:]]
+                assert all(running(pid) for pid in pids)
+                daemon.send_signal(how)
+                await daemon.wait()
+                await gone(pids)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    daemon.kill()
 
     asyncio.run(main())
