@@ -289,6 +289,10 @@ def join(c: Cluster) -> None:
     joining, leaving = newcomers(c), leavers(c)
     if not joining and not leaving:
         return
+    if c.phase is ClusterPhase.RUNNING and c.recovery is not None:
+        # The recovery under way gets its first commit undisturbed; then it is its turn.
+        c.set_timer(JOIN, c.timing.join_settle_s)
+        return
     paused = c.phase is ClusterPhase.PAUSED
     names = [node.name for node in joining]
     if paused:
