@@ -66,7 +66,7 @@ class Fault:
     fault: str
     """``kill``, ``stop``, ``hang``, …"""
     target: str | None
-    """``node`` (the daemon and its trainers) or ``trainer``."""
+    """``node`` (the daemon and its trainers), ``trainer``, ``coordinator`` or ``broker``."""
     device: int | None
     """Of a trainer; ``None``: all of the node."""
     node: str | None
@@ -117,7 +117,7 @@ class Recovery:
     """What became of the step in flight: ``roll_forward``, ``redo``, ``boundary``, ``start``."""
     generation: int
     generations_tried: int
-    """More than 1 when another failure came during the recovery."""
+    """More than 1 when more changed before the first step was committed."""
     step: int
     """Training went on after this committed step."""
     pipelines_before: tuple[PipelineFacts, ...]

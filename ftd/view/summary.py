@@ -36,16 +36,18 @@ _DECISION_WORDS = {
     "boundary": "all stopped together behind step {step}",
 }
 CHART_HEIGHT = 5
+_WIDE = 97
+"""Columns that the table needs with all of its columns."""
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Everything at a glance, for 100 columns and more."""
+    """Everything at a glance; readable from 80 columns on, better with 100 and more."""
     parts: list[RenderableType] = [_headline(report)]
     if report.recoveries:
         parts += [
             "",
             Text.assemble(("Failures and changes", "bold"), ("  times in milliseconds", "dim")),
-            _recovery_table(report),
+            _RecoveryTable(report),
         ]
         parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
     else:
@@ -127,39 +129,57 @@ class _Chart:
         )
 
 
-def _recovery_table(report: Report) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("what happened", min_width=18)
-    table.add_column("noticed by", min_width=8)
-    for phase in ("detect", "quiesce", "plan", "state", "resume"):
-        table.add_column(phase, justify="right", no_wrap=True, min_width=5)
-    table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
-    table.add_column("moved", justify="right", no_wrap=True, min_width=8)
-    table.add_column("lost", justify="right", no_wrap=True)
-    table.add_column("redone", justify="right", no_wrap=True)
-    for index, recovery in enumerate(report.recoveries, start=1):
-        failure = recovery.cause in FAILURE_CAUSES
-        table.add_row(
-            Text(str(index), style="red" if failure else "green"),
-            str(recovery.step),
-            _what(recovery, [f for f in report.faults if f.generations[:1] == (recovery.generation,)]),
-            how_words(recovery.detected_how),
-            milliseconds(recovery.detected_ms),
-            milliseconds(recovery.quiesce_ms),
-            milliseconds(recovery.plan_ms),
-            milliseconds(recovery.state_ms),
-            milliseconds(recovery.resume_ms),
-            milliseconds(recovery.total_ms),
-            size(recovery.bytes_moved),
-            Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
-            str(recovery.recomputed_steps),
-        )
-    return table
+class _RecoveryTable:
+    """One row a change. Where it is narrow, who and how are left to the part below."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("step", justify="right", no_wrap=True)
+        if wide:
+            table.add_column("what happened", min_width=18)
+            table.add_column("noticed by", min_width=8)
+        for phase in ("detect", "quiesce", "plan", "state", "resume"):
+            table.add_column(phase, justify="right", no_wrap=True, min_width=5)
+        table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
+        table.add_column("moved", justify="right", no_wrap=True, min_width=8)
+        table.add_column("lost", justify="right", no_wrap=True)
+        table.add_column("redone", justify="right", no_wrap=True)
+        for index, recovery in enumerate(self._report.recoveries, start=1):
+            who: list[RenderableType] = [_what(recovery, self._report), how_words(recovery.detected_how)]
+            table.add_row(
+                _number(index, recovery), str(recovery.step), *(who if wide else []), *_cells(recovery)
+            )
+        yield table
 
 
-def _what(recovery: Recovery, faults: Sequence[Fault]) -> Text:
+def _number(index: int, recovery: Recovery) -> Text:
+    return Text(str(index), style="red" if recovery.cause in FAILURE_CAUSES else "green")
+
+
+def _cells(recovery: Recovery) -> list[RenderableType]:
+    times_ms = (
+        recovery.detected_ms,
+        recovery.quiesce_ms,
+        recovery.plan_ms,
+        recovery.state_ms,
+        recovery.resume_ms,
+        recovery.total_ms,
+    )
+    return [
+        *(milliseconds(t) for t in times_ms),
+        size(recovery.bytes_moved),
+        Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
+        str(recovery.recomputed_steps),
+    ]
+
+
+def _what(recovery: Recovery, report: Report) -> Text:
+    faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
     nodes = ", ".join(recovery.nodes) or "cluster"
     text = Text.assemble((nodes, "bold"), f" {CAUSE_WORDS.get(recovery.cause, recovery.cause)}")
     if faults:
@@ -173,22 +193,25 @@ def _decisions(report: Report) -> RenderableType:
     for node in sorted(report.processes, key=natural):
         colours.of(node)
     for index, recovery in enumerate(report.recoveries, start=1):
-        failure = recovery.cause in FAILURE_CAUSES
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(width=2, style="red" if failure else "green")
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(width=2)
         grid.add_column(width=7, style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
+        grid.add_column(ratio=1, overflow="fold")
         method = f"{recovery.method}: " if recovery.method else ""
-        grid.add_row(str(index), "plan", Text(f"{method}{recovery.reason}"))
+        noticed = how_words(recovery.detected_how)
+        happened = Text.assemble(
+            _what(recovery, report), (f" at step {recovery.step}; noticed by: {noticed}", "dim")
+        )
+        grid.add_row(_number(index, recovery), "what", happened)
+        grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
         if recovery.decision in _DECISION_WORDS:
             sentence = _DECISION_WORDS[recovery.decision]
             grid.add_row("", "step", sentence.format(step=recovery.step, next=_next_step(recovery)))
         if recovery.generations_tried > 1:
-            grid.add_row(
-                "", "tries", f"{recovery.generations_tried} generations: something failed during the recovery"
-            )
-        grid.add_row("", "before", _pipelines(recovery.pipelines_before, colours))
-        grid.add_row("", "after", _pipelines(recovery.pipelines_after, colours))
+            tries = f"{recovery.generations_tried} generations: more changed before a step was committed"
+            grid.add_row("", "tries", tries)
+        before = _pipelines(recovery.pipelines_before, colours)
+        grid.add_row("", "layout", _Change(before, _pipelines(recovery.pipelines_after, colours)))
         parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
     return Group(*parts)
 
@@ -196,6 +219,25 @@ def _decisions(report: Report) -> RenderableType:
 def _next_step(recovery: Recovery) -> int:
     """The step that was in flight: after a roll-forward it is the one that was resumed from."""
     return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
+
+
+class _Change:
+    """Pipelines before and after, side by side where there is room, else one below the other."""
+
+    def __init__(self, before: Text, after: Text) -> None:
+        self._before = before
+        self._after = after
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        arrow = Text("→", style="dim")
+        texts = (self._before, self._after)
+        needed = sum(console.measure(t, options=options.update(width=10_000)).maximum for t in texts) + 7
+        if needed > options.max_width:
+            yield from (self._before, arrow, self._after)
+            return
+        grid = Table.grid(padding=(0, 3))
+        grid.add_row(self._before, arrow, self._after)
+        yield grid
 
 
 def _pipelines(pipelines: Sequence[PipelineFacts], colours: NodeColours) -> Text:

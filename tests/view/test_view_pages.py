@@ -50,13 +50,23 @@ def test_the_summary_tells_each_change_in_one_row(report: Report, width: int) ->
     assert max(map(len, lines)) <= width
 
 
+def test_a_narrow_summary_leaves_out_columns_but_no_number(report: Report) -> None:
+    lines = printed(render_summary(report), 80).splitlines()
+    head = next(i for i, line in enumerate(lines) if "quiesce" in line)
+    assert columns(lines[head + 1]) == columns("1 40 3.0 25 4.0 31 190 253 3.0 MiB 0 1")
+    assert any(columns(line)[:6] == columns("1 what node-2 lost (kill) at") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_summary_says_what_was_decided_and_why(report: Report) -> None:
     text = printed(render_summary(report))
     assert "simple: 3 of 4 nodes are left: node-3 takes all layers of the second pipeline" in text
     assert "no rank had passed the vote of step 41, so all did it again" in text
-    before = text.index("B  node-2 0–3 │ node-3 4–7  × 4")
-    after = text.index("B  node-3 0–7  × 3")
-    assert before < after
+    assert "B  node-2 0–3 │ node-3 4–7  × 4       B  node-3 0–7  × 3" in text
+    below = printed(render_summary(report), 60)
+    assert (
+        below.index("B  node-2 0–3 │ node-3 4–7  × 4") < below.index("→ ") < below.index("B  node-3 0–7  × 3")
+    )
 
 
 def test_the_summary_begins_with_the_outcome(report: Report) -> None:
