@@ -134,6 +134,7 @@ class LocalRun:
         try:
             await self._until(self._submit(client, names), watching, following)
             await self._until(_wait_for(self._over), watching, following)
+            following.cancel()  # What comes now is the cluster at rest.
             self._notes += [f"never happened: {fault}" for fault in conductor.waiting]
             await self._fill_gaps(client)
         finally:
