@@ -58,6 +58,7 @@ class InstantiationRow:
 
 
 def template_row(costs: StageCosts, template: Template) -> TemplateRow:
+    """One template, with what each of its stages needs."""
     sizes = costs.memory.template_bytes(template.stages)
     return TemplateRow(
         nodes=template.nodes,

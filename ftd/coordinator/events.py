@@ -19,6 +19,8 @@ SOURCE = "coordinator"
 
 
 class EventStream:
+    """Emits our own events to all three places; the events of nodes, which it hears, go into the journal."""
+
     def __init__(self, topics: Topics, journal: Journal) -> None:
         self._topic = topics.events
         self._journal = journal

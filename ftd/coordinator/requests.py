@@ -42,6 +42,8 @@ class _Sender(msgspec.Struct, frozen=True):
 
 
 class Requests:
+    """Serves the request topic: what changes the cluster goes to the machine, the rest is answered here."""
+
     def __init__(
         self,
         *,

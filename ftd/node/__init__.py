@@ -1,0 +1,1 @@
+"""``ftd node``: the daemon of one host, its trainers, and what they meet through."""
