@@ -25,7 +25,7 @@ for module in (local, coordinator, node, client, plan, chaos):
 def main() -> None:
     """Run a command; our own errors become one line on stderr and an exit code."""
     try:
-        app()
+        app(prog_name="ftd")
     except FtdError as error:
         print(f"ftd: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -220,7 +220,7 @@ class MqttSession:
     def _note_problem(self, error: BaseException) -> None:
         problem = str(error) or type(error).__name__
         if problem != self._problem:
-            _log.warning("not_connected", broker=self.broker.url, problem=problem)
+            _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem
 
     async def _send(self, client: aiomqtt.Client, message: _Outgoing) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -162,3 +163,12 @@ def test_the_file_of_a_killed_local_cluster_does_not_count() -> None:
     local_file().write_text(json.dumps({"broker": "mqtt://h:7", "cluster": "c", "pid": 2**22 + 1}))
     with pytest.raises(ConfigurationError):
         find_cluster()
+
+
+def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
+    """As it is, and with everything uncommented."""
+    text = (Path(__file__).resolve().parents[2] / "examples" / "ftd.toml").read_text()
+    (tmp_path / "secret").write_text("sesame")
+    for content in (text, re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)):
+        (tmp_path / "ftd.toml").write_text(content)
+        assert load_daemon_config(tmp_path / "ftd.toml").cluster == "ftd"

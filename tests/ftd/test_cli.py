@@ -1,0 +1,221 @@
+"""The command line: help, exit codes, messages, JSON; and that torch stays out of our processes."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import RunningBroker
+
+from ftd.mqtt.mosquitto import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    "local",
+    "coordinator",
+    "node",
+    "submit",
+    "status",
+    "events",
+    "story",
+    "drain",
+    "stop",
+    "plan",
+    "chaos",
+]
+
+
+def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    surroundings = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "ftd.cli.main", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**surroundings, "XDG_RUNTIME_DIR": str(directory / "run"), "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(tmp_path: Path, command: str) -> None:
+    done = ftd(command, "--help", directory=tmp_path)
+    assert done.returncode == 0
+    assert f"Example: ftd {command}" in done.stdout
+
+
+def test_shell_completion_is_offered(tmp_path: Path) -> None:
+    done = ftd(directory=tmp_path, _FTD_COMPLETE="complete_bash", COMP_WORDS="ftd s", COMP_CWORD="1")
+    assert {"submit", "status", "story", "stop"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["frobnicate"], 2, "No such command"),
+        (["plan"], 2, "Missing argument"),
+        (["plan", "gone.toml", "--nodes", "2"], 2, "gone.toml does not exist"),
+        (["plan", "examples/mlp.toml", "--nodes", "0"], 2, "--nodes"),
+        (["submit", "gone.toml", "--broker", "mqtt://h"], 2, "gone.toml does not exist"),
+        (["status"], 2, "--broker mqtt://host:port"),
+        (["status", "--broker", "http://h"], 2, "--broker: 'http://h' is no broker address"),
+        (["status", "--broker", "mqtt://h", "--cluster", "a/b"], 2, "--cluster"),
+        (["coordinator", "--config", "gone.toml"], 2, "gone.toml does not exist"),
+        (["events", "--last", "-3"], 2, "--last"),
+    ],
+)
+def test_usage_and_configuration_errors(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
+    done = ftd(*arguments, directory=tmp_path)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_broker_is_exit_code_3(tmp_path: Path) -> None:
+    url = f"mqtt://127.0.0.1:{free_port()}"
+    done = ftd("drain", "node-0", "--broker", url, directory=tmp_path)
+    assert done.returncode == 3
+    assert f"the MQTT broker at {url} does not answer" in done.stderr
+
+
+def test_a_broker_without_a_coordinator_is_exit_code_3(tmp_path: Path, mosquitto: RunningBroker) -> None:
+    done = ftd("status", "--json", directory=tmp_path, FTD_BROKER=mosquitto.address.url, FTD_CLUSTER="lab")
+    assert done.returncode == 3
+    assert "no coordinator answers" in done.stderr and "'lab'" in done.stderr
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[dict[str, str]]:
+    """A coordinator; the environment that leads to it."""
+    config = tmp_path / "ftd.toml"
+    config.write_text(f'[broker]\nurl = "{mosquitto.address.url}"\n[coordinator]\nstate_dir = "state"\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "coordinator", "--config", str(config)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "CoordinatorStarted" in line:
+            break
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    yield {"FTD_BROKER": mosquitto.address.url}
+    process.kill()
+    process.wait()
+
+
+def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> None:
+    status = ftd("status", "--json", directory=tmp_path, **cluster)
+    assert status.returncode == 0 and json.loads(status.stdout)["phase"] == "WAITING"
+
+    submitted = ftd("submit", "examples/mlp.toml", "--steps", "7", "--json", directory=tmp_path, **cluster)
+    assert submitted.returncode == 0
+    job_id = json.loads(submitted.stdout)["job"]
+    assert job_id.startswith("mlp-")
+
+    page = ftd("status", directory=tmp_path, **cluster)
+    assert page.returncode == 0 and job_id in page.stdout
+
+    again = ftd("submit", "examples/mlp.toml", directory=tmp_path, **cluster)
+    assert again.returncode == 1 and "under way" in again.stderr
+
+    events = ftd("events", "--json", directory=tmp_path, **cluster)
+    assert [json.loads(line)["event"] for line in events.stdout.splitlines()] == [
+        "CoordinatorStarted",
+        "JobSubmitted",
+    ]
+    assert "JobSubmitted" in ftd("events", "--last", "1", directory=tmp_path, **cluster).stdout
+
+    for command in (["drain", "node-9"], ["stop", "gpt"], ["story", "node-9"]):
+        done = ftd(*command, directory=tmp_path, **cluster)
+        assert done.returncode == 1 and command[1] in done.stderr
+
+    stopped = ftd("stop", "mlp", "--json", directory=tmp_path, **cluster)
+    assert stopped.returncode == 0 and json.loads(stopped.stdout)["job"] == "mlp"
+
+
+def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str]) -> None:
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "events", "--follow", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **cluster},
+    )
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["event"] == "CoordinatorStarted"
+    ftd("submit", "examples/mlp.toml", directory=tmp_path, **cluster)
+    assert json.loads(follower.stdout.readline())["event"] == "JobSubmitted"
+    follower.send_signal(2)
+    assert follower.wait(20) == 130
+
+
+def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
+    page = ftd("plan", "examples/mlp.toml", "--nodes", "5", directory=tmp_path)
+    assert page.returncode == 0, page.stderr
+    assert "Templates" in page.stdout and "node-4" in page.stdout
+    data = json.loads(ftd("plan", "examples/mlp.toml", "--nodes", "5", "--json", directory=tmp_path).stdout)
+    assert data["schema"] == 1
+    assert sum(pipeline["microbatches"] for pipeline in data["plan"]["pipelines"]) == 12
+    assert [template["nodes"] for template in data["templates"]] == sorted(
+        template["nodes"] for template in data["templates"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "tables", "says"),
+    [
+        ("def build():\n    raise RuntimeError('no data')\n", "", "no data"),
+        ("def other(): ...\n", "", "defines no 'build'"),
+        ("def build(): return 3\n", "", "must return a runtime.training.Training"),
+        ("import nothing_like_this\n", "", "nothing_like_this"),
+    ],
+)
+def test_a_training_function_that_fails_is_a_configuration_error(
+    tmp_path: Path, script: str, tables: str, says: str
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'name = "x"\nsteps = 1\n[training]\nfunction = "train.py:build"\nglobal_batch = 8\nmicrobatch = 4\n'
+        + tables
+    )
+    done = ftd("plan", str(job), "--nodes", "2", directory=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    text = (ROOT / "examples" / "mlp.toml").read_text().replace("failures = 1", "failures = 4")
+    job.write_text(text.replace("mlp.py", str(ROOT / "examples" / "mlp.py")))
+    done = ftd("plan", str(job), "--nodes", "3", directory=tmp_path)
+    assert done.returncode == 2
+    assert "tolerance.failures = 4" in done.stderr and "at most 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["ftd.cli.main", "ftd.coordinator.daemon", "ftd.cli.plan", "ftd.client", "planner.planner"]
+)
+def test_our_processes_do_not_load_torch(module: str) -> None:
+    script = f"import sys, {module}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_the_command_line_starts_without_what_only_daemons_need() -> None:
+    heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
+    script = "import sys, ftd.cli.main; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert not heavy & {name.split(".")[0] for name in done.stdout.split()}

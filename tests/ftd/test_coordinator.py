@@ -1,0 +1,465 @@
+"""The coordinator as a real process behind a real broker, with a node that the test plays by hand."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunningBroker
+
+from ftd.client import ClusterClient
+from ftd.config.job import load_job_data
+from ftd.config.locate import BrokerAddress, ClusterAddress
+from ftd.errors import RequestRefused, Unreachable
+from ftd.mqtt.mosquitto import free_port
+from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, encode_from_node
+from ftd.wire.public import (
+    DrainRequest,
+    NodeStateMessage,
+    StatusRequest,
+    StopRequest,
+    SubmitRequest,
+    encode_json,
+    timestamp,
+)
+from ftd.wire.topics import Topics
+from planner.values import LayerProfile, ModelProfile
+from statemachine.messages import (
+    Command,
+    FromNode,
+    Heartbeat,
+    Hello,
+    Inquiry,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Resume,
+    Resumed,
+    Signal,
+    Stepped,
+    StepsWanted,
+)
+from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 20.0
+LAYERS = 3
+PROFILE = ModelProfile(
+    layers=(
+        LayerProfile(
+            forward_s=0.001,
+            backward_s=0.002,
+            parameter_bytes=10,
+            gradient_bytes=10,
+            optimizer_bytes=20,
+            activation_bytes=10,
+            output_bytes=10,
+        ),
+    )
+    * LAYERS,
+    microbatch_rows=4,
+)
+
+
+class Daemon:
+    """``ftd coordinator`` with its own configuration."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.log = directory / "coordinator.log"
+        self.config = directory / "ftd.toml"
+        self.config.write_text(
+            f'cluster = "t"\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n[coordinator]\nstate_dir = "state"\n'
+            "[timing]\nhello_grace_s = 0.5\nstart_settle_s = 0.1\n"
+        )
+        self.address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=port), cluster="t")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ftd.cli.main", "coordinator", "--config", str(self.config)],
+                stderr=log,
+                stdout=log,
+                cwd=ROOT,
+            )
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE_S)
+        self.process = None
+        return code
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path, mosquitto.port)
+    daemon.start()
+    yield daemon
+    if daemon.process is not None:
+        daemon.end()
+    assert "Traceback" not in daemon.said(), daemon.said()
+
+
+class PlayedNode:
+    """A node without trainers: says what the test tells it to, and keeps the commands it gets."""
+
+    def __init__(self, daemon: Daemon, name: str, incarnation: int = 1) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.topics = Topics(cluster="t")
+        self.job_id: str | None = None
+        self.generation = 0
+        self.training = False
+        self.commands: asyncio.Queue[Command] = asyncio.Queue()
+        will = NodeStateMessage(
+            node=name,
+            incarnation=incarnation,
+            state=NodeState.OFFLINE,
+            generation=0,
+            step=0,
+            reason="gone",
+            at=timestamp(),
+            devices=1,
+            host="127.0.0.1",
+        )
+        self.session = MqttSession(
+            daemon.address.broker,
+            client_id=f"{name}-{incarnation}",
+            subscriptions=[self.topics.node_command(name)],
+            will=Will(topic=self.topics.node_state(name), payload=encode_json(will)),
+            on_message=self._on_command,
+            on_connected=self.hello,
+        )
+
+    async def __aenter__(self) -> "PlayedNode":
+        self.task = asyncio.create_task(self.session.run())
+        self.beating = asyncio.create_task(self._beat())
+        await self.session.wait_connected(PATIENCE_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in (self.beating, self.task):
+            task.cancel()
+        await asyncio.gather(self.beating, self.task, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            self.say(Heartbeat(generation=self.generation, committed=None))
+
+    def _on_command(self, _topic: str, payload: bytes, _retained: bool) -> None:
+        command = decode_to_node(payload, self.name).command
+        if isinstance(command, Inquiry):
+            self.hello()
+        self.commands.put_nowait(command)
+
+    def say(self, message: Signal) -> None:
+        signed = FromNode(node=self.name, incarnation=self.incarnation, signal=message)
+        self.session.publish(self.topics.node_signal(self.name), encode_from_node(signed))
+
+    def hello(self) -> None:
+        self.say(
+            Hello(
+                facts=NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=1000),
+                job_id=self.job_id,
+                prepared=self.job_id is not None,
+                generation=self.generation,
+                training=self.training,
+            )
+        )
+
+    async def expect(self, kind: Any) -> Any:
+        """The next command of this kind; others are skipped."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not isinstance(command := await self.commands.get(), kind):
+                pass
+            return command
+
+    async def start_training(self, job_id: str) -> int:
+        """From the job's acceptance to its first steps; the generation."""
+        asked = await self.expect(Prepare)
+        assert asked.job.job_id == job_id and asked.profile
+        self.job_id = job_id
+        self.say(Prepared(job_id=job_id, profile=PROFILE))
+        quiesce = await self.expect(Quiesce)
+        report = DeviceReport(
+            device=0, committed_step=0, ready_step=None, vote=None, held=tuple(range(LAYERS))
+        )
+        self.generation = quiesce.generation
+        self.say(Quiesced(generation=quiesce.generation, reports=(report,)))
+        resume = await self.expect(Resume)
+        assert resume.plan.nodes == (self.name,)
+        assert resume.hosts == {self.name: "127.0.0.1"} and resume.rendezvous == "127.0.0.1:1000"
+        self.training = True
+        self.say(Resumed(generation=resume.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.0))
+        self.step(resume.generation, 1, 3)
+        return int(resume.generation)
+
+    def step(self, generation: int, first: int, last: int) -> None:
+        steps = tuple(
+            CommittedStep(step=step, vote=Vote(loss=1 / step, gradient_norm=1.0))
+            for step in range(first, last + 1)
+        )
+        self.say(Stepped(generation=generation, steps=steps, step_s=0.1))
+
+
+def job_data(tmp_path: Path, failures: int = 0) -> Any:
+    (tmp_path / "train.py").write_text("def build(): ...\n")
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'name = "gpt"\nsteps = 100\n'
+        '[training]\nfunction = "train.py:build"\nglobal_batch = 16\nmicrobatch = 4\n'
+        f"[tolerance]\nfailures = {failures}\n"
+    )
+    return load_job_data(path)
+
+
+async def submitted(client: ClusterClient, data: Any) -> str:
+    return (await client.request(SubmitRequest(**client.envelope(), job=data))).detail
+
+
+async def state_when(client: ClusterClient, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        data = (await client.request(StatusRequest(**client.envelope()), timeout_s=PATIENCE_S)).data
+        assert data is not None
+        if condition(data):
+            return data
+        assert time.monotonic() < deadline, data
+        await asyncio.sleep(0.02)
+
+
+async def events_of(client: ClusterClient) -> list[str]:
+    return [event["event"] for event in await client.history()]
+
+
+def test_a_job_starts_on_a_node_and_its_story_is_kept(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client, PlayedNode(daemon, "node-0") as node:
+            job_id = await submitted(client, job_data(tmp_path))
+            generation = await node.start_training(job_id)
+            state = await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 3)
+            assert state["generation"] == generation
+            assert state["job"] == {"id": job_id, "name": "gpt", "steps": 100, "global_batch": 16}
+            assert state["nodes"]["node-0"]["in_plan"]
+            retained = await client.state()
+            assert retained["schema"] == 1 and retained["coordinator"] > 0
+            names = await events_of(client)
+            assert {"CoordinatorStarted", "NodeJoined", "JobSubmitted"} <= set(names)
+            wanted = ["GenerationStarted", "PlanChosen", "TrainingResumed", "RecoveryCompleted"]
+            assert [name for name in names if name in wanted] == wanted
+            steps = await client.history(what="steps")
+            assert [(s["step"], s["details"]["loss"]) for s in steps] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+
+    asyncio.run(scene())
+
+
+def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with PlayedNode(daemon, "node-0") as node:
+            async with ClusterClient(daemon.address) as client:
+                job_id = await submitted(client, job_data(tmp_path))
+                generation = await node.start_training(job_id)
+                await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 3)
+            await asyncio.to_thread(daemon.end)
+            async with ClusterClient(daemon.address) as client:
+                assert (await client.state())["phase"] == "UNREACHABLE"
+            node.step(generation, 4, 6)  # Nobody hears this.
+            await asyncio.to_thread(daemon.start)
+            await node.expect(Inquiry)
+            node.step(generation, 7, 8)
+            # The journal may lag by one message: then a step is told again, and kept once.
+            wanted = await node.expect(StepsWanted)
+            assert wanted.first <= 4 and wanted.last == 6
+            node.step(generation, wanted.first, wanted.last)
+            async with ClusterClient(daemon.address) as client:
+                state = await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 8)
+                assert state["generation"] == generation
+                await asyncio.sleep(0.2)
+                steps = await client.history(what="steps")
+                assert [s["step"] for s in steps] == list(range(1, 9))
+                assert "GenerationStarted" in await events_of(client)
+
+    asyncio.run(scene())
+
+
+def test_a_node_whose_connection_breaks_is_lost_at_once(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address, listen=True) as client, PlayedNode(daemon, "node-0") as node:
+            job_id = await submitted(client, job_data(tmp_path))
+            await node.start_training(job_id)
+            await state_when(client, lambda s: s["phase"] == "RUNNING")
+            node.session.interrupt(60)
+            async with asyncio.timeout(PATIENCE_S):
+                async for event in client.events():
+                    if event["event"] == "NodeLost":
+                        break
+            assert event["node"] == "node-0" and event["details"]["how"] == "last_will"
+            state = await state_when(client, lambda s: s["phase"] == "PAUSED")
+            assert state["nodes"]["node-0"]["state"] == "OFFLINE"
+            assert state["waiting_for"]
+
+    asyncio.run(scene())
+
+
+def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemon) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address, listen=True) as client:
+            await state_when(client, lambda _: True)
+            topics = client.topics
+            for topic, payload in [
+                (topics.node_signal("node-0"), b"\xc1garbage"),
+                (topics.node_signal("node-1"), b"x" * (MAX_PAYLOAD_BYTES + 1)),
+                (topics.node_state("node-2"), b'{"state": "HEALTHY"}'),
+                (topics.request, b"not json"),
+                (topics.request, b'{"do": "explode"}'),
+                (topics.events, b"[1]"),
+                (topics.cluster_state, b"[]"),
+                (f"{topics.root}/node/a/b/c/state", b"x"),
+            ]:
+                client._session.publish(topic, payload)
+            refused: dict[str, str] = {}
+            async with asyncio.timeout(PATIENCE_S):
+                while len(refused) < 7:
+                    event = await anext(client.events())
+                    if event["event"] == "MessageRefused":
+                        refused[event["details"]["topic"] + event["details"]["why"]] = event["reason"]
+            assert any("at most" in reason for reason in refused.values())
+            assert any("node-0/signal" in reason and "malformed" in reason for reason in refused.values())
+            assert (await state_when(client, lambda _: True))["nodes"] == {}
+
+    asyncio.run(scene())
+
+
+def test_requests_that_cannot_be_served_are_answered_with_the_reason(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client:
+            await state_when(client, lambda _: True)
+            data = job_data(tmp_path)
+            raw = json.loads(encode_json(SubmitRequest(**client.envelope(), job=data)))
+            for change, says in [
+                ({"steps": 0}, "steps"),
+                ({"policy": raw["job"]["policy"] | {"global_batch": 30}}, "28 or 32"),
+                ({"training": raw["job"]["training"] | {"extra": 1}}, "extra"),
+                ({"surprise": 1}, "surprise"),
+            ]:
+                payload = {**raw, **client.envelope(), "job": raw["job"] | change}
+                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                client._answers[payload["request"]] = answer
+                client._session.publish(client.topics.request, json.dumps(payload).encode())
+                found = await asyncio.wait_for(answer, PATIENCE_S)
+                assert not found.accepted and says in found.detail, found
+            with pytest.raises(RequestRefused, match="no job"):
+                await client.request(StopRequest(**client.envelope(), job="gpt"))
+            with pytest.raises(RequestRefused, match="node-7"):
+                await client.request(DrainRequest(**client.envelope(), node="node-7"))
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client:
+            request = SubmitRequest(**client.envelope(), job=job_data(tmp_path))
+            first = await client.request(request)
+            again = await client.request(request)
+            assert first.detail == again.detail
+            assert (await events_of(client)).count("JobSubmitted") == 1
+            with pytest.raises(RequestRefused, match="under way"):
+                await submitted(client, job_data(tmp_path))
+            await client.request(StopRequest(**client.envelope(), job="gpt"))
+            await state_when(client, lambda s: s["phase"] in ("FAILED", "FINISHED", "WAITING"))
+
+    asyncio.run(scene())
+
+
+def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client:
+            job_id = await submitted(client, job_data(tmp_path))
+        assert await asyncio.to_thread(daemon.end, signal.SIGTERM) == 0
+        async with ClusterClient(daemon.address) as client:
+            state = await client.state()
+            assert (state["phase"], state["reason"]) == ("UNREACHABLE", "the coordinator was stopped")
+            with pytest.raises(Unreachable, match="no coordinator answers"):
+                await client.request(StatusRequest(**client.envelope()), timeout_s=0.3)
+        daemon.start()
+        async with ClusterClient(daemon.address) as client:
+            state = await state_when(client, lambda s: s["job"] is not None)
+            assert state["job"]["id"] == job_id
+            assert (await client.state())["phase"] == "WAITING"
+
+    asyncio.run(scene())
+
+
+def test_the_broker_may_be_away_for_a_while(daemon: Daemon, mosquitto: RunningBroker, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client, PlayedNode(daemon, "node-0") as node:
+            job_id = await submitted(client, job_data(tmp_path))
+            generation = await node.start_training(job_id)
+            await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 3)
+            await asyncio.to_thread(mosquitto.kill)
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(mosquitto.start)
+            await node.expect(Inquiry)
+            node.step(generation, 4, 5)
+            state = await state_when(client, lambda s: s["step"] == 5)
+            assert (state["phase"], state["generation"]) == ("RUNNING", generation)
+            names = await events_of(client)
+            assert names.count("BrokerLost") == names.count("BrokerRestored") == 1
+            assert "NodeLost" not in names
+
+    asyncio.run(scene())
+
+
+def test_without_a_broker_it_says_so_and_waits(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, free_port())
+    daemon.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while "not_connected" not in daemon.said():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert daemon.process is not None and daemon.process.poll() is None
+    assert "refused" in daemon.said()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
+def test_a_second_coordinator_with_the_same_journal_is_refused(daemon: Daemon) -> None:
+    asyncio.run(_answering(daemon))
+    second = subprocess.run(
+        [sys.executable, "-m", "ftd.cli.main", "coordinator", "--config", str(daemon.config)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+    )
+    assert second.returncode == 1
+    assert "another coordinator" in second.stderr and "Traceback" not in second.stderr
+
+
+async def _answering(daemon: Daemon) -> None:
+    async with ClusterClient(daemon.address) as client:
+        await state_when(client, lambda _: True)
+
+
+def test_a_damaged_journal_is_a_clear_error(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, free_port())
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "journal.sqlite").write_bytes(b"junk" * 1000)
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(PATIENCE_S) == 1
+    assert "move the file away" in daemon.said() and "Traceback" not in daemon.said()
