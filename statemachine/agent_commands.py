@@ -222,8 +222,8 @@ def remember(a: Agent, committed: CommittedStep) -> None:
 def steps_wanted(a: Agent, command: StepsWanted) -> None:
     last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
     steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
-    if steps:
-        a.say(Stepped(generation=a.generation, steps=tuple(steps), step_s=a.step_s))
+    # Also when it is nothing: the coordinator then asks somebody else.
+    a.say(Stepped(generation=a.generation, steps=tuple(steps), step_s=a.step_s, wanted=command.first))
 
 
 def stop(a: Agent, command: Stop) -> None:

@@ -93,6 +93,11 @@ class ClusterMachine:
         return self._c.phase
 
     @property
+    def job_id(self) -> str | None:
+        """Of the job under way, or of the last one."""
+        return self._c.job.job_id if self._c.job is not None else None
+
+    @property
     def committed_step(self) -> int:
         """The newest step known to be committed."""
         return self._c.ledger.known_step
@@ -165,6 +170,7 @@ class ClusterMachine:
             c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
         else:
             c.emit("BrokerRestored", "the broker is back")
+        c.inquired.clear()
         for node in c.alive():
             node.heard_at = c.at
             inquire(c, node.name, node.incarnation)

@@ -44,6 +44,7 @@ class NodeRecord:
     released: bool
     returning: bool
     counted_in: int
+    obeyed: int
     lost_after: int
     gone: bool
     retired: tuple[int, ...]
@@ -114,6 +115,7 @@ def _node(node: NodeMachine) -> dict[str, Any]:
         "released": node.released,
         "returning": node.returning,
         "counted_in": node.counted_in,
+        "obeyed": node.obeyed,
         "lost_after": node.lost_after,
         "gone": node.gone,
         "retired": list(node.retired),
@@ -257,6 +259,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         released=record.released,
         returning=record.returning,
         counted_in=record.counted_in,
+        obeyed=record.obeyed,
         lost_after=record.lost_after,
         gone=record.gone,
     )

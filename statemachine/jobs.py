@@ -5,6 +5,7 @@ from typing import Any
 
 from statemachine.effects import AnswerRequest, BuildTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
 from statemachine.messages import Prepare, Prepared, Stop
 from statemachine.node import NodeMachine
@@ -211,6 +212,10 @@ def maybe_finish(c: Cluster) -> None:
     if not planned or any(name not in attempt.finished for name in planned):
         return
     if c.ledger.told < job.steps:
+        known = c.ledger.known
+        if known is not None and known.step not in c.ledger.pending:
+            c.ledger.pending[known.step] = known.vote
+            tell(c)
         return
     digests: dict[int, str] = {}
     for name in planned:

@@ -30,7 +30,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     steps = [s for s in signal.steps if fresh or s.step <= ledger.known_step]
     if len(steps) < len(signal.steps):
         c.ignore("steps of an older generation", node.name)
-    before = ledger.known_step
+    before, told = ledger.known_step, ledger.told
     learn(c, steps)
     if fresh and steps and signal.step_s > 0:
         ledger.step_s = signal.step_s
@@ -42,9 +42,15 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
         tell(c)
         c.publish()
         c.dirty = True
-    elif steps:
+    else:
         tell(c)
         c.dirty = True
+    if signal.wanted == told + 1:
+        c.cancel_timer(STEPS)
+        if ledger.told == told:
+            ledger.lacking.add(node.name)
+        if ledger.told < ledger.known_step and ledger.pending:
+            ask(c)
 
 
 def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
@@ -77,8 +83,9 @@ def tell(c: Cluster) -> None:
     samples_per_s = job.policy.global_batch / ledger.step_s if ledger.step_s > 0 else None
     while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
         ledger.told += 1
+        c.dirty = True
         ledger.loss = vote.loss
-        ledger.asked.clear()
+        ledger.lacking.clear()
         c.emit(
             "StepCommitted",
             f"step {ledger.told} of {job.steps}",
@@ -99,18 +106,18 @@ def tell(c: Cluster) -> None:
 
 
 def ask(c: Cluster) -> None:
-    """Ask one planned node for the missing steps; when nobody has them, go on behind the gap."""
+    """Ask one node after the other for the missing steps; when nobody has them, go on behind the gap."""
     ledger = c.ledger
-    if STEPS in c.due or c.phase not in (ClusterPhase.RUNNING, ClusterPhase.RECOVERING, ClusterPhase.PAUSED):
+    if STEPS in c.due:
         return
-    members = c.attempt.members if c.attempt is not None else set()
-    names = [name for name in sorted(members) if name not in ledger.asked and c.nodes[name].alive]
+    names = [node.name for node in c.alive() if node.prepared and node.name not in ledger.lacking]
     last = min(ledger.pending) - 1 if ledger.pending else ledger.known_step
     if names:
-        ledger.asked.add(names[0])
-        c.send(c.nodes[names[0]], StepsWanted(first=ledger.told + 1, last=last))
+        after = [name for name in names if ledger.asked is not None and name > ledger.asked]
+        ledger.asked = (after or names)[0]
+        c.send(c.nodes[ledger.asked], StepsWanted(first=ledger.told + 1, last=last))
         c.set_timer(STEPS, c.timing.steps_wanted_s)
-    elif ledger.pending and c.attempt is not None and not c.changing:
+    elif ledger.pending and c.phase is ClusterPhase.RUNNING:
         c.ignore(f"nobody has the votes of steps {ledger.told + 1} to {last}")
         ledger.told = last
         tell(c)

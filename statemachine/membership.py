@@ -183,7 +183,11 @@ def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
 
 
 def inquire(c: Cluster, name: str, incarnation: int) -> None:
-    c.send_to(name, incarnation, Inquiry())
+    """Ask for a Hello, once in a while: a backlog of heartbeats is one question."""
+    asked = c.inquired.get((name, incarnation))
+    if asked is None or c.at - asked >= c.timing.heartbeat_s:
+        c.inquired[name, incarnation] = c.at
+        c.send_to(name, incarnation, Inquiry())
 
 
 def silent(c: Cluster) -> list[NodeMachine]:

@@ -79,6 +79,8 @@ class Stepped:
     steps: tuple[CommittedStep, ...]
     step_s: float
     """Duration of the newest step."""
+    wanted: int | None = None
+    """In an answer to ``StepsWanted``: its ``first``. ``steps`` may then be empty: not known here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

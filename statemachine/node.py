@@ -104,6 +104,8 @@ class NodeMachine:
     """It lost a trainer and has not taken part since."""
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
+    obeyed: int = 0
+    """Highest generation this incarnation said it obeyed: whatever it said before that is stale."""
     lost_after: int = 0
     """Generation that was the last resumed one when this node went OFFLINE."""
     gone: bool = False

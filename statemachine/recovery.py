@@ -103,6 +103,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
     ):
         c.ignore("reports that nobody waits for", node.name)
         return
+    node.obeyed = max(node.obeyed, signal.generation)
     if len({report.device for report in signal.reports}) < node.facts.devices:
         # Its trainers are not (all) prepared, whatever it said before: it joins when they are.
         node.prepared = False

@@ -79,6 +79,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Hello():
             hello(c, node, signal)
         case Heartbeat():
+            node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
         case Prepared():
             take_prepared(c, node, signal)
@@ -135,6 +136,10 @@ def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
 
 def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """Compare what the node says with what we believe; repeat what it may have missed."""
+    if signal.generation < node.obeyed:
+        c.ignore("a Hello from before what this node said since", node.name)
+        return
+    node.obeyed = signal.generation
     node.facts = signal.facts
     c.generation = max(c.generation, signal.generation)
     job = c.job
@@ -189,12 +194,11 @@ def _lost_trainers(c: Cluster, node: NodeMachine, reason: str) -> None:
 
 def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     """A trainer of this node died, hung or raised: the node is UNHEALTHY until it is prepared again."""
-    attempt = c.attempt
+    if signal.generation < node.obeyed:
+        c.ignore("a TrainerLost from before what this node said since", node.name)
+        return
     if not c.active:
         unhealthy(c, node)
-        return
-    if attempt is not None and signal.generation < attempt.generation and attempt.reports.get(node.name):
-        c.ignore("a TrainerLost from before this node's last report", node.name)
         return
     if not unhealthy(c, node):
         return

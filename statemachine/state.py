@@ -85,8 +85,10 @@ class Ledger:
     """``StepCommitted`` went out for every step up to here."""
     pending: dict[int, Vote] = field(default_factory=dict)
     """Votes of steps above ``told`` that wait for an earlier one."""
-    asked: set[str] = field(default_factory=set)
-    """Nodes that were asked for the missing steps and did not have them."""
+    asked: str | None = None
+    """Node that was last asked for missing steps."""
+    lacking: set[str] = field(default_factory=set)
+    """Nodes that answered and do not have the missing steps."""
     behind_since: float | None = None
     loss: float | None = None
     step_s: float = 0.0
@@ -124,6 +126,8 @@ class Cluster:
     """Times the job's code raised since the last committed step."""
     last_failure: str = ""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
+    inquired: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When each incarnation was last sent an Inquiry."""
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     restored: bool = False

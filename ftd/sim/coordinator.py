@@ -1,0 +1,259 @@
+"""A simulated coordinator: the real cluster machine, its journal, and the real planner."""
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, assert_never, cast
+
+from ftd.sim.network import COORDINATOR, Network
+from ftd.sim.world import TIMING, World
+from planner.errors import PlanningError, TooFewNodesError
+from planner.planner import Planner
+from planner.values import ModelProfile, Plan, Policy, Situation
+from statemachine.cluster import ClusterEvent, ClusterMachine
+from statemachine.effects import (
+    AnswerRequest,
+    BuildTemplates,
+    CancelTimer,
+    ComputePlan,
+    Effect,
+    EmitEvent,
+    PersistState,
+    PublishCluster,
+    SendCommand,
+    SetTimer,
+)
+from statemachine.events import (
+    BrokerConnected,
+    BrokerLost,
+    DrainRequested,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    PlanReady,
+    SignalArrived,
+    StopRequested,
+    TemplatesReady,
+    TimerFired,
+)
+from statemachine.messages import FromNode, ToNode
+from statemachine.values import Job
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+
+MOST_NODES = 7
+
+ClusterEffect = (
+    SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
+    | ComputePlan | AnswerRequest
+)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def planner_for(profile: ModelProfile, policy: Policy) -> Planner:
+    """One planner per shape of job: its templates serve every seed, whatever ran before."""
+    planner = Planner(profile, policy)
+    planner.precompute(MOST_NODES)
+    return planner
+
+
+_PLANS: dict[Any, Plan | PlanningError] = {}
+"""Plans by situation; the planner is deterministic, so a seed's run does not depend on earlier seeds."""
+
+
+def plan_for(planner: Planner, situation: Situation) -> Plan:
+    """:raises PlanningError: as the planner does."""
+    key = (id(planner), situation.nodes, frozenset(situation.holdings.items()), situation.previous)
+    answer = _PLANS.get(key)
+    if answer is None:
+        if len(_PLANS) > 20_000:
+            _PLANS.clear()
+        try:
+            answer = planner.plan(situation)
+        except PlanningError as error:
+            answer = error
+        _PLANS[key] = answer
+    if isinstance(answer, PlanningError):
+        raise answer
+    return answer
+
+
+class SimCoordinator:
+    name = COORDINATOR
+
+    def __init__(self, world: World, network: Network, invariants: "Invariants") -> None:
+        self.world, self.network, self.invariants = world, network, invariants
+        self.incarnation = 0
+        self.up = False
+        self.frozen = False
+        self.machine = ClusterMachine(TIMING)
+        self.journal: dict[str, Any] | None = None
+        self.crash_after: int | None = None
+        """Effects until it is killed in the middle of carrying them out."""
+        self.on_event: Any = None
+        """Called with each public event's name."""
+        self.planner: Planner | None = None
+        self._life = 0
+        self._timers: dict[str, int] = {}
+        self._backlog: list[ClusterEvent] = []
+
+    # --- the process -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.up, self.frozen = True, False
+        self._life += 1
+        self._timers.clear()
+        self._backlog.clear()
+        self.crash_after = None
+        self.planner = None
+        self.incarnation = self.world.serial()
+        effects: list[Effect] = []
+        if self.journal is None:
+            self.machine = ClusterMachine(TIMING)
+        else:
+            journal = json.loads(json.dumps(self.journal))
+            self.machine, effects = ClusterMachine.restore(TIMING, journal, self.world.now, "restart")
+        self.invariants.coordinator_starts(self.machine)
+        self._perform_all(effects)
+        self.network.register(self)
+
+    def crash(self) -> None:
+        """SIGKILL: only the journal is left."""
+        if not self.up:
+            return
+        self.up = self.frozen = False
+        self._life += 1
+        self._backlog.clear()
+        self.network.drop(self.name, process_died=True)
+
+    def freeze(self, for_s: float) -> None:
+        if self.up and not self.frozen:
+            self.frozen = True
+            self.world.at(for_s, self.thaw, self._life)
+
+    def thaw(self, life: int | None = None) -> None:
+        if not self.frozen or (life is not None and life != self._life):
+            return
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            self.feed(replace(event, at=self.world.now))
+
+    def feed(self, event: ClusterEvent) -> None:
+        if not self.up:
+            return
+        if self.frozen:
+            self._backlog.append(event)
+            return
+        if self.world.tracing:
+            self.world.note("coord", event)
+        effects = self.machine.step(event)
+        self._perform_all(effects)
+        if self.up:  # what a coordinator knew that died before it journaled it was never known
+            self.invariants.coordinator_stepped(self.machine)
+
+    def connected(self) -> None:
+        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+
+    def disconnected(self) -> None:
+        self.feed(BrokerLost(at=self.world.now, cause="broker"))
+
+    def signal(self, message: FromNode) -> None:
+        cause = f"{message.node}@{self.world.events}"
+        self.feed(SignalArrived(at=self.world.now, cause=cause, message=message))
+
+    def will(self, node: str, incarnation: int, graceful: bool) -> None:
+        event = NodeVanished(
+            at=self.world.now, cause=f"will-{node}", node=node, incarnation=incarnation, graceful=graceful
+        )
+        self.feed(event)
+
+    def submit(self, job: Job) -> None:
+        self.feed(JobSubmitted(at=self.world.now, cause="submit", request=job.job_id, job=job))
+
+    def drain(self, node: str) -> None:
+        self.feed(DrainRequested(at=self.world.now, cause="drain", request="drain", node=node))
+
+    def stop(self, job: str) -> None:
+        self.feed(StopRequested(at=self.world.now, cause="stop", request="stop", job=job))
+
+    # --- effects -----------------------------------------------------------------------------------
+
+    def _perform_all(self, effects: list[Effect]) -> None:
+        world = self.world
+        for effect in effects:
+            if self.crash_after is not None:
+                self.crash_after -= 1
+                if self.crash_after < 0:
+                    self.crash()
+                    world.at(world.between(0.1, 6.0), self.restart)
+                    return
+            if world.tracing:
+                world.note("coord", f"  → {effect}")
+            self._perform(cast(ClusterEffect, effect))
+
+    def restart(self) -> None:
+        if not self.up:
+            self.start()
+
+    def _perform(self, effect: ClusterEffect) -> None:
+        world = self.world
+        match effect:
+            case SendCommand():
+                self.invariants.commands(effect, self.journal)
+                message = ToNode(
+                    node=effect.node,
+                    incarnation=effect.incarnation,
+                    command=effect.command,
+                    cause=effect.cause,
+                )
+                self.network.command(message)
+            case PersistState():
+                self.journal = self.machine.durable_state()
+            case EmitEvent():
+                self.invariants.public_event(effect)
+                if self.on_event is not None:
+                    self.on_event(effect)
+            case SetTimer():
+                token = self._timers.get(effect.name, 0) + 1
+                self._timers[effect.name] = token
+                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self._life)
+            case CancelTimer():
+                self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
+            case BuildTemplates():
+                world.at(world.between(0.01, 0.5), self._built, effect, self._life)
+            case ComputePlan():
+                world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
+            case PublishCluster() | AnswerRequest():
+                pass
+            case _:
+                assert_never(effect)
+
+    def _fire(self, name: str, token: int, cause: str, life: int) -> None:
+        if life == self._life and self._timers.get(name) == token:
+            self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
+
+    def _built(self, effect: BuildTemplates, life: int) -> None:
+        if life != self._life:
+            return
+        job = effect.profiled.job
+        self.planner = planner_for(effect.profiled.profile, job.policy)
+        self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
+
+    def _planned(self, effect: ComputePlan, life: int) -> None:
+        if life != self._life:
+            return
+        assert self.planner is not None, "a plan is asked for after TemplatesReady"
+        now, generation = self.world.now, effect.generation
+        try:
+            plan = plan_for(self.planner, effect.situation)
+        except PlanningError as error:
+            few = isinstance(error, TooFewNodesError)
+            self.feed(
+                PlanImpossible(
+                    at=now, cause=effect.cause, generation=generation, too_few=few, reason=str(error)
+                )
+            )
+        else:
+            self.feed(PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan))

@@ -1,0 +1,233 @@
+"""What can go wrong, drawn by the seed: at random times, and in reaction to phases of a recovery."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from statemachine.effects import EmitEvent
+
+if TYPE_CHECKING:
+    from ftd.sim.node import SimNode
+    from ftd.sim.run import Simulation
+
+Fault = Callable[["Simulation"], None]
+
+PHASES = ("GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "StepCommitted")
+"""Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
+
+
+def _live(sim: "Simulation") -> list["SimNode"]:
+    return [node for node in sim.nodes.values() if node.up]
+
+
+def _some_node(sim: "Simulation") -> "SimNode | None":
+    live = _live(sim)
+    return sim.world.rng.choice(live) if live else None
+
+
+def crash_node(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is not None:
+        sim.log(f"crash {node.name}")
+        node.crash()
+        if sim.world.chance(0.7):
+            sim.world.at(sim.world.between(0.05, 8.0), sim.revive, node)
+
+
+def crash_two(sim: "Simulation") -> None:
+    crash_node(sim)
+    if sim.world.chance(0.5):
+        crash_node(sim)
+    else:
+        sim.world.at(sim.world.between(0.0, 0.05), crash_node, sim)
+
+
+def exit_trainer(sim: "Simulation") -> None:
+    _fail_trainer(sim, "exited")
+
+
+def raise_in_trainer(sim: "Simulation") -> None:
+    _fail_trainer(sim, "raised")
+
+
+def _fail_trainer(sim: "Simulation", cause: str) -> None:
+    node = _some_node(sim)
+    if node is not None:
+        device = sim.world.rng.randrange(node.devices)
+        sim.log(f"trainer {node.name}/{device} {cause}")
+        node.fail_trainer(device, "raised" if cause == "raised" else "exited")
+
+
+def hang_trainer(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is None or not node.trainers:
+        return
+    trainer = sim.world.rng.choice(list(node.trainers.values()))
+    if sim.world.chance(0.5):
+        trainer.frozen = True
+    else:
+        trainer.asleep = True
+    sim.log(f"trainer {node.name}/{trainer.device} {'frozen' if trainer.frozen else 'asleep'}")
+
+
+def cut_node(sim: "Simulation") -> None:
+    """The host is cut off: from the broker, and mostly from the other hosts."""
+    node = _some_node(sim)
+    if node is not None:
+        _cut(sim, node, sim.world.between(0.1, 12.0))
+
+
+def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
+    sim.log(f"cut {node.name} for {for_s:.2f} s")
+    sim.network.cut(node.name, for_s)
+    if sim.world.chance(0.7) and not node.data_cut:
+        node.data_cut = True
+        sim.world.at(for_s, sim.reconnect_data, node)
+
+
+def cut_several(sim: "Simulation") -> None:
+    """A switch fails: some or all nodes lose the broker at once."""
+    for_s = sim.world.between(0.1, 12.0)
+    live = _live(sim)
+    for node in live if sim.world.chance(0.4) else live[: len(live) // 2 + 1]:
+        _cut(sim, node, for_s)
+
+
+def reset_session(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is not None and sim.network.sessions[node.name].open:
+        sim.log(f"reset the session of {node.name}")
+        sim.network.drop(node.name)
+
+
+def reset_coordinator(sim: "Simulation") -> None:
+    if sim.coordinator.up and sim.network.sessions[sim.coordinator.name].open:
+        sim.log("reset the coordinator's session")
+        sim.network.drop(sim.coordinator.name)
+
+
+def cut_coordinator(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.1, 10.0)
+    sim.log(f"cut the coordinator for {for_s:.2f} s")
+    sim.network.cut(sim.coordinator.name, for_s)
+
+
+def crash_coordinator(sim: "Simulation") -> None:
+    if not sim.coordinator.up:
+        return
+    if sim.world.chance(0.5):
+        sim.log("crash the coordinator")
+        sim.coordinator.crash()
+        sim.world.at(sim.world.between(0.05, 8.0), sim.coordinator.restart)
+    else:
+        sim.log("crash the coordinator amid its effects")
+        sim.coordinator.crash_after = sim.world.rng.randrange(40)
+
+
+def freeze_coordinator(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.5, 8.0)
+    sim.log(f"freeze the coordinator for {for_s:.2f} s")
+    sim.coordinator.freeze(for_s)
+
+
+def freeze_daemon(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is not None:
+        for_s = sim.world.between(0.5, 8.0)
+        sim.log(f"freeze the daemon of {node.name} for {for_s:.2f} s")
+        node.freeze(for_s)
+
+
+def restart_broker(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.1, 6.0)
+    sim.log(f"the broker is down for {for_s:.2f} s")
+    sim.network.stop_broker(for_s)
+
+
+def drain_node(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is not None:
+        sim.log(f"drain {node.name}")
+        sim.coordinator.drain(node.name)
+
+
+def terminate_node(sim: "Simulation") -> None:
+    node = _some_node(sim)
+    if node is not None:
+        sim.log(f"terminate {node.name}")
+        node.terminate()
+        sim.world.at(sim.world.between(1.0, 15.0), sim.revive, node)
+
+
+def unbuildable(sim: "Simulation") -> None:
+    """The next trainers of a node cannot build the job (a file is missing there, for a while)."""
+    node = _some_node(sim)
+    if node is not None:
+        node.unbuildable = sim.world.rng.randrange(1, 4)
+        sim.log(f"{node.unbuildable} builds fail on {node.name}")
+
+
+def add_node(sim: "Simulation") -> None:
+    sim.add_node()
+
+
+def restart_node(sim: "Simulation") -> None:
+    """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
+    node = _some_node(sim)
+    if node is not None:
+        sim.log(f"restart {node.name}")
+        node.crash()
+        sim.world.at(sim.world.between(0.001, 0.1), sim.revive, node)
+
+
+def stop_job(sim: "Simulation") -> None:
+    if sim.job is not None and sim.world.chance(0.3):
+        sim.log("stop the job")
+        sim.coordinator.stop(sim.job.job_id)
+
+
+FAULTS: tuple[tuple[int, Fault], ...] = (
+    (6, crash_node),
+    (3, crash_two),
+    (4, exit_trainer),
+    (2, raise_in_trainer),
+    (3, hang_trainer),
+    (4, cut_node),
+    (2, cut_several),
+    (2, reset_session),
+    (1, reset_coordinator),
+    (1, cut_coordinator),
+    (4, crash_coordinator),
+    (1, freeze_coordinator),
+    (2, freeze_daemon),
+    (3, restart_broker),
+    (2, drain_node),
+    (2, terminate_node),
+    (1, unbuildable),
+    (3, add_node),
+    (2, restart_node),
+    (1, stop_job),
+)
+"""With weights."""
+
+_KINDS = [fault for _, fault in FAULTS]
+_WEIGHTS = [weight for weight, _ in FAULTS]
+
+
+def draw(sim: "Simulation", until_s: float) -> None:
+    """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries."""
+    rng = sim.world.rng
+    for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(1, 6)):
+        sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
+    reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
+    pending = [(rng.choice(PHASES), fault, rng.randrange(6)) for fault in reactions]
+
+    def react(event: EmitEvent) -> None:
+        for index, (name, fault, skip) in enumerate(pending):
+            if name == event.name and skip > 0:
+                pending[index] = (name, fault, skip - 1)
+            elif name == event.name:
+                del pending[index]
+                sim.world.at(sim.world.between(0.0, 0.1), sim.strike, fault)
+                return
+
+    sim.coordinator.on_event = react

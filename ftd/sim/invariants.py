@@ -1,0 +1,233 @@
+"""What must hold after every event, whatever happens to the processes and the network."""
+
+from typing import Any
+
+from ftd.sim.trainers import Group, SimTrainer, Versions
+from ftd.sim.world import Violation, World
+from planner.values import Plan, Policy
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import EmitEvent, SendCommand
+from statemachine.messages import Quiesce, Resume
+from statemachine.rules import owned_layers
+
+
+class Invariants:
+    """The world's truth, gathered where it happens; each method checks what has just become true."""
+
+    def __init__(self, world: World, versions: Versions, policy: Policy, layers: int) -> None:
+        self.world, self.versions, self.policy, self.layers = world, versions, policy, layers
+        self.nodes: dict[str, Any] = {}
+        self.groups: dict[int, Group] = {}
+        self.told: dict[int, int] = {}
+        """Version of each step that the world was told is committed."""
+        self.newest_told = 0
+        self.known = 0
+        """The newest committed step that the coordinator ever knew of, for the present job."""
+        self.job_id: str | None = None
+        self.newest_resume = 0
+        self.announced: set[int] = set()
+        """Generations that an event said have started."""
+        self.out: dict[str, set[int]] = {}
+        """Incarnations per node that obeyed a Fence."""
+        self.restarts = 0
+        self.told_in: dict[int, int] = {}
+        """Which life of the coordinator told of each step."""
+        self.next_to_tell = 1
+        self.finished_job = False
+        self.failed_job: str | None = None
+
+    def new_job(self) -> None:
+        self.told.clear()
+        self.told_in.clear()
+        self.newest_told = self.known = 0
+        self.next_to_tell = 1
+        self.finished_job, self.failed_job = False, None
+
+    def broken(self, what: str) -> None:
+        raise Violation(f"at {self.world.now:.4f} s: {what}")
+
+    # --- the coordinator -----------------------------------------------------------------------
+
+    def coordinator_starts(self, machine: ClusterMachine) -> None:
+        self.restarts += 1
+        self.coordinator_stepped(machine)
+        self.next_to_tell = 0  # it may repeat what its predecessor had no time to journal
+
+    def coordinator_stepped(self, machine: ClusterMachine) -> None:
+        if machine.job_id != self.job_id:
+            self.job_id = machine.job_id
+            self.new_job()
+        step = machine.committed_step
+        if step < self.known:
+            self.broken(f"the committed step went back from {self.known} to {step}")
+        self.known = step
+
+    def commands(self, effect: SendCommand, journal: dict[str, Any] | None) -> None:
+        command = effect.command
+        if not isinstance(command, Quiesce | Resume):
+            return
+        if journal is None or journal["generation"] < command.generation:
+            self.broken(f"generation {command.generation} was published before it was persisted")
+        if isinstance(command, Resume):
+            self._resume_is_sound(command)
+
+    def _resume_is_sound(self, resume: Resume) -> None:
+        if resume.generation < self.newest_resume:
+            self.broken(f"generation {resume.generation} is resumed after {self.newest_resume}")
+        self.newest_resume = resume.generation
+        if resume.step < self.newest_told:
+            self.broken(f"a Resume at step {resume.step} after step {self.newest_told} was told as committed")
+        self.plan_is_sound(resume.plan)
+
+    def plan_is_sound(self, plan: Plan) -> None:
+        """Every pipeline owns every layer once; the pipelines split the global batch exactly."""
+        expected = 0
+        for pipeline in sorted(plan.pipelines, key=lambda p: p.first_microbatch):
+            if pipeline.first_microbatch != expected or pipeline.microbatches < 1:
+                self.broken(f"a sample is left out or used twice at microbatch {expected}")
+            expected += pipeline.microbatches
+            layers = [n for s in pipeline.stages for n in range(s.first_layer, s.end_layer)]
+            if layers != list(range(self.layers)):
+                self.broken(f"a pipeline owns layers {layers} of {self.layers}")
+        if expected != self.policy.microbatches:
+            self.broken(f"{expected} of {self.policy.microbatches} microbatches are computed")
+        if len(set(plan.devices)) != len(plan.devices):
+            self.broken("a device is in the plan twice")
+
+    def public_event(self, event: EmitEvent) -> None:
+        match event.name:
+            case "GenerationStarted":
+                assert event.generation is not None
+                if event.generation in self.announced:
+                    self.broken(f"generation {event.generation} was used twice")
+                self.announced.add(event.generation)
+            case "StepCommitted":
+                self._told(event)
+            case "JobFinished":
+                self.finished_job = True
+                if self.newest_told < self.known:
+                    self.broken(f"finished, but the world heard of step {self.newest_told} of {self.known}")
+            case "JobFailed":
+                self.failed_job = event.reason
+                self._may_fail()
+            case "ReplicasDiverged":
+                self.broken(f"replicas diverged: {event.details}")
+            case _:
+                pass
+
+    def _told(self, event: EmitEvent) -> None:
+        step, version = event.step, int(event.details["loss"])
+        assert step is not None
+        if self.next_to_tell and step != self.next_to_tell:
+            self.broken(f"StepCommitted {step} came where {self.next_to_tell} was due")
+        if step > self.newest_told + 1:
+            self.broken(f"StepCommitted {step} came after {self.newest_told}")
+        if step in self.told and self.told_in[step] == self.restarts:
+            self.broken(f"StepCommitted {step} came twice")
+        if self.told.setdefault(step, version) != version:
+            self.broken(f"step {step} was told with version {self.told[step]} and again with {version}")
+        if step > 1 and self.told[step - 1] != self.versions.parent[version]:
+            self.broken(f"told step {step} does not continue told step {step - 1}")
+        self.told_in[step] = self.restarts
+        self.newest_told = max(self.newest_told, step)
+        self.next_to_tell = step + 1
+
+    def _may_fail(self) -> None:
+        """State may be given up only when no trainer that lives holds some layer of the newest step.
+
+        Trainers that missed the last Resume do not count: the cluster went on without them, and whether
+        they went another way behind their partition nobody can know.
+        """
+        held: set[int] = set()
+        for node in self.nodes.values():
+            for trainer in node.trainers.values():
+                if not trainer.able or trainer.generation < self.newest_resume:
+                    continue
+                for layer, version in trainer.layers.items():
+                    if self.versions.step[version] == self.known:
+                        held.add(layer)
+                if trainer.ready == self.known:
+                    held |= trainer.gradients[1]
+        if len(held) == self.layers:
+            self.broken("the job was given up while live trainers hold all of its state")
+
+    # --- nodes ----------------------------------------------------------------------------------
+
+    def fenced(self, name: str, incarnation: int) -> None:
+        self.out.setdefault(name, set()).add(incarnation)
+
+    def signals(self, name: str, incarnation: int) -> None:
+        if incarnation in self.out.get(name, ()):
+            self.broken(f"{name} speaks under incarnation {incarnation} after it was fenced")
+
+    # --- trainers ---------------------------------------------------------------------------------
+
+    def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
+        """A trainer that obeys a Resume never loses a step that it committed."""
+        if trainer.committed > resume.step:
+            self.broken(
+                f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
+                f"resume at {resume.step}"
+            )
+
+    def group(self, world: World, resume: Resume, trainer: SimTrainer) -> Group:
+        """The one group of this generation."""
+        group = self.groups.get(resume.generation)
+        if group is None:
+            group = self.groups[resume.generation] = Group(world, resume, self)
+        elif group.resume.plan != resume.plan or group.resume.step != resume.step:
+            self.broken(f"generation {resume.generation} has two plans")
+        return group
+
+    def forms(self, group: Group) -> None:
+        """All members are at the same generation and step, and what they hold is the same state."""
+        step = group.resume.step
+        versions = set()
+        for rank, member in group.members.items():
+            if member.generation != group.generation or member.committed != step:
+                self.broken(
+                    f"rank {rank} meets generation {group.generation} at step {step} with generation "
+                    f"{member.generation} and step {member.committed}"
+                )
+            versions |= {v for v in member.layers.values() if self.versions.step[v] == step}
+        if len(versions) > 1:
+            self.broken(f"generation {group.generation} starts from different states of step {step}")
+        told = self.told.get(step)
+        if told is not None and versions and told not in versions:
+            self.broken(f"generation {group.generation} starts from another step {step} than was told")
+
+    def moves(self, group: Group, layer: int, source: SimTrainer) -> None:
+        version = source.layers.get(layer)
+        if version is None or self.versions.step[version] != group.resume.step:
+            self.broken(
+                f"{source.node.name}/{source.device} is to send layer {layer} of step {group.resume.step} "
+                f"and does not hold it"
+            )
+
+    def starts(self, group: Group, member: SimTrainer) -> None:
+        """A rank that begins to compute holds every layer it owns at the resume step."""
+        for layer in group.owned[member.rank]:
+            version = member.layers.get(layer)
+            if version is None or self.versions.step[version] != group.resume.step:
+                self.broken(f"rank {member.rank} starts without layer {layer} of step {group.resume.step}")
+        if member.layers:
+            member.version = member.layers[min(group.owned[member.rank])]
+
+    def commits(self, trainer: SimTrainer, group: Group) -> None:
+        """A step that the world was told of is never committed differently.
+
+        A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears
+        of what it commits, and ``forms`` sees to it that none of it comes back.
+        """
+        told = self.told.get(trainer.committed) if group.generation == self.newest_resume else None
+        if told is not None and told != trainer.version:
+            self.broken(
+                f"step {trainer.committed} was committed again by generation {group.generation}, differently"
+            )
+        if set(trainer.layers) != set(group.owned[trainer.rank]):
+            self.broken(f"rank {trainer.rank} committed without all of its layers")
+
+    def every_layer_is_owned(self, plan: Plan) -> None:
+        owned = frozenset().union(*owned_layers(plan).values())
+        if len(owned) != self.layers:
+            self.broken(f"only layers {sorted(owned)} are owned")

@@ -1,0 +1,285 @@
+"""A simulated host: the real agent machine, its timers, and its trainer processes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, assert_never, cast
+
+from ftd.sim.network import Network
+from ftd.sim.trainers import SimTrainer, Versions
+from ftd.sim.world import TIMING, World
+from planner.values import ModelProfile
+from statemachine.agent import AgentEvent, AgentMachine
+from statemachine.effects import (
+    CancelTimer,
+    Effect,
+    EmitEvent,
+    ExitDaemon,
+    KillTrainer,
+    NewIncarnation,
+    PublishNode,
+    SendSignal,
+    SetTimer,
+    StartTrainer,
+    TrainerPrepare,
+    TrainerQuiesce,
+    TrainerResume,
+)
+from statemachine.events import (
+    AgentStarted,
+    BrokerConnected,
+    BrokerLost,
+    CommandArrived,
+    TerminationRequested,
+    TimerFired,
+    TrainerBeat,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerUp,
+)
+from statemachine.messages import FromNode, ToNode
+from statemachine.values import FailureCause, NodeFacts, NodeState
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+
+AgentEffect = (
+    SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
+    | TrainerPrepare | TrainerQuiesce | TrainerResume | NewIncarnation | ExitDaemon
+)  # fmt: skip
+
+
+class SimNode:
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        invariants: "Invariants",
+        versions: Versions,
+        name: str,
+        devices: int,
+        profile: ModelProfile,
+        step_s: float,
+    ) -> None:
+        self.world, self.network, self.invariants, self.versions = world, network, invariants, versions
+        self.name, self.devices, self.profile, self.step_s = name, devices, profile, step_s
+        self.incarnation = 0
+        self.up = False
+        self.left = False
+        """It exited on its own accord."""
+        self.frozen = False
+        self.data_cut = False
+        self.unbuildable = 0
+        """How many of the next builds fail."""
+        self.trainers: dict[int, SimTrainer] = {}
+        self.agent = AgentMachine(name, TIMING)
+        self._life = 0
+        """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
+        self._timers: dict[str, int] = {}
+        self._starts: dict[int, int] = {}
+        """Per device, counts orders to start and to kill."""
+        self._backlog: list[AgentEvent] = []
+
+    # --- the daemon ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.up, self.left, self.frozen = True, False, False
+        self._life += 1
+        self._backlog.clear()
+        self._timers.clear()
+        self.agent = AgentMachine(self.name, TIMING)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.incarnation = self.world.serial()
+        facts = NodeFacts(devices=self.devices, host=f"host-{self.name}", rendezvous_port=7000)
+        self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
+        self.network.register(self)
+
+    def crash(self) -> None:
+        """SIGKILL of the daemon and, with it, of its trainers."""
+        if not self.up:
+            return
+        self._stop()
+        self.network.drop(self.name, process_died=True)
+
+    def _stop(self) -> None:
+        self.up = self.frozen = False
+        self._life += 1
+        self._backlog.clear()
+        for device in self._starts:
+            self._starts[device] += 1
+        for trainer in self.trainers.values():
+            trainer.die()
+        self.trainers.clear()
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP of the daemon: everything waits for it, its timers are late."""
+        if self.up and not self.frozen:
+            self.frozen = True
+            self.world.at(for_s, self.thaw, self._life)
+
+    def thaw(self, life: int | None = None) -> None:
+        if not self.frozen or (life is not None and life != self._life):
+            return
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            self.feed(replace(event, at=self.world.now))  # it is read only now
+
+    def terminate(self) -> None:
+        self.feed(TerminationRequested(at=self.world.now, cause="sigterm", reason="SIGTERM"))
+
+    def feed(self, event: AgentEvent) -> None:
+        if not self.up:
+            return
+        if self.frozen:
+            self._backlog.append(event)
+            return
+        world = self.world
+        if world.tracing:
+            world.note(self.name, event)
+        for effect in self.agent.step(event):
+            if world.tracing:
+                world.note(self.name, f"  → {effect}")
+            self._perform(cast(AgentEffect, effect))
+
+    def connected(self) -> None:
+        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+
+    def disconnected(self) -> None:
+        self.feed(BrokerLost(at=self.world.now, cause="broker"))
+
+    def command(self, message: ToNode) -> None:
+        self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
+
+    # --- effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: AgentEffect) -> None:
+        world = self.world
+        match effect:
+            case SetTimer():
+                token = self._timers.get(effect.name, 0) + 1
+                self._timers[effect.name] = token
+                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self._life)
+            case CancelTimer():
+                self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
+            case SendSignal():
+                self.invariants.signals(self.name, self.incarnation)
+                message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
+                self.network.signal(message)
+            case StartTrainer():
+                start = self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
+                world.at(world.between(0.05, 0.3), self._trainer_up, effect.device, start)
+            case KillTrainer():
+                self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
+                trainer = self.trainers.pop(effect.device, None)
+                if trainer is not None:
+                    trainer.die()
+            case TrainerPrepare():
+                self._instruct(effect.device, self._prepare, effect, 0.3, 1.2)
+            case TrainerQuiesce():
+                self._instruct(effect.device, self._quiesce, effect, 0.0005, 0.005)
+            case TrainerResume():
+                self._instruct(effect.device, self._resume, effect, 0.0005, 0.005)
+            case PublishNode():
+                self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
+            case NewIncarnation():
+                self.invariants.fenced(self.name, self.incarnation)
+                self._life += 1
+                self._timers.clear()
+                self.network.drop(self.name, process_died=True)
+                self._begin()
+            case ExitDaemon():
+                self._stop()
+                self.left = True
+                self.network.drop(self.name, process_died=True, graceful=True)
+            case EmitEvent():
+                pass
+            case _:
+                assert_never(effect)
+
+    def _fire(self, name: str, token: int, cause: str, life: int) -> None:
+        if self._timers.get(name) != token or life != self._life:
+            return
+        if name == "watch" and not self.frozen:
+            self._beats()
+        self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
+
+    def _beats(self) -> None:
+        """The beats since the last look, as one per trainer: all that the agent uses of them."""
+        now = self.world.now
+        for trainer in self.trainers.values():
+            if trainer.alive and not trainer.frozen:
+                if not trainer.asleep:
+                    trainer.progress += 1
+                self.feed(
+                    TrainerBeat(
+                        at=now,
+                        cause="beat",
+                        device=trainer.device,
+                        progress=trainer.progress,
+                        waiting=not trainer.asleep,
+                    )
+                )
+
+    # --- trainer processes -------------------------------------------------------------------------
+
+    def _instruct(
+        self, device: int, action: Callable[..., None], effect: Effect, low_s: float, high_s: float
+    ) -> None:
+        trainer = self.trainers.get(device)
+        if trainer is not None:
+            self.world.at(self.world.between(low_s, high_s), action, trainer, effect)
+
+    def _trainer_up(self, device: int, start: int) -> None:
+        if not self.up or self._starts.get(device) != start:
+            return
+        pid = self.world.serial()
+        self.trainers[device] = SimTrainer(self, device, pid)
+        self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
+
+    def _prepare(self, trainer: SimTrainer, effect: TrainerPrepare) -> None:
+        if not trainer.able:
+            return
+        if self.unbuildable > 0:
+            self.unbuildable -= 1
+            self.fail_trainer(trainer.device, "unprepared")
+            return
+        trainer.build(len(self.profile.layers), effect.job.steps)
+        self.feed(
+            TrainerPrepared(
+                at=self.world.now,
+                cause=effect.cause,
+                device=trainer.device,
+                job_id=effect.job.job_id,
+                profile=self.profile if effect.profile else None,
+            )
+        )
+
+    def _quiesce(self, trainer: SimTrainer, effect: TrainerQuiesce) -> None:
+        trainer.quiesce(effect.generation, effect.mode)
+
+    def _resume(self, trainer: SimTrainer, effect: TrainerResume) -> None:
+        trainer.resume(effect.resume)
+
+    def fail_trainer(self, device: int, cause: FailureCause) -> None:
+        """The process dies; the daemon hears of it a little later."""
+        trainer = self.trainers.get(device)
+        if trainer is None or not trainer.alive:
+            return
+        trainer.die()
+        self.world.at(self.world.between(0.001, 0.02), self._failed, trainer, cause)
+
+    def _failed(self, trainer: SimTrainer, cause: FailureCause) -> None:
+        if self.trainers.get(trainer.device) is not trainer:
+            return
+        self.feed(
+            TrainerFailed(
+                at=self.world.now,
+                cause="trainer",
+                device=trainer.device,
+                pid=trainer.pid,
+                cause_of_failure=cause,
+                detail="simulated",
+            )
+        )

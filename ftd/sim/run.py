@@ -1,0 +1,257 @@
+"""One seed: draw a cluster and its faults, let them happen, heal, and require that the job is done."""
+
+import traceback
+from dataclasses import dataclass
+
+from ftd.sim import faults
+from ftd.sim.coordinator import MOST_NODES, SimCoordinator
+from ftd.sim.invariants import Invariants
+from ftd.sim.network import Network
+from ftd.sim.node import SimNode
+from ftd.sim.trainers import Versions
+from ftd.sim.world import Violation, World
+from planner.values import LayerProfile, ModelProfile, Policy
+from statemachine.messages import FromNode, ToNode
+from statemachine.values import Job
+
+CHAOS_S = 16.0
+"""Faults begin in this time; each lasts as long as it lasts, until the healing."""
+HEAL_S = 24.0
+PATIENCE_S = 120.0
+"""After the healing the job must be done within this time (and a job that was given up: the next one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model and policy that planners exist for; few, so that templates are made once for all seeds."""
+
+    layers: int
+    devices: int
+    memory_bytes: int | None
+    tolerate: int = 1
+    oobleck: bool = False
+    nodes: tuple[int, int] = (3, 5)
+    """Fewest and most nodes at the start."""
+
+
+SHAPES = (
+    Shape(layers=4, devices=1, memory_bytes=None, nodes=(2, 4)),
+    Shape(layers=5, devices=1, memory_bytes=60_000, nodes=(3, 5)),
+    Shape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
+    Shape(layers=6, devices=1, memory_bytes=50_000, nodes=(4, 6)),
+    Shape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    seed: int
+    violation: str | None
+    """What broke, or ``None``."""
+    events: int
+    virtual_s: float
+    trace: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def replay(self) -> str:
+        """The one line that shows this run again."""
+        return f"ftd sim --seed {self.seed} --trace"
+
+
+def _profile(shape: Shape) -> ModelProfile:
+    layers = tuple(
+        LayerProfile(
+            forward_s=0.01 * (1 + n % 3),
+            backward_s=0.02 * (1 + n % 3),
+            parameter_bytes=2000 + 500 * n,
+            gradient_bytes=2000 + 500 * n,
+            optimizer_bytes=4000 + 1000 * n,
+            activation_bytes=1000,
+            output_bytes=500,
+        )
+        for n in range(shape.layers)
+    )
+    return ModelProfile(layers=layers, microbatch_rows=2, device_memory_bytes=shape.memory_bytes)
+
+
+PROFILES = {shape: _profile(shape) for shape in SHAPES}
+
+
+class Simulation:
+    """A cluster, a user who submits jobs, and whatever happens to them."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self.world = world = World(seed, tracing=tracing)
+        self.shape = shape = world.rng.choice(SHAPES)
+        self.profile = PROFILES[shape]
+        self.policy = Policy(
+            devices_per_node=shape.devices,
+            tolerate=shape.tolerate,
+            global_batch=24,
+            microbatch_rows=2,
+            minimum="oobleck" if shape.oobleck else "one_replica",
+        )
+        self.step_s = world.between(0.2, 0.8)
+        self.faults: list[str] = []
+        self.healed = False
+        self.job: Job | None = None
+        self.jobs = 0
+        self.versions = Versions()
+        self.invariants = Invariants(world, self.versions, self.policy, shape.layers)
+        self.network = Network(world)
+        self.network.duplicates = world.rng.choice((0.0, 0.0, 0.03))
+        self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
+        self.coordinator = SimCoordinator(world, self.network, self.invariants)
+        self.nodes: dict[str, SimNode] = {}
+        self.invariants.nodes = self.nodes
+        self.network.take_signal = self._signal
+        self.network.take_will = self.coordinator.will
+        self.network.take_command = self._command
+
+    def _signal(self, message: FromNode) -> None:
+        self.coordinator.signal(message)
+
+    def _command(self, message: ToNode) -> None:
+        self.nodes[message.node].command(message)
+
+    def log(self, what: str) -> None:
+        self.faults.append(f"{self.world.now:7.3f} {what}")
+        if self.world.tracing:
+            self.world.note("FAULT", what)
+
+    # --- what the world does ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        world = self.world
+        self.coordinator.start()
+        for _ in range(world.rng.randint(*self.shape.nodes)):
+            self.add_node()
+        world.at(world.between(0.1, 1.0), self.submit)
+        faults.draw(self, CHAOS_S)
+        world.at(HEAL_S, self.heal)
+
+    def add_node(self) -> None:
+        if len(self.nodes) >= MOST_NODES:
+            return
+        node = SimNode(
+            self.world,
+            self.network,
+            self.invariants,
+            self.versions,
+            f"node-{len(self.nodes)}",
+            self.shape.devices,
+            self.profile,
+            self.step_s,
+        )
+        self.nodes[node.name] = node
+        self.world.at(self.world.between(0.0, 0.3), self.revive, node)
+
+    def revive(self, node: SimNode) -> None:
+        if not node.up:
+            node.start()
+
+    def reconnect_data(self, node: SimNode) -> None:
+        node.data_cut = False
+
+    def strike(self, fault: faults.Fault) -> None:
+        if not self.healed:
+            fault(self)
+
+    def submit(self) -> None:
+        """The user submits the job, and again when there was nobody to take it."""
+        if not self.coordinator.up or not self.network.sessions[self.coordinator.name].open:
+            self.world.at(0.7, self.submit)
+            return
+        self.jobs += 1
+        steps = self.world.rng.randrange(12, 30)
+        self.job = Job(job_id=f"job-{self.jobs}", name="job", steps=steps, policy=self.policy)
+        self.coordinator.submit(self.job)
+        self.world.at(1.0, self.look, self.job)
+
+    def look(self, job: Job) -> None:
+        """Is the job over? A user whose job ended before the healing submits another."""
+        machine = self.coordinator.machine
+        state = str(machine.phase)
+        if not self.coordinator.up or state not in ("FINISHED", "FAILED", "WAITING"):
+            pass
+        elif self.job_is_unknown(job):
+            self.submit()
+            return
+        elif state == "FINISHED" and self.healed:
+            self.world.done = True
+            return
+        elif state in ("FINISHED", "FAILED"):
+            if self.healed or self.world.chance(0.5):
+                self.submit()
+                return
+            self.world.done = state == "FINISHED" and self.world.chance(0.5)
+        self.world.at(1.0, self.look, job)
+
+    def job_is_unknown(self, job: Job) -> bool:
+        """The coordinator was killed before it journaled the job: the user has no answer and asks again."""
+        known = self.coordinator.machine.public_state()["job"]
+        return known is None or known["id"] != job.job_id
+
+    def heal(self) -> None:
+        """From here on nothing goes wrong any more."""
+        self.healed = True
+        self.log("healed")
+        self.coordinator.crash_after = None
+        self.network.duplicates = self.network.slow = 0.0
+        self.network.start_broker()
+        for name in list(self.network.sessions):
+            self.network.heal(name)
+        self.coordinator.thaw()
+        self.coordinator.restart()
+        for node in self.nodes.values():
+            node.data_cut = False
+            node.unbuildable = 0
+            node.thaw()
+            self.revive(node)
+            for trainer in list(node.trainers.values()):
+                if trainer.frozen or trainer.asleep:
+                    node.fail_trainer(trainer.device, "exited")
+        # Nodes that were drained or asked to leave, too, come back to work in the end.
+        self.world.at(25.0, self._replace_drained)
+
+    def _replace_drained(self) -> None:
+        for name, state in self.coordinator.machine.public_state()["nodes"].items():
+            if state["draining"]:
+                self.nodes[name].crash()
+                self.world.at(0.5, self.revive, self.nodes[name])
+        for node in self.nodes.values():
+            self.world.at(1.0, self.revive, node)
+
+    def finish(self) -> None:
+        """:raises Violation: an invariant broke, or the job was not done in time after the healing."""
+        self.begin()
+        self.world.run(HEAL_S + PATIENCE_S)
+        if not self.world.done:
+            state = self.coordinator.machine.public_state()
+            raise Violation(
+                f"no progress after the healing: {state['phase']} at step {state['step']}, "
+                f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}"
+            )
+
+
+def run_seed(seed: int, *, tracing: bool = False) -> Result:
+    """Run one seed to its end."""
+    simulation = Simulation(seed, tracing=tracing)
+    violation: str | None = None
+    try:
+        simulation.finish()
+    except Violation as error:
+        violation = str(error)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        violation = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    world = simulation.world
+    return Result(
+        seed=seed,
+        violation=violation,
+        events=world.events,
+        virtual_s=world.now,
+        trace=tuple(world.lines),
+        faults=tuple(simulation.faults),
+    )

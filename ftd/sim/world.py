@@ -1,0 +1,81 @@
+"""Virtual time, the seed's random numbers, and the trace."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from random import Random
+from typing import Any
+
+from statemachine.timing import Timing
+
+Action = Callable[..., None]
+
+TIMING = Timing(
+    heartbeat_s=1.0,
+    silence_s=3.0,
+    hello_grace_s=4.0,
+    quiesce_s=5.0,
+    boundary_s=3.0,
+    resume_s=8.0,
+    lost_state_s=60.0,
+    steps_wanted_s=1.0,
+    raise_limit=1000,
+    stepped_s=0.3,
+    leave_s=15.0,
+    kill_grace_s=0.5,
+    watch_s=1.0,
+    hang_floor_s=3.0,
+    idle_beat_s=6.0,
+    idle_progress_s=12.0,
+)
+"""Slower beats than in production, so that a run of minutes takes milliseconds; the ratios are alike."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold: a bug in the protocol (or in the simulator)."""
+
+
+class World:
+    """The clock and its queue: ``at`` schedules, ``run`` lets time pass."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.events = 0
+        self.done = False
+        self.tracing = tracing
+        self.lines: list[str] = []
+        self._queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []
+        self._order = count()
+        self._serial = 1000
+
+    def at(self, delay_s: float, action: Action, *arguments: Any) -> None:
+        """Call ``action(*arguments)`` after ``delay_s``; equal times keep their order."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
+
+    def run(self, until_s: float) -> None:
+        """Let time pass until then, or until ``done``."""
+        queue, pop = self._queue, heapq.heappop
+        while queue and not self.done:
+            if queue[0][0] > until_s:
+                self.now = until_s
+                return
+            self.now, _, action, arguments = pop(queue)
+            self.events += 1
+            action(*arguments)
+
+    def serial(self) -> int:
+        """A number never used before in this world: incarnations, process ids."""
+        self._serial += 1
+        return self._serial
+
+    def note(self, who: str, what: object) -> None:
+        """One line of the trace; callers ask ``tracing`` first, since formatting costs."""
+        self.lines.append(f"{self.now:9.4f} {who:<8} {what}")
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.rng.random()
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
