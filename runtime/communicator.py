@@ -47,6 +47,14 @@ class PeerLost(CommunicationError):
     """A connection broke or timed out. A hint: who died is for the control plane to say."""
 
 
+def plain_words(error: BaseException) -> str:
+    """The first sentence of a backend's message, without the source location that it begins with."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if text.startswith("["):
+        text = text.partition("] ")[2] or text
+    return text.partition(". ")[0]
+
+
 class Pending:
     """An operation under way; give it to ``Communicator.wait``."""
 
@@ -112,7 +120,7 @@ class Communicator(ABC):
         if not pending.done:
             raise Aborted
         if pending.error is not None:
-            raise PeerLost(str(pending.error)) from pending.error
+            raise PeerLost(plain_words(pending.error)) from pending.error
 
     def wait_any(self, pendings: Sequence[Pending]) -> None:
         """At least one of them is done. Those that are need a ``wait`` of their own for their errors."""
@@ -295,7 +303,7 @@ class GlooCommunicator(Communicator):
         try:
             work = post()
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            raise PeerLost(plain_words(error)) from error
         return self._lanes[lane].put(work, tensor)
 
     def abort(self) -> None:

@@ -31,6 +31,7 @@ from runtime.communicator import (
     Members,
     PeerLost,
     Pending,
+    plain_words,
 )
 from runtime.store import Rendezvous, RendezvousStore
 
@@ -127,7 +128,7 @@ class NcclCommunicator(Communicator):
                 pending.work.wait()
             except RuntimeError as error:
                 self.check()
-                raise PeerLost(str(error)) from error
+                raise PeerLost(plain_words(error)) from error
         else:
             super().wait(pending)
 

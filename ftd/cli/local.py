@@ -7,6 +7,9 @@ import typer
 
 from ftd.cli.options import silence_logs
 
+PLAIN_COLUMNS = 110
+"""Width of what is printed into a file or a pipe, where there is no terminal to ask."""
+
 
 def register(app: typer.Typer) -> None:
     app.command("local")(local)
@@ -47,6 +50,8 @@ def local(
 
     silence_logs()
     console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_COLUMNS
     options = LocalOptions(
         job=job,
         nodes=nodes,

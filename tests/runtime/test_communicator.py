@@ -23,6 +23,7 @@ from runtime.communicator import (
     PeerLost,
     SoloCommunicator,
     make_communicator,
+    plain_words,
 )
 from runtime.store import Rendezvous
 from tests.runtime.harness import ROOT, TOKEN, ServerThread
@@ -255,3 +256,12 @@ def test_a_world_of_one_needs_no_rendezvous() -> None:
     with pytest.raises(Aborted):
         alone.check()
     alone.close()
+
+
+def test_a_backends_message_is_cut_to_what_a_user_needs() -> None:
+    error = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17804. This is typically"
+    )
+    assert plain_words(error) == "Connection closed by peer [127.0.0.1]:17804"
+    assert plain_words(RuntimeError("Timed out")) == "Timed out"
+    assert plain_words(RuntimeError()) == "RuntimeError"
