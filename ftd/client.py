@@ -139,8 +139,12 @@ class ClusterClient:
 
     async def announce(self, event: EventMessage, timeout_s: float = 1.0) -> None:
         """Publish an event and wait for the broker's acknowledgement, or for ``timeout_s``."""
-        self._session.publish(self.topics.events, encode_json(event), keep=True)
+        self.publish(self.topics.events, encode_json(event))
         await self._session.flush(timeout_s)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Any payload on any topic; kept for the next connection while there is none."""
+        self._session.publish(topic, payload, keep=True)
 
     def _nobody(self, topic: str | None) -> str:
         who = f"nobody listens on {topic}" if topic else "no coordinator answers"

@@ -1,0 +1,67 @@
+"""One shared cluster for all tests that leave it usable, and the losses that every run must have."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftd.mqtt.mosquitto import find_mosquitto
+from tests.e2e.playground import Playground, Run, playground, tiny_job, training_data
+from tests.runtime.reference import load, reference_losses
+
+RELATIVE = 1e-9
+REFERENCE_STEPS = 200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Playground]:
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    with playground() as ground:
+        yield ground
+
+
+@pytest.fixture
+def ground(shared: Playground) -> Playground:
+    """The shared cluster, in order: four idle nodes."""
+    shared.tidy()
+    return shared
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """Losses of the tiny job's first so many steps in one process: no pipelines, no failures."""
+    data = training_data(tiny_job(tmp_path_factory.mktemp("reference"), delay_s=0.0))
+    known: list[float] = []
+
+    def losses(steps: int) -> list[float]:
+        if len(known) < steps:
+            wanted = max(steps, REFERENCE_STEPS)
+            fresh = msgspec.structs.replace(data, steps=wanted)
+            known[:] = reference_losses(load(fresh), fresh, wanted)
+        return known[:steps]
+
+    return losses
+
+
+@pytest.fixture
+def same_losses(reference: Callable[[int], list[float]]) -> Callable[[Run], None]:
+    """Every step was committed exactly once, with the loss of the undisturbed run."""
+
+    def check(run: Run) -> None:
+        steps = sorted(run.losses)
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(run.named("StepCommitted")) == len(steps)
+        expected = reference(len(steps))
+        assert [run.losses[step] for step in steps] == pytest.approx(expected, rel=RELATIVE)
+        assert all(recovery["rolled_back_steps"] == 0 for recovery in run.recoveries)
+        assert all(recovery["recomputed_steps"] <= 1 for recovery in run.recoveries)
+
+    return check

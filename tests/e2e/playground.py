@@ -1,0 +1,350 @@
+"""Real clusters for tests: mosquitto, coordinator, node daemons and trainers as processes on this machine.
+
+The cluster lives on an event loop in a thread of its own, so that plain tests can use one cluster after
+another: starting a node costs seconds of importing torch, so tests share a cluster and put it in order.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftd.client import ClusterClient
+from ftd.config.job import load_job_data
+from ftd.config.locate import ClusterAddress
+from ftd.errors import FtdError
+from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
+from ftd.local.conductor import Conductor
+from ftd.local.fleet import private_directory
+from ftd.local.inject import LocalInjector
+from ftd.local.scenario import Fault, parse_scenario
+from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
+from runtime.protocol import TrainingData
+
+LIMIT_S = 60.0
+HOME = ("node-0", "node-1", "node-2", "node-3")
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Run:
+    """One job and what became known of it."""
+
+    job: JobData
+    events: list[Json] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each committed step."""
+        return {e["step"]: e["details"]["loss"] for e in self.named("StepCommitted")}
+
+    @property
+    def recoveries(self) -> list[Json]:
+        return [e["details"]["recovery"] for e in self.named("RecoveryCompleted")]
+
+    def named(self, name: str, node: str | None = None) -> list[Json]:
+        return [e for e in self.events if e["event"] == name and node in (None, e["node"])]
+
+    def recovery(self, cause: str) -> Json:
+        found = [r for r in self.recoveries if r["cause"] == cause]
+        assert found, f"no recovery from {cause}: {[r['cause'] for r in self.recoveries]}"
+        return found[-1]
+
+
+class Playground:
+    """A cluster and a client of it, driven from a plain thread."""
+
+    def __init__(self, directory: Path, options: ClusterOptions) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="playground")
+        self._thread.start()
+        self.state: Json = {}
+        self.run: Run | None = None
+        self.pids: dict[tuple[str, int], int] = {}
+        """(node, device) → process of its present trainer."""
+        self._news = asyncio.Condition()
+        self.cluster = self.on_loop(self._make(directory, options))
+
+    async def _make(self, directory: Path, options: ClusterOptions) -> LocalCluster:
+        return LocalCluster(directory, options)
+
+    def on_loop(self, work: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.on_loop(self._open())
+
+    async def _open(self) -> None:
+        await self.cluster.start_broker()
+        await self.cluster.start_coordinator()
+        address = ClusterAddress(broker=self.cluster.broker, cluster=self.cluster.options.cluster)
+        self.client = ClusterClient(address, listen=True, on_state=self._on_state)
+        await self.client.__aenter__()
+        self._injector = LocalInjector(self.client, self.cluster, lambda _name, _pid: None)
+        self._failures: list[str] = []
+        self._conductor: Conductor | None = None
+        self._following = asyncio.ensure_future(self._follow())
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            await self.client.__aexit__()
+            await self.cluster.end()
+
+        self.on_loop(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _follow(self) -> None:
+        async for event in self.client.events():
+            if event["event"] == "TrainerStarted":
+                self.pids[event["node"], event["details"]["device"]] = event["details"]["pid"]
+            if self.run is not None:
+                self.run.events.append(event)
+            if self._conductor is not None:
+                self._conductor.on_event(event)
+            await self._tell()
+
+    def _on_state(self, state: Json) -> None:
+        self.state = state
+        self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def until(self, holds: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until ``holds()``; looked at whenever there is news, and twice a second."""
+
+        async def wait() -> None:
+            deadline = time.monotonic() + limit_s
+            while not holds():
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"not within {limit_s:g} s: {what}\n{self.describe()}")
+                async with self._news:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._news.wait(), 0.5)
+
+        self.on_loop(wait(), limit_s + 10)
+
+    def until_event(self, name: str, node: str | None = None, times: int = 1) -> Json:
+        """The ``times``-th event of this name since the job was submitted."""
+        run = self._current
+        self.until(lambda: len(run.named(name, node)) >= times, f"{name} {node or ''} × {times}")
+        return run.named(name, node)[times - 1]
+
+    def until_recovery(self, cause: str) -> Json:
+        """The first recovery from this cause."""
+        run = self._current
+        self.until(lambda: any(r["cause"] == cause for r in run.recoveries), f"recovery from {cause}")
+        return run.recovery(cause)
+
+    def until_step(self, step: int) -> None:
+        run = self._current
+        self.until(lambda: max(run.losses, default=0) >= step, f"step {step}")
+
+    def further(self, steps: int = 5) -> None:
+        """Training must go on."""
+        self.until_step(max(self._current.losses, default=0) + steps)
+
+    def until_phase(self, phase: str) -> None:
+        self.until(lambda: self.state.get("phase") == phase, f"phase {phase}")
+
+    @property
+    def _current(self) -> Run:
+        assert self.run is not None
+        return self.run
+
+    def describe(self) -> str:
+        """What is known, for the message of a test that fails."""
+        events = [] if self.run is None else self.run.events
+        lines = [
+            f"{e['monotonic']:.3f} {e['event']} {e['node'] or ''} g{e['generation']} step {e['step']} "
+            f"{e['reason'][:300]}"
+            for e in events
+            if e["event"] != "StepCommitted"
+        ]
+        nodes = {name: node["state"] for name, node in self.state.get("nodes", {}).items()}
+        head = f"phase {self.state.get('phase')} waiting for {self.state.get('waiting_for')!r} nodes {nodes}"
+        logs = "\n".join(f"--- {name}\n{text}" for name, text in self.cluster.fleet.tails(1500).items())
+        return "\n".join([head, *lines[-60:], logs])
+
+    # --- acting ------------------------------------------------------------------------------------
+
+    def submit(self, job: JobData) -> Run:
+        """Submit, and wait for the first committed step."""
+        self.run = Run(job)
+        envelope = self.client.envelope()
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
+        self.on_loop(self.client.request(request))
+        self.until_step(1)
+        return self.run
+
+    def finish(self) -> Run:
+        """Wait for the job's end, which must be good."""
+        self.until(
+            lambda: self._current.named("JobFinished") or self._current.named("JobFailed"), "the job's end"
+        )
+        assert self._current.named("JobFinished"), self.describe()
+        return self._leave()
+
+    def stop_job(self) -> Run:
+        """End the job here."""
+        envelope = self.client.envelope()
+        name = self._current.job.name
+        request = StopRequest(request=envelope["request"], reply=envelope["reply"], job=name)
+        self.on_loop(self.client.request(request))
+        self.until_event("JobStopped")
+        return self._leave()
+
+    def _leave(self) -> Run:
+        run = self._current
+        self._conductor = None
+        assert self._failures == []
+        return run
+
+    def drain(self, node: str) -> None:
+        envelope = self.client.envelope()
+        request = DrainRequest(request=envelope["request"], reply=envelope["reply"], node=node)
+        self.on_loop(self.client.request(request))
+
+    def inject(self, **fault: Any) -> None:
+        """A fault now: the fields of a scenario's ``[[fault]]`` without a trigger."""
+        [parsed] = parse_scenario({"fault": [{"after_s": 0, **fault}]}, "test").faults
+        self.on_loop(self._injector.inject(parsed))
+
+    def kill_later(self, pid: int, after_s: float) -> None:
+        """SIGKILL a process when the broker that would carry the order is away."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_s, os.kill, pid, signal.SIGKILL)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        async def send() -> None:
+            self.client.publish(topic, payload)
+
+        self.on_loop(send())
+
+    def fill_gaps(self) -> None:
+        """Events that the broker's outage swallowed, from the coordinator's journal."""
+
+        async def fetch() -> None:
+            run = self._current
+            for row in await self.client.history(what="steps"):
+                if row["job"] == self.state["job"]["id"] and row["step"] not in run.losses:
+                    run.events.append({**row, "event": "StepCommitted", "node": None})
+
+        self.on_loop(fetch())
+
+    def play(self, *faults: Json) -> None:
+        """From here on: faults with their triggers."""
+
+        async def begin() -> None:
+            scenario = parse_scenario({"fault": list(faults)}, "test")
+            self._conductor = Conductor(scenario, inject=self._injector.inject, on_failure=self._failed)
+            self._conductor.begin()
+
+        self.on_loop(begin())
+
+    def _failed(self, fault: Fault, error: FtdError) -> None:
+        self._failures.append(f"{fault}: {error}")
+
+    # --- order ---------------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Whatever a test left: no job, and the home nodes up with idle trainers, no others."""
+        self._conductor = None
+        self._failures.clear()
+        with contextlib.suppress(FtdError):
+            if self.state.get("job") and self.state["phase"] not in ("FINISHED", "FAILED"):
+                self.stop_job()
+        self.run = None
+        for name in (BROKER, COORDINATOR):
+            assert self.cluster.fleet.running(name), f"{name} is gone\n{self.describe()}"
+        strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.fleet.running(n)]
+        self.on_loop(self.cluster.fleet.terminate(strangers, grace_s=10.0))
+        for name in HOME:
+            if not self.cluster.fleet.running(name):
+                self.pids.pop((name, 0), None)
+                self.on_loop(self.cluster.start_node(name))
+        self.until(self._in_order, "home nodes healthy, others gone")
+
+    def _in_order(self) -> bool:
+        nodes = {n: v["state"] for n, v in self.state.get("nodes", {}).items() if v["state"] != "OFFLINE"}
+        warm = all((name, 0) in self.pids for name in HOME)
+        return warm and nodes == dict.fromkeys(HOME, "HEALTHY")
+
+
+@contextlib.contextmanager
+def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
+    """A cluster with its home nodes on their way up; gone at the end, however the test ends."""
+    with private_directory() as directory:
+        ground = Playground(directory, ClusterOptions(broker="mosquitto", **options))
+        try:
+            ground.open()
+            for name in HOME[:nodes]:
+                ground.on_loop(ground.cluster.start_node(name))
+            yield ground
+        finally:
+            ground.close()
+
+
+JOB = """
+name = "tiny"
+steps = {steps}
+[training]
+function = "{here}/tiny.py:build"
+global_batch = 16
+microbatch = 2
+seed = 3
+dtype = "float64"
+clip_gradient_norm = 0.5
+[training.arguments]
+delay_s = {delay_s}
+{arguments}
+[tolerance]
+failures = {failures}
+minimum = "{minimum}"
+{planner}
+"""
+
+
+def tiny_job(
+    directory: Path,
+    *,
+    steps: int = 100_000,
+    delay_s: float = 0.002,
+    two_node_replicas: bool = False,
+    failures: int = 1,
+    minimum: str = "one_replica",
+    arguments: str = "",
+) -> JobData:
+    """The test job; with ``two_node_replicas`` a copy of the model fits no single node."""
+    text = JOB.format(
+        steps=steps,
+        here=Path(__file__).parent,
+        delay_s=delay_s,
+        arguments=arguments,
+        failures=failures,
+        minimum=minimum,
+        planner="[planner]\ndevice_memory_mib = 0.3\n" if two_node_replicas else "",
+    )
+    path = directory / "job.toml"
+    path.write_text(text)
+    return load_job_data(path)
+
+
+def training_data(job: JobData) -> TrainingData:
+    return msgspec.convert(job.training, TrainingData)

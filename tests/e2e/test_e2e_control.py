@@ -1,0 +1,162 @@
+"""Training and what steers it: coordinator and broker die, nodes come, leave, are cut off, share a name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.playground import HOME, Playground, Run, tiny_job
+
+SameLosses = Callable[[Run], None]
+
+
+def test_joins_drains_and_leaves_recompute_nothing(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.inject(do="start", node="node-4")
+    joined = ground.until_recovery("node_joined")
+    assert sorted(len(p["stages"]) for p in joined["pipelines_after"]) == [2, 3]
+    ground.drain("node-0")
+    drained = ground.until_recovery("node_drained")
+    assert drained["nodes"] == ["node-0"]
+    ground.until_event("NodeReleased", "node-0")
+    ground.further()
+    ground.inject(do="term", node="node-4")
+    ground.until(lambda: not ground.cluster.fleet.running("node-4"), "node-4 has left")
+    assert ground.cluster.fleet.children["node-4"].process.returncode == 0
+    ground.further()
+    assert [r["recomputed_steps"] for r in run.recoveries] == [0] * len(run.recoveries)
+    assert len(run.recoveries) == 4
+    same_losses(ground.stop_job())
+    # A drained node stays out until its daemon starts anew.
+    ground.on_loop(ground.cluster.kill("node-0"))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_job_runs_to_its_end_while_the_coordinator_is_killed(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, again: bool
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, steps=80, two_node_replicas=True))
+    trainers = dict(ground.pids)
+    ground.until_step(8)
+    if again:  # In the middle of a recovery.
+        ground.play(
+            {"on_event": "GenerationStarted", "do": "kill_coordinator"},
+            {"after_s": 0, "do": "kill", "node": "node-1", "target": "trainer"},
+        )
+        ground.until_recovery("trainer_lost")
+    else:
+        ground.inject(do="kill_coordinator", restart_after_s=0.3)
+        ground.until_event("CoordinatorStarted")
+    ground.finish()
+    if not again:
+        assert [r["cause"] for r in run.recoveries] == ["start"]
+        assert trainers == {key: ground.pids[key] for key in trainers} or ground.state["phase"] == "FINISHED"
+    same_losses(run)
+
+
+def test_training_goes_on_without_the_broker(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.until_step(8)
+    before = max(run.losses)
+    ground.inject(do="kill_broker", restart_after_s=1.5)
+    ground.until_event("BrokerRestored")
+    ground.further(20)
+    assert [r["cause"] for r in run.recoveries] == ["start"]
+    assert not run.named("NodeLost")
+    assert max(run.losses) > before
+    ground.fill_gaps()
+    same_losses(ground.stop_job())
+
+
+def test_a_trainer_dies_while_the_broker_is_away(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.until_step(8)
+    ground.kill_later(ground.pids["node-2", 0], after_s=0.3)
+    ground.inject(do="kill_broker", restart_after_s=1.0)
+    ground.until_recovery("trainer_lost")
+    ground.until_recovery("node_returned")
+    ground.further()
+    ground.fill_gaps()
+    same_losses(ground.stop_job())
+
+
+def test_a_node_that_was_cut_off_comes_back_as_somebody_new(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.until_step(8)
+    stale = ground.pids["node-2", 0]
+    incarnation = ground.state["nodes"]["node-2"]["incarnation"]
+    ground.inject(do="disconnect", node="node-2", for_s=2.0)
+    assert ground.until_recovery("node_lost")["nodes"] == ["node-2"]
+    ground.until_recovery("node_joined")
+    ground.further()
+    assert ground.pids["node-2", 0] != stale
+    assert ground.state["nodes"]["node-2"]["incarnation"] > incarnation
+    assert run.named("NodeFenced", "node-2")
+    same_losses(ground.stop_job())
+
+
+def test_too_few_nodes_pause_the_job_until_they_come(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, minimum="oobleck"))
+    ground.until_step(8)
+    ground.inject(do="kill", node="node-3")
+    paused = ground.until_event("ClusterPaused")
+    assert (paused["details"]["needed"], paused["details"]["present"]) == (4, 3)
+    ground.until_phase("PAUSED")
+    assert "4" in ground.state["waiting_for"]
+    ground.inject(do="start", node="node-3")
+    ground.until(lambda: len(run.recoveries) > 1, "training goes on")
+    ground.further()
+    same_losses(ground.stop_job())
+
+
+def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.until_step(4)
+    first = ground.state["nodes"]["node-1"]["incarnation"]
+    second = ground.on_loop(ground.cluster.fleet.start("impostor", ground.cluster.node_command("node-1")))
+    ground.until_event("NodeRejected", "node-1")
+    ground.further()
+    assert ground.state["nodes"]["node-1"]["incarnation"] == first
+    assert not run.named("NodeLost")
+    assert "node-1" in second.log.read_text()
+    assert "rejected" in second.log.read_text()
+    ground.on_loop(ground.cluster.kill("node-1"))
+    ground.until_recovery("node_lost")
+    ground.until_recovery("node_joined")  # The second one takes over.
+    assert ground.state["nodes"]["node-1"]["incarnation"] > first
+    ground.further()
+    same_losses(ground.stop_job())
+    ground.on_loop(ground.cluster.fleet.kill("impostor"))
+    ground.until(lambda: ground.state["nodes"]["node-1"]["state"] == "OFFLINE", "the second one is gone")
+
+
+def test_garbage_on_every_topic_harms_nobody(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    topics = ground.client.topics
+    for topic in (
+        topics.request,
+        topics.events,
+        topics.node_signal("node-0"),
+        topics.node_state("node-1"),
+        topics.node_command("node-2"),
+        topics.chaos("node-3"),
+    ):
+        for payload in (b"", b"\xc1", b"{", b'{"do": "kill"}', b"\x00" * 1_100_000):
+            ground.publish(topic, payload)
+    ground.until(lambda: len(run.named("MessageRefused")) >= 4, "the refusals")
+    ground.further(20)
+    assert [r["cause"] for r in run.recoveries] == ["start"]
+    assert all(ground.cluster.fleet.running(name) for name in HOME)
+    same_losses(ground.stop_job())

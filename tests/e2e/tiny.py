@@ -1,0 +1,63 @@
+"""A training function for tests: small enough to be quick, with everything that makes numerics hard.
+
+Dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), float64.
+``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder raises.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+
+from runtime.training import Training
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, samples: int, width: int, raise_once: str) -> None:
+        self.inputs = torch.randn(samples, width, dtype=torch.float64)
+        self.targets = self.inputs.sin().roll(1, dims=1)
+        self.raise_once = Path(raise_once) if raise_once else None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.raise_once is not None and self.raise_once.exists():
+            try:
+                self.raise_once.unlink()
+            except FileNotFoundError:
+                pass  # Another trainer found it first: that one raises.
+            else:
+                raise RuntimeError("planted by the test")
+        return self.inputs[index], self.targets[index]
+
+
+class Slow(nn.Module):
+    """Takes its time without using the processor."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        return value
+
+
+def build(
+    *, layers: int = 6, width: int = 48, delay_s: float = 0.0, raise_once: str = "", samples: int = 600
+) -> Training:
+    return Training(
+        layers=[
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s))
+            for _ in range(layers)
+        ],
+        loss=functional.mse_loss,
+        optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
+        scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
+        dataset=Points(samples, width, raise_once),
+    )
