@@ -148,6 +148,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     Vote | None: st.none() | votes,
     ModelProfile | None: st.none() | profiles,
     str | None: st.none() | names,
+    float | None: st.none() | reals,
+    int | None: st.none() | numbers,
     tuple[DeviceReport, ...]: st.lists(reports, max_size=3).map(tuple),
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
