@@ -142,6 +142,9 @@ def prepare(a: Agent, command: Prepare) -> None:
     """Idempotent: ready trainers say so, busy ones go on; anything else means fresh trainers."""
     if a.leaving is not None:
         return
+    if command.job.job_id in a.past_jobs:
+        a.ignore("a Prepare for a job that is over")
+        return
     same = a.job is not None and a.job.job_id == command.job.job_id
     if same and (a.wants_profile or not command.profile):
         if a.built:
@@ -150,6 +153,8 @@ def prepare(a: Agent, command: Prepare) -> None:
     fresh = a.job is None and all(
         trainer.phase in (TrainerPhase.STARTING, TrainerPhase.UP) for trainer in a.trainers
     )
+    if a.job is not None and not same:
+        a.past_jobs.append(a.job.job_id)
     a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
@@ -229,6 +234,7 @@ def steps_wanted(a: Agent, command: StepsWanted) -> None:
 def stop(a: Agent, command: Stop) -> None:
     if a.job is None or a.job.job_id != command.job_id:
         return
+    a.past_jobs.append(a.job.job_id)
     a.job = a.profile = a.lost = None
     a.wants_profile, a.failures = False, 0
     a.history.clear()

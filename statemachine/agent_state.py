@@ -87,6 +87,8 @@ class Agent:
     state: NodeState = NodeState.HEALTHY
     reason: str = "started"
     job: Job | None = None
+    past_jobs: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    """Jobs that are over: a Prepare for one of them is a late duplicate."""
     wants_profile: bool = False
     profile: ModelProfile | None = None
     lost: TrainerLost | None = None

@@ -8,7 +8,7 @@ tells each event where to go.
 from typing import Any, assert_never
 
 from statemachine import durable, jobs, public, recovery, signals, timeouts
-from statemachine.effects import Effect
+from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
@@ -103,8 +103,19 @@ class ClusterMachine:
         return self._c.ledger.known_step
 
     def _take_out(self) -> list[Effect]:
+        """What this step wants, in the order that serves best and is still safe.
+
+        Durable state first, once (it is the state at the end of the step), then commands and plans, which
+        trainers stand still for, then what the world is told.
+        """
         out, self._c.out = self._c.out, []
-        return out
+        if len(out) < 2:
+            return out
+        persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
+        publish = [effect for effect in out if isinstance(effect, PublishCluster)][-1:]
+        events = [effect for effect in out if isinstance(effect, EmitEvent)]
+        others = (PersistState, PublishCluster, EmitEvent)
+        return [*persist, *(effect for effect in out if not isinstance(effect, others)), *events, *publish]
 
     def _dispatch(self, event: ClusterEvent) -> None:
         c = self._c

@@ -114,6 +114,9 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
     job = c.job
     if job is None or not c.active or signal.job_id != job.job_id or node.released:
         c.ignore("prepared for a job that is not under way", node.name)
+        c.send(node, Stop(job_id=signal.job_id, reason="this job is not under way"))
+        node.asked = False
+        c.dirty = True
         return
     if c.profiler == node.name and signal.profile is None:
         c.ignore("prepared without the profile that was asked for", node.name)

@@ -91,7 +91,7 @@ def misfit(facts: NodeFacts, policy: Policy) -> str | None:
         return None
     return (
         f"this node has {facts.devices} device(s), but every node of the running job has "
-        f"{policy.devices_per_node}: start it with --devices {policy.devices_per_node}"
+        f"{policy.devices_per_node}: start it with that many"
     )
 
 

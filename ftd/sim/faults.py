@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Fault = Callable[["Simulation"], None]
 
-PHASES = ("GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "StepCommitted")
+PHASES = ("GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost")
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
 
@@ -214,12 +214,15 @@ _WEIGHTS = [weight for weight, _ in FAULTS]
 
 
 def draw(sim: "Simulation", until_s: float) -> None:
-    """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries."""
+    """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng = sim.world.rng
     for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(1, 6)):
         sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
-    reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
-    pending = [(rng.choice(PHASES), fault, rng.randrange(6)) for fault in reactions]
+    reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 6))
+    pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
+    commits = [
+        (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
+    ]
 
     def react(event: EmitEvent) -> None:
         for index, (name, fault, skip) in enumerate(pending):
@@ -230,4 +233,14 @@ def draw(sim: "Simulation", until_s: float) -> None:
                 sim.world.at(sim.world.between(0.0, 0.1), sim.strike, fault)
                 return
 
+    count = 0
+
+    def on_commit() -> None:
+        nonlocal count
+        count += 1
+        for number, fault in commits:
+            if number == count:
+                sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
+
     sim.coordinator.on_event = react
+    sim.invariants.on_commit = on_commit

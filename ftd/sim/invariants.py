@@ -1,5 +1,6 @@
 """What must hold after every event, whatever happens to the processes and the network."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ftd.sim.trainers import Group, SimTrainer, Versions
@@ -25,6 +26,8 @@ class Invariants:
         """The newest committed step that the coordinator ever knew of, for the present job."""
         self.job_id: str | None = None
         self.newest_resume = 0
+        self.on_commit: Callable[[], None] = lambda: None
+        """Called when a rank commits: a moment at which faults like to come."""
         self.announced: set[int] = set()
         """Generations that an event said have started."""
         self.out: dict[str, set[int]] = {}
@@ -74,6 +77,8 @@ class Invariants:
     def _resume_is_sound(self, resume: Resume) -> None:
         if resume.generation < self.newest_resume:
             self.broken(f"generation {resume.generation} is resumed after {self.newest_resume}")
+        if resume.generation == self.newest_resume:
+            return  # repeated for a node that may have missed it
         self.newest_resume = resume.generation
         if resume.step < self.newest_told:
             self.broken(f"a Resume at step {resume.step} after step {self.newest_told} was told as committed")
@@ -214,6 +219,10 @@ class Invariants:
             member.version = member.layers[min(group.owned[member.rank])]
 
     def commits(self, trainer: SimTrainer, group: Group) -> None:
+        self.on_commit()
+        self._commits(trainer, group)
+
+    def _commits(self, trainer: SimTrainer, group: Group) -> None:
         """A step that the world was told of is never committed differently.
 
         A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears

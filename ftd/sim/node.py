@@ -1,7 +1,7 @@
 """A simulated host: the real agent machine, its timers, and its trainer processes."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never, cast
 
 from ftd.sim.network import Network
@@ -48,6 +48,17 @@ AgentEffect = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How steps go in this world: the moments between two trainers are where protocols break."""
+
+    step_s: float
+    imbalance: float
+    """A rank computes up to this part of a step longer than another, which waits at the VOTE."""
+    commit_spread_s: float
+    """From the VOTE's end to a rank's commit, at most."""
+
+
 class SimNode:
     def __init__(
         self,
@@ -58,10 +69,10 @@ class SimNode:
         name: str,
         devices: int,
         profile: ModelProfile,
-        step_s: float,
+        pace: Pace,
     ) -> None:
         self.world, self.network, self.invariants, self.versions = world, network, invariants, versions
-        self.name, self.devices, self.profile, self.step_s = name, devices, profile, step_s
+        self.name, self.devices, self.profile, self.pace = name, devices, profile, pace
         self.incarnation = 0
         self.up = False
         self.left = False

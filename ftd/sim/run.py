@@ -7,7 +7,7 @@ from ftd.sim import faults
 from ftd.sim.coordinator import MOST_NODES, SimCoordinator
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
-from ftd.sim.node import SimNode
+from ftd.sim.node import Pace, SimNode
 from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
@@ -30,6 +30,7 @@ class Shape:
     memory_bytes: int | None
     tolerate: int = 1
     oobleck: bool = False
+    microbatches: int = 12
     nodes: tuple[int, int] = (3, 5)
     """Fewest and most nodes at the start."""
 
@@ -40,6 +41,8 @@ SHAPES = (
     Shape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
     Shape(layers=6, devices=1, memory_bytes=50_000, nodes=(4, 6)),
     Shape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
+    # Two microbatches and two layers use four nodes at most: the others are idle members.
+    Shape(layers=2, devices=1, memory_bytes=None, microbatches=2, nodes=(3, 6)),
 )
 
 
@@ -88,11 +91,15 @@ class Simulation:
         self.policy = Policy(
             devices_per_node=shape.devices,
             tolerate=shape.tolerate,
-            global_batch=24,
+            global_batch=2 * shape.microbatches,
             microbatch_rows=2,
             minimum="oobleck" if shape.oobleck else "one_replica",
         )
-        self.step_s = world.between(0.2, 0.8)
+        self.pace = Pace(
+            step_s=world.between(0.1, 0.6),
+            imbalance=world.between(0.1, 1.0),
+            commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
+        )
         self.faults: list[str] = []
         self.healed = False
         self.job: Job | None = None
@@ -142,7 +149,7 @@ class Simulation:
             f"node-{len(self.nodes)}",
             self.shape.devices,
             self.profile,
-            self.step_s,
+            self.pace,
         )
         self.nodes[node.name] = node
         self.world.at(self.world.between(0.0, 0.3), self.revive, node)

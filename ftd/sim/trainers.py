@@ -158,7 +158,8 @@ class SimTrainer:
         self.phase = "compute"
         self.progress += 1
         world = self.node.world
-        world.at(self.node.step_s * (0.8 + 0.4 * world.rng.random()), self._computed, self.token)
+        pace = self.node.pace
+        world.at(pace.step_s * (1 + pace.imbalance * world.rng.random()), self._computed, self.token)
 
     def _computed(self, token: int) -> None:
         if token != self.token or self.group is None:
@@ -208,7 +209,7 @@ class SimTrainer:
                 generation=group.generation,
                 step=self.committed,
                 vote=Vote(loss=float(self.version), gradient_norm=1.0),
-                step_s=node.step_s,
+                step_s=node.pace.step_s,
             )
         )
 
@@ -352,7 +353,8 @@ class Group:
         for member in list(self.members.values()):
             if member.phase == "vote" and member.committed == step:
                 member.phase = "commit"
-                self.world.at(self.world.between(0.001, 0.02), member.commit, member.token, stop)
+                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                self.world.at(delay, member.commit, member.token, stop)
 
 
 def world_delay(world: World) -> float:
