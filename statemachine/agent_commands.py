@@ -70,6 +70,7 @@ def hello(a: Agent) -> None:
             prepared=a.built,
             generation=a.generation,
             training=a.training,
+            quiesced=a.quiesced,
         )
     )
     if a.rejected:
@@ -91,9 +92,9 @@ def heartbeat(a: Agent) -> None:
 
 
 def say_quiesced(a: Agent) -> None:
-    reports = [trainer.report for trainer in a.trainers if trainer.phase is TrainerPhase.QUIESCED]
-    if reports and len(reports) == len(a.trainers):
-        a.say(Quiesced(generation=a.generation, reports=tuple(r for r in reports if r is not None)))
+    if a.quiesced:
+        reports = tuple(trainer.report for trainer in a.trainers if trainer.report is not None)
+        a.say(Quiesced(generation=a.generation, reports=reports))
 
 
 def say_resumed(a: Agent) -> None:
@@ -200,8 +201,12 @@ def quiesce(a: Agent, command: Quiesce) -> None:
 
 
 def resume(a: Agent, command: Resume) -> None:
-    waits = all(trainer.phase is TrainerPhase.QUIESCED for trainer in a.trainers)
-    if command.generation != a.generation or not waits or a.job is None or command.job_id != a.job.job_id:
+    if (
+        command.generation != a.generation
+        or not a.quiesced
+        or a.job is None
+        or command.job_id != a.job.job_id
+    ):
         a.ignore("a Resume that this node does not wait for")
         return
     a.resume, a.stepping = command, False

@@ -129,6 +129,11 @@ class Agent:
     def training(self) -> bool:
         return any(trainer.phase in AT_WORK for trainer in self.trainers)
 
+    @property
+    def quiesced(self) -> bool:
+        """Every trainer has reported and waits for a Resume."""
+        return bool(self.trainers) and all(t.phase is TrainerPhase.QUIESCED for t in self.trainers)
+
     def mine(self, resume: Resume) -> list[int]:
         """This node's devices that have a rank in the plan."""
         return [device.index for device in resume.plan.devices if device.node == self.name]

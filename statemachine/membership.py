@@ -191,11 +191,20 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
 
 
 def silent(c: Cluster) -> list[NodeMachine]:
-    """Nodes that have said nothing for too long."""
+    """Nodes that have said nothing for too long, while others are heard.
+
+    Where several should be heard and none is, it is more likely we (or the broker) who are cut off; nobody
+    is left to go on without the others anyway. They have a while from the first word on, as after an outage
+    of the broker. Should they all be gone, the broker will say so.
+    """
+    alive = c.alive()
+    newest = max((node.heard_at for node in alive), default=c.at)
+    if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
+        c.grace_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
     if c.at < c.grace_until:
         return []
     limit = c.at - c.timing.silence_s
-    return [node for node in c.alive() if node.heard_at < limit]
+    return [node for node in alive if node.heard_at < limit]
 
 
 def unhealthy(c: Cluster, node: NodeMachine) -> bool:

@@ -33,6 +33,9 @@ class Hello:
     """Highest generation the node has obeyed; 0 before the first."""
     training: bool
     """Its trainers are running under ``generation`` (not quiesced, not idle)."""
+    quiesced: bool = False
+    """Its trainers stopped under ``generation`` and wait for its Resume. Neither this nor ``training``:
+    they are fresh, or idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,15 +169,16 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             if node.name in attempt.expected and node.name not in attempt.reports:
                 c.send(node, Quiesce(generation=attempt.generation, mode=attempt.mode))
         case ClusterPhase.RECOVERING | ClusterPhase.RUNNING if attempt.resume_sent:
-            obeys = signal.training and signal.generation == attempt.generation
-            if node.name not in attempt.members or obeys:
+            here = signal.generation == attempt.generation
+            if node.name not in attempt.members or (here and signal.training):
                 return
-            if c.phase is ClusterPhase.RUNNING and node.name in c.planned:
+            command = resume_command(c)
+            if here and signal.quiesced and command is not None:
+                c.send(node, command)
+            elif node.name in c.planned:
+                # Its trainers failed and are back, all in an outage.
+                node.returning = True
                 _lost_trainers(c, node, f"{node.name} does not train under generation {attempt.generation}")
-            else:
-                command = resume_command(c)
-                if command is not None:
-                    c.send(node, command)
         case _:
             pass
 

@@ -38,6 +38,8 @@ class Invariants:
         self.next_to_tell = 1
         self.finished_job = False
         self.failed_job: str | None = None
+        self.resumed_job = False
+        """A group of the present job was told to start."""
 
     def new_job(self) -> None:
         self.told.clear()
@@ -45,6 +47,7 @@ class Invariants:
         self.newest_told = self.known = 0
         self.next_to_tell = 1
         self.finished_job, self.failed_job = False, None
+        self.resumed_job = False
 
     def broken(self, what: str) -> None:
         raise Violation(f"at {self.world.now:.4f} s: {what}")
@@ -80,6 +83,7 @@ class Invariants:
         if resume.generation == self.newest_resume:
             return  # repeated for a node that may have missed it
         self.newest_resume = resume.generation
+        self.resumed_job = True
         if resume.step < self.newest_told:
             self.broken(f"a Resume at step {resume.step} after step {self.newest_told} was told as committed")
         self.plan_is_sound(resume.plan)
@@ -138,6 +142,11 @@ class Invariants:
         self.next_to_tell = step + 1
 
     def _may_fail(self) -> None:
+        if not self.resumed_job:
+            return  # nobody could build it
+        self._state_is_lost()
+
+    def _state_is_lost(self) -> None:
         """State may be given up only when no trainer that lives holds some layer of the newest step.
 
         Trainers that missed the last Resume do not count: the cluster went on without them, and whether
