@@ -163,6 +163,7 @@ class ClusterClient:
                 if self._on_state is not None:
                     self._on_state(state)
             elif topic == self.topics.events:
+                decode_json(payload, EventMessage)  # Garbage on the topic is not handed on.
                 self._events.put_nowait(decode_json(payload, dict[str, Any]))
             else:
                 answer = decode_json(payload, Answer)

@@ -239,9 +239,15 @@ class Playground:
 
     def fill_gaps(self) -> None:
         """Events that the broker's outage swallowed, from the coordinator's journal."""
+        run = self._current
+        since = run.events[0]["monotonic"]
 
         async def fetch() -> None:
-            run = self._current
+            known = {(e["event"], e["cause"], e["monotonic"]) for e in run.events if "cause" in e}
+            for event in await self.client.history():
+                identity = (event["event"], event["cause"], event["monotonic"])
+                if event["monotonic"] >= since and identity not in known:
+                    run.events.append(event)
             for row in await self.client.history(what="steps"):
                 if row["job"] == self.state["job"]["id"] and row["step"] not in run.losses:
                     run.events.append({**row, "event": "StepCommitted", "node": None})

@@ -49,10 +49,12 @@ def test_a_job_runs_to_its_end_while_the_coordinator_is_killed(
     else:
         ground.inject(do="kill_coordinator", restart_after_s=0.3)
         ground.until_event("CoordinatorStarted")
+        ground.further(10)
+        assert ground.pids == trainers
+        assert len(run.recoveries) == 1
     ground.finish()
-    if not again:
-        assert [r["cause"] for r in run.recoveries] == ["start"]
-        assert trainers == {key: ground.pids[key] for key in trainers} or ground.state["phase"] == "FINISHED"
+    ground.fill_gaps()
+    assert [r["cause"] for r in run.recoveries][:1] == ["start"]
     same_losses(run)
 
 
@@ -79,10 +81,9 @@ def test_a_trainer_dies_while_the_broker_is_away(
     ground.until_step(8)
     ground.kill_later(ground.pids["node-2", 0], after_s=0.3)
     ground.inject(do="kill_broker", restart_after_s=1.0)
-    ground.until_recovery("trainer_lost")
-    ground.until_recovery("node_returned")
-    ground.further()
+    ground.further(20)
     ground.fill_gaps()
+    ground.until_recovery("trainer_lost")
     same_losses(ground.stop_job())
 
 
