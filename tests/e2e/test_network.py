@@ -1,0 +1,361 @@
+"""Hosts with a network between them, set up by hand as the README says, and that network cut.
+
+Each node is on a host of its own (a network namespace), broker and coordinator are on another. A cut
+cable is not a closed socket: nobody is told, and the processes behind it live on.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.local.fleet import private_directory
+from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.node.processes import module_command
+from runtime.protocol import TrainingData
+from tests.e2e.namespaces import Network, Programs, programs, why_not
+from tests.runtime.reference import load, reference_losses
+
+HUB = "hub"
+NODES = ("node-a", "node-b", "node-c", "node-d")
+LIMIT_S = 45.0
+COMMAND_S = 20.0
+POLL_S = 0.05
+RELATIVE = 1e-9
+STEPS = 300
+MICROBATCHES = 50
+"""Evidence that training goes on: some steps, on whatever machine."""
+CUT_S = 2.5
+"""Longer than the coordinator waits for a silent node, shorter than the broker does."""
+Json = dict[str, Any]
+
+# The README's two files. With the user line mosquitto stays root: a change of user would clear the signal
+# that ends it with this process.
+BROKER = """
+listener 1883 0.0.0.0
+allow_anonymous false
+password_file {password_file}
+user root
+"""
+DAEMON = """
+cluster = "lab"
+secret_file = "secret"
+
+[broker]
+url = "mqtt://{hub}:1883"
+username = "ftd"
+password = "{password}"
+
+[node]
+name = "{name}"
+host = "{address}"
+rendezvous_port = 7700
+runtime_dir = "run/{name}"
+
+[coordinator]
+state_dir = "journal"
+"""
+JOB = """
+name = "net"
+steps = {steps}
+[training]
+function = "{here}/witnessed.py:build"
+global_batch = 16
+microbatch = 2
+seed = 5
+dtype = "float64"
+clip_gradient_norm = 0.5
+[training.arguments]
+witness = "{witness}"
+brake = "{brake}"
+brake_s = 0.02
+[planner]
+device_memory_mib = 0.4  # Two nodes for one copy of the model: activations cross the network, too.
+"""
+
+
+class Deployment:
+    """A cluster on several hosts, and what it says about itself."""
+
+    def __init__(self, directory: Path, network: Network, running: Programs) -> None:
+        self._directory = directory
+        self._network = network
+        self._programs = running
+        self._password = secrets.token_hex()
+        self._stream: Path | None = None
+        self._lines_read = 0
+        self.events: list[Json] = []
+        """Of the present job."""
+        self.pids: dict[str, int] = {}
+        """Process of each node's present trainer."""
+        self.witness = directory / "witness"
+        self.brake = directory / "brake"
+
+    # --- setting up --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Broker, coordinator, an observer beside them, and the nodes, each on its host."""
+        secret = self._directory / "secret"
+        secret.write_text(secrets.token_hex())
+        secret.chmod(0o600)
+        self._start_broker()
+        for name in (HUB, *NODES):
+            self._write_config(name)
+        self._programs.start("coordinator", HUB, self._ftd("coordinator", "--config", self._config(HUB)))
+        self.until(lambda: self.ask("status", "--json", must=False), "an answer from the coordinator")
+        watch = self._ftd("events", "--follow", "--json", "--last", "1000", "--config", self._config(HUB))
+        self._stream = self._programs.start("observer", HUB, watch)
+        for node in NODES:
+            self._programs.start(node, node, self._ftd("node", "--config", self._config(node)))
+
+    def _start_broker(self) -> None:
+        passwords = self._directory / "passwords"
+        subprocess.run(
+            ["mosquitto_passwd", "-b", "-c", str(passwords), "ftd", self._password],
+            check=True,
+            timeout=COMMAND_S,
+        )
+        config = self._directory / "mosquitto.conf"
+        config.write_text(BROKER.format(password_file=passwords))
+        self._programs.start("mosquitto", HUB, [str(find_mosquitto()), "-c", str(config)])
+
+    def _write_config(self, name: str) -> None:
+        text = DAEMON.format(
+            hub=self._network.address(HUB),
+            password=self._password,
+            name=name,
+            address=self._network.address(name),
+        )
+        path = Path(self._config(name))
+        path.write_text(text)
+        path.chmod(0o600)
+
+    def _config(self, name: str) -> str:
+        return str(self._directory / f"{name}.toml")
+
+    @staticmethod
+    def _ftd(*arguments: str) -> list[str]:
+        return module_command("ftd.cli.main", *arguments)
+
+    # --- the command line ----------------------------------------------------------------------------
+
+    def ask(self, *arguments: str, must: bool = True) -> str:
+        """What ``ftd …`` prints on the hub; nothing when it fails and need not succeed."""
+        command = self._network.command(HUB, *self._ftd(*arguments, "--config", self._config(HUB)))
+        done = subprocess.run(command, check=False, capture_output=True, timeout=COMMAND_S, text=True)
+        assert done.returncode == 0 or not must, f"{arguments}: {done.stderr}\n{self.describe()}"
+        return done.stdout if done.returncode == 0 else ""
+
+    def state(self) -> Json:
+        found: Json = json.loads(self.ask("status", "--json"))
+        return found
+
+    def journal(self) -> list[Json]:
+        """``ftd events``: what a late comer is told."""
+        return [json.loads(line) for line in self.ask("events", "--json", "--last", "1000").splitlines()]
+
+    def submit(self) -> TrainingData:
+        """Submit a job that goes slowly as long as the brake is on; returns when it trains."""
+        self._read()
+        self.events.clear()
+        self.brake.touch()
+        path = self._directory / "job.toml"
+        here = Path(__file__).parent
+        path.write_text(JOB.format(steps=STEPS, here=here, witness=self.witness, brake=self.brake))
+        self.ask("submit", str(path))
+        self.until_step(5)
+        return msgspec.convert(load_job_data(path).training, TrainingData)
+
+    def finish(self) -> None:
+        """Let the job go at full speed, to its end."""
+        self.brake.unlink()
+        self.until(lambda: self.named("JobFinished") or self.named("JobFailed"), "the job's end")
+        assert self.named("JobFinished"), self.describe()
+
+    # --- the network -----------------------------------------------------------------------------------
+
+    def cut(self, host: str) -> None:
+        self._network.cut(host)
+
+    def heal(self, host: str) -> None:
+        self._network.heal(host)
+
+    # --- observing -------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Events that the observer wrote since. A line that is half written waits for its other half."""
+        if self._stream is not None:
+            lines = self._stream.read_bytes().split(b"\n")[:-1]
+            new = [json.loads(line) for line in lines[self._lines_read :]]
+            self._lines_read = len(lines)
+            self.events += new
+            self.pids |= {e["node"]: e["details"]["pid"] for e in new if e["event"] == "TrainerStarted"}
+
+    def named(self, name: str, node: str | None = None) -> list[Json]:
+        return [e for e in self.events if e["event"] == name and node in (None, e["node"])]
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return [(e["step"], e["details"]["loss"]) for e in self.named("StepCommitted")]
+
+    @property
+    def step(self) -> int:
+        return max((step for step, _ in self.losses), default=0)
+
+    @property
+    def recoveries(self) -> list[Json]:
+        return [e["details"]["recovery"] for e in self.named("RecoveryCompleted")]
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            self._read()
+            if holds():
+                return
+            assert not self._programs.ended(), f"{self._programs.ended()} ended\n{self.describe()}"
+            assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}\n{self.describe()}"
+            time.sleep(POLL_S)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step >= step, f"step {step}")
+
+    def further(self, steps: int) -> None:
+        self._read()
+        self.until_step(self.step + steps)
+
+    def until_recovery(self, cause: str) -> Json:
+        self.until(lambda: any(r["cause"] == cause for r in self.recoveries), f"recovery from {cause}")
+        return next(r for r in self.recoveries if r["cause"] == cause)
+
+    @property
+    def trained(self) -> int:
+        """Microbatches that the trainers computed, whether or not anybody could be told."""
+        return self.witness.stat().st_size
+
+    def until_ready(self) -> None:
+        """All nodes are there, each with an idle trainer."""
+
+        def ready() -> bool:
+            nodes = self.state()["nodes"]
+            healthy = {name for name, node in nodes.items() if node["state"] == "HEALTHY"}
+            return healthy == set(NODES) == set(self.pids)
+
+        self.until(ready, "all nodes healthy")
+
+    def describe(self) -> str:
+        told = [e for e in self.events if e["event"] != "StepCommitted"]
+        lines = [
+            f"{e['monotonic']:.2f} {e['event']} {e['node'] or ''} g{e['generation']} {e['reason'][:200]}"
+            for e in told
+        ]
+        return "\n".join([f"step {self.step}", *lines[-60:], self._programs.tails()])
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    if find_mosquitto() is None or shutil.which("mosquitto_passwd") is None:
+        pytest.skip("mosquitto is not installed")
+    if reason := why_not():
+        pytest.skip(reason)
+    with private_directory() as directory, programs((HUB, *NODES), directory) as (network, running):
+        found = Deployment(directory, network, running)
+        found.open()
+        yield found
+
+
+def check_losses(deployment: Deployment, data: TrainingData) -> None:
+    """Each step was committed once, in order, with the loss of a single process that nothing happened to."""
+    alone = msgspec.structs.replace(data, arguments={})
+    expected = reference_losses(load(alone), alone, STEPS)
+    steps = [step for step, _ in deployment.losses]
+    assert steps == list(range(1, STEPS + 1))
+    assert [loss for _, loss in deployment.losses] == pytest.approx(expected, rel=RELATIVE)
+    assert not deployment.named("ReplicasDiverged")
+    assert all(recovery["rolled_back_steps"] == 0 for recovery in deployment.recoveries)
+    assert all(recovery["recomputed_steps"] <= 1 for recovery in deployment.recoveries)
+    # Whoever asks afterwards is told the same as whoever listened.
+    told = [e for e in deployment.events if e["event"] != "StepCommitted"]
+    journal = deployment.journal()
+    assert all(event in journal for event in told)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_node_is_cut_off_and_comes_back(deployment: Deployment) -> None:
+    deployment.until_ready()
+    data = deployment.submit()
+    pipelines = deployment.named("PlanChosen")[0]["details"]["pipelines"]
+    assert [len(pipeline["stages"]) for pipeline in pipelines] == [2, 2]
+    # Of all nodes the one that the others meet at: the next generation must meet elsewhere.
+    lost = pipelines[0]["stages"][0]["devices"][0].split("/")[0]
+    incarnation = deployment.state()["nodes"][lost]["incarnation"]
+    before = dict(deployment.pids)
+
+    deployment.cut(lost)
+    deployment.until_recovery("node_lost")
+    [event] = deployment.named("NodeLost")
+    assert (event["node"], event["details"]["how"]) == (lost, "silence")
+    assert alive(before[lost]), "a cut cable ends nobody: the stale trainer must be there to be kept out"
+    deployment.further(10)
+    assert deployment.state()["nodes"][lost]["state"] == "OFFLINE"
+
+    deployment.heal(lost)
+    back = deployment.until_recovery("node_joined")
+    assert back["nodes"] == [lost]
+    assert back["recomputed_steps"] == 0
+    [fenced] = deployment.named("NodeFenced")
+    assert (fenced["node"], fenced["details"]["incarnation"]) == (lost, incarnation)
+    [joined] = deployment.named("NodeJoined")
+    assert joined["node"] == lost
+    assert joined["details"]["incarnation"] > incarnation
+    assert deployment.named("GenerationStarted")[-1]["details"]["mode"] == "boundary"
+    assert not alive(before[lost])
+    assert {n: p for n, p in deployment.pids.items() if n != lost} == {
+        n: p for n, p in before.items() if n != lost
+    }
+    deployment.further(5)
+    deployment.finish()
+    check_losses(deployment, data)
+    assert len(deployment.named("NodeLost")) == 1
+    # What the old generation's members committed ends where the new one begins.
+    generations = [e["generation"] for e in deployment.named("StepCommitted")]
+    assert generations == sorted(generations)
+
+
+def test_the_hub_is_cut_off_and_comes_back(deployment: Deployment) -> None:
+    """Broker and coordinator out of everybody's reach: the nodes train on, and all is known afterwards."""
+    deployment.until_ready()
+    data = deployment.submit()
+    before = dict(deployment.pids)
+
+    deployment.cut(HUB)
+    seen, since = deployment.trained, time.monotonic()
+    deployment.until(
+        lambda: deployment.trained > seen + MICROBATCHES and time.monotonic() > since + CUT_S,
+        "training goes on without the hub",
+    )
+    known = deployment.step
+    deployment.heal(HUB)
+    deployment.until_step(known + 30)
+    assert deployment.pids == before
+    deployment.finish()
+    check_losses(deployment, data)
+    # Nobody could be heard, so nobody is dead: no new generation, no trainer stopped.
+    assert not deployment.named("NodeLost")
+    assert len(deployment.named("GenerationStarted")) == 1
+    assert len({e["generation"] for e in deployment.named("StepCommitted")}) == 1

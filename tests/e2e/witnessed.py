@@ -1,0 +1,39 @@
+"""A training function whose progress can be seen from outside without asking ftd, and slowed down.
+
+``witness`` names a file that grows by one byte for each microbatch whose loss is computed: it tells what
+the trainers do while no message gets through. ``brake`` names a file: while it exists a microbatch takes
+``brake_s`` longer, so that a test has time for its faults, and the rest of the job none.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from runtime.training import Training
+
+
+def build(
+    *, witness: str = "", brake: str = "", brake_s: float = 0.0, layers: int = 6, width: int = 48
+) -> Training:
+    inputs = torch.randn(400, width, dtype=torch.float64)
+    brake_file = Path(brake) if brake else None
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if brake_file is not None and brake_file.exists():
+            time.sleep(brake_s)
+        if witness:
+            with Path(witness).open("ab", buffering=0) as file:
+                file.write(b".")
+        return functional.mse_loss(output, target)
+
+    return Training(
+        layers=[nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(layers)],
+        loss=loss,
+        optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
+        scheduler=None,
+        dataset=TensorDataset(inputs, inputs.cos().roll(1, dims=1)),
+    )
