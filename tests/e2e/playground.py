@@ -327,7 +327,7 @@ minimum = "{minimum}"
 """
 
 
-def tiny_job(
+def write_job(
     directory: Path,
     *,
     steps: int = 100_000,
@@ -336,8 +336,8 @@ def tiny_job(
     failures: int = 1,
     minimum: str = "one_replica",
     arguments: str = "",
-) -> JobData:
-    """The test job; with ``two_node_replicas`` a copy of the model fits no single node."""
+) -> Path:
+    """The test job as a file; with ``two_node_replicas`` a copy of the model fits no single node."""
     text = JOB.format(
         steps=steps,
         here=Path(__file__).parent,
@@ -349,7 +349,12 @@ def tiny_job(
     )
     path = directory / "job.toml"
     path.write_text(text)
-    return load_job_data(path)
+    return path
+
+
+def tiny_job(directory: Path, **options: Any) -> JobData:
+    """The same as a client submits it."""
+    return load_job_data(write_job(directory, **options))
 
 
 def training_data(job: JobData) -> TrainingData:

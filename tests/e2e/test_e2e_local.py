@@ -1,0 +1,204 @@
+"""``ftd local`` as a user runs it: the report, bad input, and what is left behind however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.node.processes import descendants
+from ftd.view.document import Report
+from tests.e2e.playground import LIMIT_S, write_job
+
+FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """An environment of its own: other tests' clusters are not found, leftovers are."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    return {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "OMP_NUM_THREADS": "1"}
+
+
+def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [*FTD, *map(str, arguments)]
+    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+
+
+@pytest.fixture
+def start(home: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*FTD, *map(str, arguments)],
+            env=home,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def directories() -> set[str]:
+    return {path.name for path in Path("/tmp").glob("ftd-*")}
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def until(holds: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+
+
+def test_a_run_with_a_kill_and_a_new_node(
+    tmp_path: Path, home: dict[str, str], reference: Callable[[int], list[float]]
+) -> None:
+    job = write_job(tmp_path, steps=160, delay_s=0.003, two_node_replicas=True)
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(
+        '[[fault]]\nat_step = 10\ndo = "kill"\nnode = "node-2"\n'
+        '[[fault]]\nat_step = 12\ndo = "start"\nnode = "node-4"\n'
+        '[[fault]]\nat_step = 100000\ndo = "term"\nnode = "node-0"\n'
+    )
+    before, shm = directories(), shared_memory()
+    path = tmp_path / "report.json"
+    done = ftd(
+        "local",
+        job,
+        "--nodes",
+        4,
+        "--chaos",
+        scenario,
+        "--report",
+        path,
+        "--logs",
+        tmp_path / "logs",
+        home=home,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = Report.from_json(json.loads(path.read_text()))
+    assert report.outcome == "finished"
+    assert [step.step for step in report.steps] == list(range(1, 161))
+    assert [step.loss for step in report.steps] == pytest.approx(reference(160), rel=1e-9)
+    lost = report.recoveries[0]
+    assert (lost.cause, lost.node, lost.measured_from) == ("node_lost", "node-2", "fault")
+    assert lost.detected_ms is not None
+    assert lost.detected_ms >= 0
+    assert sum(r.rolled_back_steps for r in report.recoveries) == 0
+    assert report.processes["node-0"].trainers["0"] == report.processes["node-0"].trainers["0"][:1]
+    assert report.final.checksum
+    assert "node-2" in done.stdout
+    assert "never happened: at step 100000: term node-0" in done.stdout
+    assert (logs / "coordinator.log").exists()
+    assert directories() <= before
+    assert shared_memory() <= shm
+    assert not (tmp_path / "runtime" / "ftd" / "local.json").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(
+    tmp_path: Path,
+    home: dict[str, str],
+    start: Callable[..., subprocess.Popen[str]],
+    how: signal.Signals,
+) -> None:
+    before, shm = directories(), shared_memory()
+    run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view")
+    until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
+    below = descendants(run.pid)
+    assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
+    run.send_signal(how)
+    printed, _ = run.communicate(timeout=LIMIT_S)
+    until(lambda: not alive(below), "every process has ended")
+    until(lambda: directories() <= before, "the directory is gone")
+    assert shared_memory() <= shm
+    if how is not signal.SIGKILL:
+        assert run.returncode == 128 + how
+        assert "cleaned up" in printed
+        assert not (tmp_path / "runtime" / "ftd" / "local.json").exists()
+    assert ftd("status", home=home).returncode == 2  # Nothing says where a cluster is.
+
+
+def test_other_commands_reach_it_while_it_runs(
+    tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run = start("local", write_job(tmp_path), "--nodes", 3, "--broker", "embedded")
+    until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
+    second = ftd("submit", write_job(tmp_path), home=home)
+    assert second.returncode == 1
+    assert "tiny" in second.stderr
+    unknown = ftd("chaos", "kill", "node-9", home=home)
+    assert unknown.returncode == 3
+    assert "node-9" in unknown.stderr
+    assert ftd("chaos", "kill", "node-2", "--target", "trainer", home=home).returncode == 0
+    scenario = tmp_path / "remote.toml"
+    scenario.write_text('[[fault]]\nafter_s = 0\ndo = "term"\nnode = "node-1"\n')
+    assert ftd("chaos", "run", scenario, home=home).returncode == 0
+    until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left")
+    assert "node-2" in ftd("story", "node-2", home=home).stdout
+    assert ftd("stop", "tiny", home=home).returncode == 0
+    printed, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 1  # Stopped is not finished.
+    assert "stopped" in printed
+
+
+def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) -> None:
+    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no such data')\n")
+    job = write_job(tmp_path, steps=5)
+    text = job.read_text()
+    function = text.split('function = "')[1].split('"')[0]
+    job.write_text(text.replace(function, f"{tmp_path}/broken.py:build").split("[training.arguments]")[0])
+    done = ftd("local", job, "--nodes", 2, home=home)
+    assert done.returncode == 1
+    assert "no such data" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.toml", "--nodes", 2], "missing.toml does not exist"),
+        (["{job}", "--nodes", 0], "--nodes"),
+        (["{job}", "--nodes", 2, "--broker", "http://x"], "--broker"),
+        (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9"], "127.0.0.1:9"),
+        (["{job}", "--nodes", 2, "--chaos", "{bad_scenario}"], "there is no node-7"),
+        (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9", "--chaos", "{kill_broker}"], "not ours"),
+        (["{job}", "--nodes", 2, "--report", "/proc/nothing/report.json"], "--report"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, home: dict[str, str], arguments: list[object], said: str
+) -> None:
+    (tmp_path / "bad.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nnode = "node-7"\n')
+    (tmp_path / "broker.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill_broker"\n')
+    places = {
+        "job": write_job(tmp_path),
+        "bad_scenario": tmp_path / "bad.toml",
+        "kill_broker": tmp_path / "broker.toml",
+    }
+    before = directories()
+    done = ftd("local", *(str(argument).format(**places) for argument in arguments), home=home)
+    assert done.returncode in (2, 3)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert directories() <= before

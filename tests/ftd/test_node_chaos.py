@@ -1,0 +1,173 @@
+"""Chaos on a node: refused unless allowed, announced before it strikes, obeyed once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.errors import WireError
+from ftd.node.chaos import Chaos
+from ftd.wire.public import Answer, encode_json
+from runtime.protocol import Sleep
+
+
+class Hands:
+    """Records what chaos does; its trainers are real processes."""
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        self.pids = pids
+        self.log: list[Any] = []
+        self.answers: list[Answer] = []
+
+    def trainer_pids(self, device: int | None) -> list[int]:
+        return [pid for index, pid in self.pids.items() if device in (None, index)]
+
+    def zygote_pid(self) -> int | None:
+        return None
+
+    def send_sleep(self, device: int, frame: Sleep) -> None:
+        self.log.append(("sleep", device, frame.seconds))
+
+    def leave(self, reason: str) -> None:
+        self.log.append(("leave", reason))
+
+    def disconnect(self, for_s: float) -> None:
+        self.log.append(("disconnect", for_s))
+
+    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+        self.log.append((event, details.get("fault"), details.get("target")))
+
+    def answer(self, client: str, answer: Answer) -> None:
+        assert client == "me"
+        self.answers.append(answer)
+
+    async def flush(self, timeout_s: float) -> None:
+        self.log.append("flush")
+
+
+def payload(request: str = "r1", **fields: Any) -> bytes:
+    return encode_json({"request": request, "reply": "me", **fields})
+
+
+def play(
+    hands: Hands, body: Callable[[Chaos], Awaitable[None]], *, allowed: bool = True, devices: int = 2
+) -> None:
+    async def main() -> None:
+        await body(Chaos(node="node-1", devices=devices, allowed=allowed, hands=hands))
+
+    asyncio.run(main())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  # fakes tell nobody
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
+    hands = Hands({0: os.getpid()})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload(do="kill"))
+
+    play(hands, body, allowed=False)
+    [answer] = hands.answers
+    assert not answer.accepted
+    assert "chaos = true" in answer.detail
+    assert hands.log == [("ChaosRefused", "kill", None)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"do": "hang", "device": 5}, "devices 0 to 1"),
+        ({"do": "hang", "for_s": 0}, "positive"),
+        ({"do": "kill", "target": "trainer"}, "no such trainer"),
+        ({"do": "stop", "target": "trainer", "device": 1}, "no such trainer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, Any], said: str) -> None:
+    hands = Hands({})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload(**fields))
+
+    play(hands, body)
+    assert said in hands.answers[0].detail
+    assert not hands.answers[0].accepted
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"{", b'{"do": "kill"}', payload(do="explode"), payload(do="kill", x=1)]
+)
+def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
+    async def body(chaos: Chaos) -> None:
+        with pytest.raises(WireError):
+            chaos.on_request(garbage)
+
+    play(Hands({}), body)
+
+
+def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subprocess.Popen[bytes]) -> None:
+    hands = Hands({0: sleeper.pid})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload(do="kill", target="trainer"))
+        await until(lambda: sleeper.poll() is not None)
+        assert sleeper.returncode == -signal.SIGKILL
+        chaos.on_request(payload(do="kill", target="trainer"))  # The client did not hear the answer.
+
+    play(hands, body)
+    assert hands.log == [("ChaosInjected", "kill", "trainer"), "flush"]
+    assert [answer.accepted for answer in hands.answers] == [True, True]
+
+
+def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen[bytes]) -> None:
+    def state() -> str:
+        return Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload(do="stop", target="trainer", for_s=0.3))
+        await until(lambda: state() == "T")
+        await until(lambda: state() != "T")
+
+    play(Hands({0: sleeper.pid}), body)
+
+
+def test_faults_that_others_carry_out() -> None:
+    hands = Hands({0: 1, 1: 2})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload("a", do="hang", for_s=2.0))
+        chaos.on_request(payload("b", do="hang", device=1))
+        chaos.on_request(payload("c", do="disconnect", for_s=3.0))
+        chaos.on_request(payload("d", do="term"))
+        await until(lambda: len(hands.log) >= 4 + 4 + 5)
+
+    play(hands, body)
+    done = [entry for entry in hands.log if entry[0] in ("sleep", "disconnect", "leave")]
+    assert sorted(map(str, done)) == sorted(
+        map(
+            str,
+            [
+                ("sleep", 0, 2.0),
+                ("sleep", 1, 2.0),
+                ("sleep", 1, 3600.0),
+                ("disconnect", 3.0),
+                ("leave", "ftd chaos term"),
+            ],
+        )
+    )

@@ -1,0 +1,97 @@
+"""A plan becomes ranks, frames become events."""
+
+from ftd.node.translation import event_of, rank_of, resume_frame, world_data
+from planner.values import Device, PipelinePlacement, Plan, StagePlacement, Transfer
+from runtime import protocol
+from statemachine.events import TrainerFailed, TrainerQuiesced, TrainerStepped
+from statemachine.messages import Resume
+from statemachine.values import Vote
+
+
+def device(node: str, index: int = 0) -> Device:
+    return Device(node=node, index=index)
+
+
+PLAN = Plan(
+    pipelines=(
+        PipelinePlacement(
+            stages=(
+                StagePlacement(first_layer=0, end_layer=2, devices=(device("b", 1), device("b", 0))),
+                StagePlacement(first_layer=2, end_layer=5, devices=(device("a"),)),
+            ),
+            first_microbatch=0,
+            microbatches=3,
+            estimated_s=0.1,
+        ),
+        PipelinePlacement(
+            stages=(StagePlacement(first_layer=0, end_layer=5, devices=(device("c"),)),),
+            first_microbatch=3,
+            microbatches=1,
+            estimated_s=0.1,
+        ),
+    ),
+    transfers=(Transfer(layer=4, source=device("c"), target=device("a"), size_bytes=10),),
+    method="simple",
+    reason="",
+    estimated_iteration_s=0.1,
+)
+HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+
+
+def test_ranks_are_the_plans_devices_in_order() -> None:
+    world = world_data(PLAN, HOSTS)
+    assert [[stage.ranks for stage in p.stages] for p in world.pipelines] == [[(0, 1), (2,)], [(3,)]]
+    assert [(p.first_microbatch, p.microbatches) for p in world.pipelines] == [(0, 3), (3, 1)]
+    assert world.hosts == ("10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.3")
+    assert [(t.layer, t.source, t.target) for t in world.transfers] == [(4, 3, 2)]
+    assert [rank_of(PLAN, d) for d in (device("b", 1), device("c"), device("idle"))] == [0, 3, -1]
+
+
+def test_a_resume_for_one_device() -> None:
+    resume = Resume(
+        generation=7,
+        job_id="job",
+        step=12,
+        vote=Vote(loss=0.5, gradient_norm=2.0),
+        plan=PLAN,
+        hosts=HOSTS,
+        rendezvous="fe80::1:4711",
+    )
+    frame = resume_frame(resume, device("a"), "secret")
+    assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
+    assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
+    assert frame.vote == protocol.VoteData(loss=0.5, gradient_norm=2.0)
+
+
+def test_reports_keep_all_they_say() -> None:
+    vote = protocol.VoteData(loss=1.5, gradient_norm=0.1, skipped=True)
+    quiesced = event_of(
+        protocol.Quiesced(generation=3, committed_step=8, ready_step=9, vote=vote, held=(0, 2)),
+        device=1,
+        pid=99,
+        at=5.0,
+        cause="c",
+    )
+    assert isinstance(quiesced, TrainerQuiesced)
+    assert quiesced.report.device == 1
+    assert (quiesced.report.committed_step, quiesced.report.ready_step) == (8, 9)
+    assert quiesced.report.vote == Vote(loss=1.5, gradient_norm=0.1, skipped=True)
+    assert quiesced.report.held == (0, 2)
+    stepped = event_of(
+        protocol.Stepped(generation=3, step=9, vote=vote, step_s=0.2, bubble_s=0.1),
+        device=1,
+        pid=99,
+        at=5.0,
+        cause="c",
+    )
+    assert isinstance(stepped, TrainerStepped)
+    assert (stepped.step, stepped.step_s) == (9, 0.2)
+
+
+def test_what_was_raised_where() -> None:
+    for where, cause in (("prepare", "unprepared"), ("training", "raised")):
+        failed = event_of(
+            protocol.Raised(where=where, detail="Traceback"), device=0, pid=99, at=1.0, cause="c"
+        )
+        assert isinstance(failed, TrainerFailed)
+        assert (failed.cause_of_failure, failed.pid, failed.detail) == (cause, 99, "Traceback")
