@@ -1,13 +1,15 @@
-"""Templates and instantiations as rows of plain values, for a table or for JSON. Nothing is printed here."""
+"""What a plan comes to, as plain values for a table or for JSON; and a second opinion on its shares.
+
+Nothing is printed here.
+"""
 
 from dataclasses import dataclass
 from functools import partial
 
 from planner.batch import distribute_by_model
 from planner.costs import StageCosts
-from planner.instantiation import Instantiation
 from planner.planner import Planner
-from planner.values import Template
+from planner.values import PipelinePlacement, Plan, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,34 +32,56 @@ class TemplateRow:
     objective_s: float
     lower_bound_s: float
     proved_optimal: bool
-    memory_limit_bytes: int | None
+    memory_bytes: int
+    """Of the fullest device."""
     stages: tuple[StageRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineRow:
-    """One pipeline of an instantiation."""
+class Estimate:
+    """What one pipeline of a plan is expected to take for a step."""
 
-    nodes: int
-    microbatches: int
+    memory_bytes: int
+    """Of the fullest device."""
     makespan_s: float
     """From the first forward to the last backward of a step."""
     sync_s: float
-    """Gradient all-reduce, where none of it is hidden."""
+    """Gradient all-reduce, where none of it is hidden; the step takes ``makespan_s + sync_s``."""
     bubble_ratio: float
     """Part of its devices' time within the makespan in which they wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstantiationRow:
-    nodes: int
-    idle_nodes: int
-    iteration_s: float
-    samples_per_s: float
-    pipelines: tuple[PipelineRow, ...]
+class Description:
+    memory_limit_bytes: int | None
+    """Of one device; ``None`` for no limit."""
+    templates: tuple[TemplateRow, ...]
+    """Smallest first."""
+    plan: Plan
+    estimates: tuple[Estimate, ...]
+    """In the order of ``plan.pipelines``."""
+    samples_per_s: float | None
+    """``None`` where a step is estimated to take no time."""
 
 
-def template_row(costs: StageCosts, template: Template) -> TemplateRow:
+def describe(planner: Planner, plan: Plan) -> Description:
+    """A plan of ``planner``, and every template for as many nodes."""
+    templates = planner.templates(_nodes(plan)).by_nodes
+    rows = {nodes: _template_row(planner.costs, template) for nodes, template in templates.items()}
+    step_s = plan.estimated_iteration_s
+    return Description(
+        memory_limit_bytes=planner.costs.memory.limit_bytes,
+        templates=tuple(rows.values()),
+        plan=plan,
+        estimates=tuple(
+            _estimate(planner.costs, templates[size], rows[size], pipeline.microbatches, len(plan.pipelines))
+            for size, pipeline in ((_size(p), p) for p in plan.pipelines)
+        ),
+        samples_per_s=planner.policy.global_batch / step_s if step_s else None,
+    )
+
+
+def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
     """One template, with what each of its stages needs."""
     sizes = costs.memory.template_bytes(template.stages)
     return TemplateRow(
@@ -65,7 +89,7 @@ def template_row(costs: StageCosts, template: Template) -> TemplateRow:
         objective_s=template.objective_s,
         lower_bound_s=template.lower_bound_s,
         proved_optimal=template.proved_optimal,
-        memory_limit_bytes=costs.memory.limit_bytes,
+        memory_bytes=max(sizes),
         stages=tuple(
             StageRow(
                 first_layer=stage.first_layer,
@@ -81,30 +105,27 @@ def template_row(costs: StageCosts, template: Template) -> TemplateRow:
     )
 
 
-def describe_templates(planner: Planner, nodes: int) -> tuple[TemplateRow, ...]:
-    """Every template for a cluster of ``nodes`` nodes, smallest first."""
-    return tuple(template_row(planner.costs, t) for t in planner.templates(nodes).by_nodes.values())
-
-
-def describe_instantiation(planner: Planner, nodes: int) -> InstantiationRow:
-    """The best pipelines of ``nodes`` nodes."""
-    instantiation = planner.instantiator(nodes).best(nodes)
-    return InstantiationRow(
-        nodes=nodes,
-        idle_nodes=nodes - instantiation.nodes,
-        iteration_s=instantiation.iteration_s,
-        samples_per_s=planner.policy.global_batch / instantiation.iteration_s
-        if instantiation.iteration_s
-        else float("inf"),
-        pipelines=_pipeline_rows(planner, nodes, instantiation),
+def _estimate(
+    costs: StageCosts, template: Template, row: TemplateRow, microbatches: int, pipelines: int
+) -> Estimate:
+    makespan_s = costs.clock(template.stages).makespan_s(microbatches)
+    busy_s = microbatches * sum((stage.forward_s + stage.backward_s) * stage.devices for stage in row.stages)
+    there_s = makespan_s * sum(stage.devices for stage in row.stages)
+    return Estimate(
+        memory_bytes=row.memory_bytes,
+        makespan_s=makespan_s,
+        sync_s=costs.sync_s(template.stages, pipelines),
+        # Without bubbles the two are equal but for the order of their sums.
+        bubble_ratio=max(0.0, 1 - busy_s / there_s) if there_s else 0.0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
-    """The batch distribution of an instantiation, by the planner's own method and by an integer program."""
+    """The batch distribution of a plan, by the planner's own method and by an integer program."""
 
     microbatches: tuple[int, ...]
+    """In the order of the plan's pipelines."""
     iteration_s: float
     model_microbatches: tuple[int, ...]
     model_iteration_s: float
@@ -115,35 +136,26 @@ class CrossCheck:
         return abs(self.iteration_s - self.model_iteration_s) <= 1e-6 * self.iteration_s
 
 
-def cross_check(planner: Planner, nodes: int) -> CrossCheck:
-    """Distribute the batch of the best pipelines of ``nodes`` nodes again, with Pyomo: up to a second."""
-    instantiator = planner.instantiator(nodes)
-    best = instantiator.best(nodes)
-    costs = [partial(instantiator.cost_s, size, len(best.sizes)) for size in best.sizes]
+def cross_check(planner: Planner, plan: Plan) -> CrossCheck:
+    """Distribute the batch to the plan's pipelines again, with Pyomo: about a second.
+
+    :raises SolverError: the solver is not there, or found no proved optimum.
+    """
+    instantiator = planner.instantiator(_nodes(plan))
+    costs = [partial(instantiator.cost_s, _size(p), len(plan.pipelines)) for p in plan.pipelines]
     shares = distribute_by_model(costs, planner.policy.microbatches)
     return CrossCheck(
-        microbatches=best.microbatches,
-        iteration_s=best.iteration_s,
+        microbatches=tuple(p.microbatches for p in plan.pipelines),
+        iteration_s=plan.estimated_iteration_s,
         model_microbatches=shares,
         model_iteration_s=max(cost(share) for cost, share in zip(costs, shares, strict=True)),
     )
 
 
-def _pipeline_rows(planner: Planner, nodes: int, instantiation: Instantiation) -> tuple[PipelineRow, ...]:
-    rows: list[PipelineRow] = []
-    for size, share in zip(instantiation.sizes, instantiation.microbatches, strict=True):
-        stages = planner.templates(nodes).by_nodes[size].stages
-        makespan_s = planner.costs.clock(stages).makespan_s(share)
-        times_s = planner.costs.stage_times_s(stages)
-        busy_s = share * sum(t * stage.devices for t, stage in zip(times_s, stages, strict=True))
-        there_s = makespan_s * sum(stage.devices for stage in stages)
-        rows.append(
-            PipelineRow(
-                nodes=size,
-                microbatches=share,
-                makespan_s=makespan_s,
-                sync_s=planner.costs.sync_s(stages, len(instantiation.sizes)),
-                bubble_ratio=1 - busy_s / there_s if there_s else 0.0,
-            )
-        )
-    return tuple(rows)
+def _nodes(plan: Plan) -> int:
+    return len(plan.nodes) + len(plan.idle_nodes)
+
+
+def _size(pipeline: PipelinePlacement) -> int:
+    """Nodes of the template that the pipeline was made from."""
+    return len(pipeline.nodes)

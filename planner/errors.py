@@ -4,7 +4,8 @@ PlanningError(ValueError)
 ├── InfeasibleError      no cluster of this shape can run the job: the user must change something
 ├── BatchError           the batch cannot be distributed; carries the nearest batches that can
 ├── TooFewNodesError     not now: carries how many nodes are needed
-└── StateLostError       no live device holds some layers: carries which
+├── StateLostError       no live device holds some layers: carries which
+└── SolverError          the integer program was not solved; planning itself does not need it
 """
 
 
@@ -39,3 +40,7 @@ class StateLostError(PlanningError):
     def __init__(self, message: str, layers: tuple[int, ...]) -> None:
         super().__init__(message)
         self.layers = layers
+
+
+class SolverError(PlanningError):
+    """The integer program that checks a batch distribution was not solved."""

@@ -9,7 +9,9 @@ from ftd.cli.options import JsonOption, print_json, print_rich
 from ftd.errors import ConfigurationError, InternalError
 
 if TYPE_CHECKING:
-    from planner.values import ModelProfile, Plan, Template
+    from planner.describe import CrossCheck, Description
+    from planner.errors import SolverError
+    from planner.values import ModelProfile
     from statemachine.values import Job
 
 
@@ -25,21 +27,21 @@ def plan(
 ) -> None:
     """Show the pipeline templates of a job and the pipelines chosen for a number of nodes.
 
-    Builds the model once on this machine to measure its layers; nothing is trained.
+    Builds the model once on this machine to measure its layers; nothing is trained. How the batch is
+    distributed is checked against an integer program.
 
     Example: ftd plan examples/gpt.toml --nodes 13
     """
     from ftd.config.job import load_job
 
     loaded = load_job(job, devices_per_node=devices_per_node)
-    profile = profiled(loaded)
-    templates, chosen = planned(loaded, profile, nodes)
+    description, check = planned(loaded, profiled(loaded), nodes)
     if as_json:
-        print_json(_as_json(templates, chosen))
+        print_json(_as_json(description, check))
         return
     from ftd.view.plan import render_plan
 
-    print_rich(render_plan(templates=templates, plan=chosen, profile=profile, policy=loaded.policy))
+    print_rich(render_plan(description, check, policy=loaded.policy))
 
 
 def profiled(job: "Job") -> "ModelProfile":
@@ -71,35 +73,42 @@ def profiled(job: "Job") -> "ModelProfile":
     return msgspec.convert(msgspec.to_builtins(data), ModelProfile)
 
 
-def planned(job: "Job", profile: "ModelProfile", nodes: int) -> "tuple[tuple[Template, ...], Plan]":
-    """All templates up to ``nodes`` nodes, and the plan of a fresh start on them.
+def planned(
+    job: "Job", profile: "ModelProfile", nodes: int
+) -> "tuple[Description, CrossCheck | SolverError]":
+    """The plan of a fresh start on ``nodes`` nodes, and the check of its batch distribution, if it worked.
 
     :raises ConfigurationError: the job cannot run on so many nodes; says what would work.
     """
     from ftd.coordinator.planning import explain, first_or_next_plan
-    from planner.errors import PlanningError, TooFewNodesError
+    from planner.describe import cross_check, describe
+    from planner.errors import PlanningError, SolverError, TooFewNodesError
     from planner.planner import Planner
 
     try:
         planner = Planner(profile, job.policy)
         plan = first_or_next_plan(planner, planner.fresh([f"node-{index}" for index in range(nodes)]))
-        return tuple(planner.templates(nodes).by_nodes.values()), plan
     except TooFewNodesError as error:
         raise ConfigurationError(
             str(error), field="--nodes", remedy=f"at least {error.needed} are needed"
         ) from None
     except PlanningError as error:
         raise ConfigurationError(explain(error)) from None
+    description = describe(planner, plan)
+    try:
+        return description, cross_check(planner, plan)
+    except SolverError as error:
+        return description, error
 
 
-def _as_json(templates: "tuple[Template, ...]", plan: "Plan") -> dict[str, Any]:
+def _as_json(description: "Description", check: "CrossCheck | SolverError") -> dict[str, Any]:
     import msgspec
 
-    return {
-        "schema": 1,
-        "templates": [
-            {**msgspec.to_builtins(template), "proved_optimal": template.proved_optimal}
-            for template in templates
-        ],
-        "plan": msgspec.to_builtins(plan),
-    }
+    from planner.errors import SolverError
+
+    batch_check = (
+        {"agrees": None, "reason": str(check)}
+        if isinstance(check, SolverError)
+        else {"agrees": check.agrees, **msgspec.to_builtins(check)}
+    )
+    return {"schema": 1, **msgspec.to_builtins(description), "batch_check": batch_check}

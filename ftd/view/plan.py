@@ -9,41 +9,36 @@ from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, pipeline_lines
 from ftd.view.text import NodeColours, duration, layer_range, number, pipeline_name, plural, size
-from planner.memory import MemoryModel
-from planner.values import Device, ModelProfile, PipelinePlacement, Plan, Policy, Template
+from planner.describe import CrossCheck, Description, TemplateRow
+from planner.errors import SolverError
+from planner.values import Device, PipelinePlacement, Policy
 
 _MOST_BARS = 12
 
 
 def render_plan(
-    *, templates: Sequence[Template], plan: Plan, profile: ModelProfile, policy: Policy
+    description: Description, check: CrossCheck | SolverError, *, policy: Policy
 ) -> RenderableType:
-    """What could run and what would: readable at 100 columns.
-
-    :param templates: one for each pipeline size, smallest first
-    :param plan: the one chosen for the nodes in question
-    """
-    memory = MemoryModel(profile, policy)
-    limit = memory.limit_bytes
-    shape = f"{plural(len(profile.layers), 'layer')}, {plural(policy.devices_per_node, 'device')} a node"
+    """What could run and what would: readable at 100 columns."""
+    plan, limit = description.plan, description.memory_limit_bytes
+    layers = plural(description.templates[0].stages[-1].end_layer, "layer")
     room = f"a device has {size(limit)}" if limit is not None else "no memory limit"
-    title = Text.assemble(("Templates", "bold"), (f"  {shape}, {room}", "dim"))
+    shape = f"{layers}, {plural(policy.devices_per_node, 'device')} a node, {room}"
     pipelines = [pipeline_json(p) for p in plan.pipelines]
     colours = NodeColours()
     count = plural(len(plan.nodes) + len(plan.idle_nodes), "node")
-    chosen = Text.assemble(("Chosen", "bold"), (f"  for {count}", "dim"))
     parts: list[RenderableType] = [
-        title,
-        _template_table(templates, memory),
+        Text.assemble(("Templates", "bold"), (f"  {shape}", "dim")),
+        _template_table(description.templates),
         "",
-        chosen,
+        Text.assemble(("Chosen", "bold"), (f"  for {count}", "dim")),
         Text(plan.reason),
-        _pipeline_table(plan, pipelines, memory, colours),
+        _pipeline_table(description, pipelines, colours),
     ]
     if plan.idle_nodes:
         parts.append(Text(f"idle: {', '.join(plan.idle_nodes)}", style="yellow"))
-    parts += ["", PipelineBars(pipelines, colours, most=_MOST_BARS), "", _closing(plan, policy)]
-    return Group(*parts)
+    parts += ["", PipelineBars(pipelines, colours, most=_MOST_BARS), "", _closing(description, policy)]
+    return Group(*parts, _check_line(check))
 
 
 def pipeline_json(pipeline: PipelinePlacement) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def _name(device: Device) -> str:
     return f"{device.node}/{device.index}"
 
 
-def _template_table(templates: Sequence[Template], memory: MemoryModel) -> Table:
+def _template_table(templates: Sequence[TemplateRow]) -> Table:
     table = _table()
     table.add_column("nodes", justify="right")
     table.add_column("stages: layers (devices)", overflow="fold")
@@ -80,7 +75,7 @@ def _template_table(templates: Sequence[Template], memory: MemoryModel) -> Table
         table.add_row(
             str(template.nodes),
             stages,
-            size(max(memory.template_bytes(template.stages))),
+            size(template.memory_bytes),
             duration(template.objective_s),
             "proved" if template.proved_optimal else f"within {gap:.1%}",
         )
@@ -88,7 +83,7 @@ def _template_table(templates: Sequence[Template], memory: MemoryModel) -> Table
 
 
 def _pipeline_table(
-    plan: Plan, pipelines: Sequence[dict[str, Any]], memory: MemoryModel, colours: NodeColours
+    description: Description, pipelines: Sequence[dict[str, Any]], colours: NodeColours
 ) -> Table:
     table = _table()
     table.add_column("", no_wrap=True)
@@ -96,31 +91,40 @@ def _pipeline_table(
     table.add_column("microbatches", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("step time", justify="right", no_wrap=True)
+    table.add_column("bubbles", justify="right", no_wrap=True)
     lines = pipeline_lines(pipelines, colours, with_shares=False).split("\n")
-    for index, (placement, line) in enumerate(zip(plan.pipelines, lines, strict=True)):
-        stages = placement.stages
-        fullest = max(
-            memory.stage_bytes(s.first_layer, s.end_layer, len(s.devices), len(stages) - 1 - position)
-            for position, s in enumerate(stages)
-        )
+    rows = zip(description.plan.pipelines, description.estimates, lines, strict=True)
+    for index, (placement, estimate, line) in enumerate(rows):
         table.add_row(
             Text(pipeline_name(index), style="bold"),
             line[3:],
             str(placement.microbatches),
-            size(fullest),
+            size(estimate.memory_bytes),
             duration(placement.estimated_s),
+            f"{estimate.bubble_ratio:.0%}",
         )
     return table
 
 
-def _closing(plan: Plan, policy: Policy) -> Text:
-    rate = policy.global_batch / plan.estimated_iteration_s if plan.estimated_iteration_s else None
+def _closing(description: Description, policy: Policy) -> Text:
     return Text.assemble(
         ("expected step ", "dim"),
-        (duration(plan.estimated_iteration_s), "bold"),
-        (f", {number(rate, 0)} samples/s; global batch {policy.global_batch} as ", "dim"),
+        (duration(description.plan.estimated_iteration_s), "bold"),
+        (f", {number(description.samples_per_s, 0)} samples/s; ", "dim"),
+        (f"global batch {policy.global_batch} as ", "dim"),
         (f"{policy.microbatches} microbatches of {policy.microbatch_rows}", "dim"),
     )
+
+
+def _check_line(check: CrossCheck | SolverError) -> Text:
+    if isinstance(check, SolverError):
+        return Text(f"batch distribution not checked against the integer program: {check}", style="yellow")
+    done = "batch distribution checked against the integer program (Pyomo, HiGHS): "
+    if check.agrees:
+        return Text.assemble((done, "dim"), ("equal", "green"))
+    shares = ", ".join(map(str, check.model_microbatches))
+    seconds = f"{check.model_iteration_s:.6g} s instead of {check.iteration_s:.6g} s"
+    return Text.assemble(done, (f"it finds {seconds} with {shares} microbatches; this is a bug", "bold red"))
 
 
 def _table() -> Table:

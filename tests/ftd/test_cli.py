@@ -161,12 +161,41 @@ def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
     page = ftd("plan", "examples/mlp.toml", "--nodes", "5", directory=tmp_path)
     assert page.returncode == 0, page.stderr
     assert "Templates" in page.stdout and "node-4" in page.stdout
+    assert page.stdout.endswith(
+        "batch distribution checked against the integer program (Pyomo, HiGHS): equal\n"
+    )
     data = json.loads(ftd("plan", "examples/mlp.toml", "--nodes", "5", "--json", directory=tmp_path).stdout)
     assert data["schema"] == 1
     assert sum(pipeline["microbatches"] for pipeline in data["plan"]["pipelines"]) == 12
     assert [template["nodes"] for template in data["templates"]] == sorted(
         template["nodes"] for template in data["templates"]
     )
+    assert len(data["estimates"]) == len(data["plan"]["pipelines"])
+    assert all(0 <= estimate["bubble_ratio"] < 1 for estimate in data["estimates"])
+    check = data["batch_check"]
+    assert check["agrees"] is True
+    assert check["microbatches"] == [pipeline["microbatches"] for pipeline in data["plan"]["pipelines"]]
+
+
+@pytest.mark.parametrize(
+    ("module", "content", "says"),
+    [
+        ("highspy", "raise ImportError('no such library')", "the package highspy (HiGHS) is missing or broken"),
+        ("highspy", "", "HiGHS failed: "),
+        ("pyomo", "raise ImportError('no such library')", "Pyomo cannot be imported (no such library)"),
+    ],
+)
+def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
+    tmp_path: Path, module: str, content: str, says: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(content)
+    options = ("plan", "examples/mlp.toml", "--nodes", "3")
+    page = ftd(*options, directory=tmp_path, PYTHONPATH=str(tmp_path))
+    assert page.returncode == 0, page.stderr
+    assert "batch distribution not checked against the integer program: " + says in " ".join(page.stdout.split())
+    data = json.loads(ftd(*options, "--json", directory=tmp_path, PYTHONPATH=str(tmp_path)).stdout)
+    assert data["plan"]["pipelines"] and data["batch_check"]["agrees"] is None
+    assert says in data["batch_check"]["reason"]
 
 
 @pytest.mark.parametrize(

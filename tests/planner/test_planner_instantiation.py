@@ -1,6 +1,7 @@
 """Instantiation against every multiset of templates and every share of the batch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 from oracles import layer, multisets, profile_of, shares
 
 from planner.batch import distribute
-from planner.describe import cross_check, describe_instantiation, describe_templates
+from planner.describe import cross_check, describe
 from planner.instantiation import Instantiator
 from planner.planner import Planner
 from planner.values import ModelProfile, Policy
@@ -89,15 +90,34 @@ def test_more_pipelines_than_microbatches_are_never_made() -> None:
 
 def test_the_description_adds_up() -> None:
     planner = Planner(profile_of([1.0] * 8, memory_bytes=150), Policy(global_batch=64, microbatch_rows=4))
-    rows = describe_templates(planner, 6)
-    assert [row.nodes for row in rows] == list(planner.templates(6).sizes)
-    for row in rows:
+    plan = planner.plan(planner.fresh([f"n{index}" for index in range(6)]))
+    told = describe(planner, plan)
+    assert told.plan == plan and told.memory_limit_bytes == 150
+    assert [row.nodes for row in told.templates] == list(planner.templates(6).sizes)
+    for row in told.templates:
         assert [stage.first_layer for stage in row.stages][1:] == [s.end_layer for s in row.stages][:-1]
-        assert all(stage.memory_bytes <= 150 for stage in row.stages)
-        assert row.memory_limit_bytes == 150
-    whole = describe_instantiation(planner, 6)
-    assert sum(row.nodes for row in whole.pipelines) + whole.idle_nodes == 6
-    assert sum(row.microbatches for row in whole.pipelines) == 16
-    assert whole.iteration_s == max(row.makespan_s + row.sync_s for row in whole.pipelines)
-    assert cross_check(planner, 6).agrees
-    assert all(0 <= row.bubble_ratio < 1 for row in whole.pipelines)
+        assert row.memory_bytes == max(stage.memory_bytes for stage in row.stages) <= 150
+    assert [e.makespan_s + e.sync_s for e in told.estimates] == [p.estimated_s for p in plan.pipelines]
+    assert all(0 <= estimate.bubble_ratio < 1 for estimate in told.estimates)
+    assert told.samples_per_s == 64 / plan.estimated_iteration_s
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 12)])
+def test_equal_stages_wait_the_well_known_part_of_a_step(stages: int, microbatches: int) -> None:
+    """(S - 1) / (N + S - 1), as of GPipe: only the pipeline's filling and emptying."""
+    # A layer's state is 12 bytes and its activations 1: a device has room for one layer.
+    profile = profile_of([1.0] * stages, memory_bytes=12 + stages)
+    planner = Planner(profile, Policy(global_batch=microbatches, microbatch_rows=1, tolerate=0))
+    (estimate,) = describe(planner, planner.plan(planner.fresh([f"n{i}" for i in range(stages)]))).estimates
+    assert estimate.bubble_ratio == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+def test_the_integer_program_checks_the_shares_of_a_plan() -> None:
+    planner = Planner(profile_of([1.0] * 8, memory_bytes=150), Policy(global_batch=64, microbatch_rows=4))
+    plan = planner.plan(planner.fresh([f"n{index}" for index in range(6)]))
+    check = cross_check(planner, plan)
+    assert check.agrees and check.iteration_s == plan.estimated_iteration_s
+    assert check.microbatches == tuple(pipeline.microbatches for pipeline in plan.pipelines)
+    assert sum(check.model_microbatches) == sum(check.microbatches) == 16
+    worse = replace(plan, estimated_iteration_s=plan.estimated_iteration_s * 1.001)
+    assert not cross_check(planner, worse).agrees
