@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
-from ftd.config.locate import ClusterAddress
+from ftd.config.address import ClusterAddress
 from ftd.errors import RequestRefused, Unreachable, WireError
 from ftd.mqtt.session import MqttSession
 from ftd.wire.public import (

@@ -14,7 +14,7 @@ from ftd.cli.options import (
     print_json,
     run_async,
 )
-from ftd.config.locate import ClusterAddress
+from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ftd.cli.options import (
     print_rich,
     run_async,
 )
-from ftd.config.locate import ClusterAddress
+from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError, Unreachable
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ftd.config.locate import ClusterAddress, find_cluster
+from ftd.config.address import ClusterAddress
+from ftd.config.locate import find_cluster
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ftd.config.locate import (
+from ftd.config.address import (
     DEFAULT_CLUSTER,
     BrokerAddress,
     parse_broker,

@@ -1,4 +1,4 @@
-"""Where running things are found: runtime directories, and the cluster that a command is meant for.
+"""The cluster that a command is meant for.
 
 A command looks, in this order: its options, its ``--config``, the environment (``FTD_BROKER``,
 ``FTD_CLUSTER``), and the file that a running ``ftd local`` leaves under the user's runtime directory.
@@ -6,75 +6,18 @@ A command looks, in this order: its options, its ``--config``, the environment (
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
+from ftd.config.address import (
+    DEFAULT_CLUSTER,
+    BrokerAddress,
+    ClusterAddress,
+    parse_broker,
+    user_runtime_dir,
+)
+from ftd.config.daemon import load_daemon_config
 from ftd.config.reading import require_name
 from ftd.errors import ConfigurationError
-
-DEFAULT_CLUSTER = "ftd"
-DEFAULT_PORT = 1883
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerAddress:
-    host: str
-    port: int = DEFAULT_PORT
-    username: str | None = None
-    password: str | None = None
-
-    @property
-    def url(self) -> str:
-        """For people and for ``local.json``; without the password."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"mqtt://{host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterAddress:
-    """What a client needs to talk to a cluster."""
-
-    broker: BrokerAddress
-    cluster: str = DEFAULT_CLUSTER
-
-
-def parse_broker(url: str, field: str = "broker.url") -> BrokerAddress:
-    """``mqtt://[user:password@]host[:port]`` as an address.
-
-    :raises ConfigurationError: another scheme, no host, an impossible port.
-    """
-    remedy = "write mqtt://host:port"
-    try:
-        parts = urlsplit(url if "//" in url else f"mqtt://{url}")
-        port = parts.port or DEFAULT_PORT
-    except ValueError as error:
-        raise ConfigurationError(f"{url!r}: {error}", field=field, remedy=remedy) from None
-    if parts.scheme != "mqtt" or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ConfigurationError(f"{url!r} is no broker address", field=field, remedy=remedy)
-    return BrokerAddress(
-        host=parts.hostname,
-        port=port,
-        username=unquote(parts.username) if parts.username else None,
-        password=unquote(parts.password) if parts.password else None,
-    )
-
-
-def user_runtime_dir() -> Path:
-    """A directory of this user's that does not outlive the session: ``$XDG_RUNTIME_DIR/ftd`` or in /tmp.
-
-    :raises ConfigurationError: /tmp/ftd-<uid> exists and belongs to somebody else.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "ftd" if base else Path(f"/tmp/ftd-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise ConfigurationError(
-            f"{path} belongs to another user",
-            field="XDG_RUNTIME_DIR",
-            remedy="set it to a directory of yours",
-        )
-    return path
 
 
 def local_file() -> Path:
@@ -92,8 +35,6 @@ def find_cluster(
     name: str | None = None
     address: BrokerAddress | None = None
     if config is not None:
-        from ftd.config.daemon import load_daemon_config
-
         loaded = load_daemon_config(config)
         name, address = loaded.cluster, loaded.broker_address()
     elif broker is None and "FTD_BROKER" in os.environ:

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftd.config.locate import BrokerAddress, parse_broker
+from ftd.config.address import BrokerAddress, parse_broker
 from ftd.errors import PeerError
 from ftd.local.fleet import Child, Fleet
 from ftd.mqtt.embedded import await_ready, embedded_command

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from ftd.client import ClusterClient
+from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
 from ftd.config.job import load_job_data
-from ftd.config.locate import DEFAULT_CLUSTER, ClusterAddress, local_file
+from ftd.config.locate import local_file
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.conductor import Conductor

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import aiomqtt
 import structlog
 
-from ftd.config.locate import BrokerAddress
+from ftd.config.address import BrokerAddress
 from ftd.errors import Unreachable
 
 _log = structlog.get_logger("ftd.mqtt")

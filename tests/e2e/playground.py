@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
-from ftd.config.locate import ClusterAddress
 from ftd.errors import FtdError
 from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
 from ftd.local.conductor import Conductor

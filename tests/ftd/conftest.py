@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.locate import BrokerAddress
+from ftd.config.address import BrokerAddress
 from ftd.mqtt.embedded import await_ready, embedded_command
 from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ftd.config.address import BrokerAddress, parse_broker
 from ftd.config.daemon import daemon_config, load_daemon_config, way_to
-from ftd.config.locate import BrokerAddress, find_cluster, local_file, parse_broker
+from ftd.config.locate import find_cluster, local_file
 from ftd.errors import ConfigurationError
 from statemachine.timing import Timing
 

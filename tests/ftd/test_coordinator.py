@@ -14,8 +14,8 @@ import pytest
 from conftest import RunningBroker
 
 from ftd.client import ClusterClient
+from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.job import load_job_data
-from ftd.config.locate import BrokerAddress, ClusterAddress
 from ftd.errors import RequestRefused, Unreachable
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.session import MqttSession, Will

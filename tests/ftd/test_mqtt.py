@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from conftest import RunningBroker
 
-from ftd.config.locate import BrokerAddress
+from ftd.config.address import BrokerAddress
 from ftd.errors import Unreachable
 from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port

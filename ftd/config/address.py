@@ -1,0 +1,71 @@
+"""Addresses of brokers and clusters, and where this user's running things leave word of themselves."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ftd.errors import ConfigurationError
+
+DEFAULT_CLUSTER = "ftd"
+DEFAULT_PORT = 1883
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerAddress:
+    host: str
+    port: int = DEFAULT_PORT
+    username: str | None = None
+    password: str | None = None
+
+    @property
+    def url(self) -> str:
+        """For people and for ``local.json``; without the password."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"mqtt://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterAddress:
+    """What a client needs to talk to a cluster."""
+
+    broker: BrokerAddress
+    cluster: str = DEFAULT_CLUSTER
+
+
+def parse_broker(url: str, field: str = "broker.url") -> BrokerAddress:
+    """``mqtt://[user:password@]host[:port]`` as an address.
+
+    :raises ConfigurationError: another scheme, no host, an impossible port.
+    """
+    remedy = "write mqtt://host:port"
+    try:
+        parts = urlsplit(url if "//" in url else f"mqtt://{url}")
+        port = parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r}: {error}", field=field, remedy=remedy) from None
+    if parts.scheme != "mqtt" or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ConfigurationError(f"{url!r} is no broker address", field=field, remedy=remedy)
+    return BrokerAddress(
+        host=parts.hostname,
+        port=port,
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else None,
+    )
+
+
+def user_runtime_dir() -> Path:
+    """A directory of this user's that does not outlive the session: ``$XDG_RUNTIME_DIR/ftd`` or in /tmp.
+
+    :raises ConfigurationError: /tmp/ftd-<uid> exists and belongs to somebody else.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "ftd" if base else Path(f"/tmp/ftd-{os.getuid()}")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{path} belongs to another user",
+            field="XDG_RUNTIME_DIR",
+            remedy="set it to a directory of yours",
+        )
+    return path
