@@ -80,6 +80,10 @@ class AgentMachine:
     def state(self) -> NodeState:
         return self._a.state
 
+    def remembers(self, step: int) -> bool:
+        """Does it know the vote of this committed step?"""
+        return step in self._a.history
+
     @property
     def generation(self) -> int:
         return self._a.generation

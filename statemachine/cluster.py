@@ -209,10 +209,11 @@ class ClusterMachine:
 
     def _templates_ready(self, event: TemplatesReady) -> None:
         c = self._c
+        first = not c.templates_ready
         jobs.templates_ready(c, event.job_id)
         attempt = c.attempt
         waiting = c.phase is ClusterPhase.RECOVERING and attempt is not None and not attempt.resume_sent
-        if waiting and attempt is not None and attempt.situation is not None and c.templates_ready:
+        if first and c.templates_ready and waiting and attempt is not None and attempt.situation is not None:
             recovery.ask_plan(c, attempt, with_draining=bool(attempt.kept))
 
     def _plan_impossible(self, event: PlanImpossible) -> None:

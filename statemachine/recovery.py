@@ -316,6 +316,7 @@ def follow_group(c: Cluster) -> None:
         # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
         c.enter(PhaseEvent.GROUP_RESUMED)
         c.cancel_timer(RESUME)
+        c.blamed.clear()
         if record is not None:
             record.resumed_at = c.at
         c.persist()
@@ -375,6 +376,8 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
 
 def release_drained(c: Cluster) -> None:
     """Nodes that were to leave and that no plan needs may go."""
+    if c.active and c.ledger.told < c.ledger.known_step:
+        return  # one of them may be the only one that knows the missing votes
     planned = set(c.planned)
     for node in c.alive():
         if node.draining is not None and not node.released and node.name not in planned:

@@ -122,6 +122,8 @@ class Cluster:
     """While PAUSED: what is waited for."""
     giving_up: bool = False
     """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
+    blamed: set[str] = field(default_factory=set)
+    """Nodes that could not resume, last time, where others could."""
     raised: int = 0
     """Times the job's code raised since the last committed step."""
     last_failure: str = ""

@@ -4,7 +4,7 @@ from statemachine.ledger import ask, look
 from statemachine.membership import fence, lose, silent
 from statemachine.node import NodeMachine
 from statemachine.recovery import after_loss, note_cause, reconfigure
-from statemachine.state import QUIESCE, RESUME, TICK, Cluster
+from statemachine.state import QUIESCE, RESUME, TICK, Attempt, Cluster
 from statemachine.values import ClusterPhase
 
 
@@ -53,15 +53,30 @@ def quiesce_overdue(c: Cluster) -> None:
 
 
 def resume_overdue(c: Cluster) -> None:
-    """The group did not form. Where some did resume, the others are at fault; else try again with all."""
+    """The group did not form in time: try again with everybody who still answers Quiesce.
+
+    One that hangs does not, and is fenced then. A node that answers but cannot resume for the second time
+    where others could is fenced itself; one at a time and the one that has least to lose, since those who
+    wait for it look the same from here.
+    """
     attempt = c.attempt
     if attempt is None or c.phase is not ClusterPhase.RECOVERING:
         return
     missing = [name for name in c.planned if name not in attempt.resumed]
-    if attempt.resumed:
-        _drop(c, missing, f"no answer to Resume of generation {attempt.generation}")
+    again = [name for name in missing if name in c.blamed] if attempt.resumed else []
+    c.blamed = set(missing) if attempt.resumed else set()
+    if again:
+        worst = min(again, key=lambda name: (_layers_held(attempt, name), name))
+        _drop(c, [worst], f"no answer to Resume of generation {attempt.generation}, again")
     else:
-        reconfigure(c, f"nobody could resume generation {attempt.generation} in time", "abort")
+        late = ", ".join(missing)
+        note_cause(c, "node_lost", [], "no_answer")
+        reconfigure(c, f"{late} did not resume generation {attempt.generation} in time", "abort")
+
+
+def _layers_held(attempt: Attempt, name: str) -> int:
+    holdings = attempt.decision.holdings if attempt.decision is not None else {}
+    return sum(len(layers) for device, layers in holdings.items() if device.node == name)
 
 
 def _drop(c: Cluster, names: list[str], reason: str) -> None:

@@ -127,15 +127,18 @@ class Invariants:
     def _told(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
         assert step is not None
-        if self.next_to_tell and step != self.next_to_tell:
-            self.broken(f"StepCommitted {step} came where {self.next_to_tell} was due")
-        if step > self.newest_told + 1:
-            self.broken(f"StepCommitted {step} came after {self.newest_told}")
+        due = self.next_to_tell or min(self.newest_told + 1, step)
+        if step < due:
+            self.broken(f"StepCommitted {step} came where {due} was due")
+        for missing in range(due, step):
+            for node in self.nodes.values():
+                if node.up and node.agent.remembers(missing):
+                    self.broken(f"StepCommitted {step} came where {due} was due, and {node.name} knows it")
         if step in self.told and self.told_in[step] == self.restarts:
             self.broken(f"StepCommitted {step} came twice")
         if self.told.setdefault(step, version) != version:
             self.broken(f"step {step} was told with version {self.told[step]} and again with {version}")
-        if step > 1 and self.told[step - 1] != self.versions.parent[version]:
+        if step - 1 in self.told and self.told[step - 1] != self.versions.parent[version]:
             self.broken(f"told step {step} does not continue told step {step - 1}")
         self.told_in[step] = self.restarts
         self.newest_told = max(self.newest_told, step)
