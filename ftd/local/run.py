@@ -24,7 +24,7 @@ from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.conductor import Conductor
 from ftd.local.fleet import private_directory
 from ftd.local.inject import LocalInjector, require_known_nodes
-from ftd.local.scenario import Fault, Scenario, load_scenario
+from ftd.local.scenario import AfterTime, Fault, Scenario, load_scenario
 from ftd.node.processes import tail
 from ftd.view.live import LiveView
 from ftd.view.report import ReportBuilder
@@ -33,6 +33,8 @@ from ftd.wire.public import JobData, SubmitRequest
 
 NODES_START_S = 60.0
 SUBMIT_S = 10.0
+PAUSE_S = 5.0
+"""How long a job may wait for nodes that nobody will start."""
 _WATCH_S = 0.2
 _LAST_NEWS_S = 1.0
 """How long the end of the job may be known from the state before its event must have come."""
@@ -112,6 +114,9 @@ class LocalRun:
         self._trainers: dict[str, set[int]] = {}
         """Devices of each node whose trainer was up at some time."""
         self._news = asyncio.Event()
+        self._paused_at: float | None = None
+        self._stuck = ""
+        """Why the run was given up: what the paused job waits for and nobody will bring."""
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Name of the event that ended the job."""
 
@@ -131,7 +136,7 @@ class LocalRun:
         injector = LocalInjector(client, self._cluster, self._report.on_process)
         conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
         following = asyncio.ensure_future(self._follow(client, conductor))
-        watching = asyncio.ensure_future(self._watch(injector))
+        watching = asyncio.ensure_future(self._watch(injector, conductor))
         try:
             await self._until(self._submit(client, names), watching, following)
             await self._until(_wait_for(self._over), watching, following)
@@ -202,8 +207,8 @@ class LocalRun:
             if name in _ENDS and not self._over.done():
                 self._over.set_result(str(name))
 
-    async def _watch(self, injector: LocalInjector) -> None:
-        """The parts that nobody replaces must live.
+    async def _watch(self, injector: LocalInjector, conductor: Conductor) -> None:
+        """The parts that nobody replaces must live, and a pause must have a chance to end.
 
         :raises PeerError: one has ended; carries the end of its log.
         """
@@ -213,6 +218,23 @@ class LocalRun:
             for name in self._cluster.central:
                 if not self._cluster.fleet.running(name) and name not in injector.absent:
                     raise self._death(name, f"the {name} has ended")
+            self._give_up_when_stuck(conductor)
+
+    def _give_up_when_stuck(self, conductor: Conductor) -> None:
+        """End a job that waits for nodes, when all that run are healthy and the scenario starts no more.
+
+        A start at a step or on an event does not count: while the job is paused, neither comes.
+        """
+        if self._state.get("phase") != "PAUSED":
+            self._paused_at = None
+            return
+        self._paused_at = self._paused_at or time.monotonic()
+        running = [name for name in self._cluster.nodes if self._cluster.fleet.running(name)]
+        coming = any(f.do == "start" and isinstance(f.trigger, AfterTime) for f in conductor.waiting)
+        if coming or self._missing(running) or time.monotonic() - self._paused_at < PAUSE_S:
+            return
+        self._stuck = str(self._state.get("waiting_for") or "more nodes")
+        self._end("paused")
 
     async def _fill_gaps(self, client: ClusterClient) -> None:
         """What the broker lost (an outage), the coordinator's journal knows."""
@@ -247,6 +269,8 @@ class LocalRun:
         """Print the summary, write the report; the exit code."""
         report = self._report.build()
         self._console.print(render_summary(report))
+        if self._stuck:
+            self._console.print(f"given up: {self._stuck}", style="red", markup=False, highlight=False)
         for note in self._notes:
             self._console.print(f"chaos: {note}", style="yellow", markup=False)
         if self._options.report is not None:

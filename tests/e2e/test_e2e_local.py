@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ftd.node.processes import descendants
+from ftd.node.processes import alive, descendants
 from ftd.view.document import Report
 from tests.e2e.playground import LIMIT_S, write_job
 
@@ -20,10 +21,10 @@ FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> dict[str, str]:
-    """An environment of its own: other tests' clusters are not found, leftovers are."""
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    return {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "OMP_NUM_THREADS": "1"}
+def home() -> Iterator[dict[str, str]]:
+    """An environment of its own, under a short path: other tests' clusters are not found, leftovers are."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
 
 def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -52,8 +53,9 @@ def start(home: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]
         process.wait()
 
 
-def directories() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("ftd-*")}
+def leftovers(home: dict[str, str]) -> list[str]:
+    """Files that a cluster made and did not remove."""
+    return [path.name for path in Path(home["TMPDIR"]).rglob("*") if path.name != "ftd"]
 
 
 def shared_memory() -> set[Path]:
@@ -67,10 +69,6 @@ def until(holds: Callable[[], Any], what: str) -> None:
         time.sleep(0.05)
 
 
-def alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
-
-
 def test_a_run_with_a_kill_and_a_new_node(
     tmp_path: Path, home: dict[str, str], reference: Callable[[int], list[float]]
 ) -> None:
@@ -81,7 +79,7 @@ def test_a_run_with_a_kill_and_a_new_node(
         '[[fault]]\nat_step = 12\ndo = "start"\nnode = "node-4"\n'
         '[[fault]]\nat_step = 100000\ndo = "term"\nnode = "node-0"\n'
     )
-    before, shm = directories(), shared_memory()
+    shm = shared_memory()
     path = tmp_path / "report.json"
     done = ftd(
         "local",
@@ -111,9 +109,8 @@ def test_a_run_with_a_kill_and_a_new_node(
     assert "node-2" in done.stdout
     assert "never happened: at step 100000: term node-0" in done.stdout
     assert (logs / "coordinator.log").exists()
-    assert directories() <= before
+    assert leftovers(home) == []
     assert shared_memory() <= shm
-    assert not (tmp_path / "runtime" / "ftd" / "local.json").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -123,20 +120,20 @@ def test_nothing_is_left_however_it_ends(
     start: Callable[..., subprocess.Popen[str]],
     how: signal.Signals,
 ) -> None:
-    before, shm = directories(), shared_memory()
+    shm = shared_memory()
     run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view")
     until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
     below = descendants(run.pid)
     assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
     run.send_signal(how)
     printed, _ = run.communicate(timeout=LIMIT_S)
-    until(lambda: not alive(below), "every process has ended")
-    until(lambda: directories() <= before, "the directory is gone")
+    until(lambda: not any(alive(pid) for pid in below), "every process has ended")
+    until(lambda: set(leftovers(home)) <= {"local.json"}, "the directory is gone")
     assert shared_memory() <= shm
     if how is not signal.SIGKILL:
         assert run.returncode == 128 + how
         assert "cleaned up" in printed
-        assert not (tmp_path / "runtime" / "ftd" / "local.json").exists()
+        assert leftovers(home) == []
     assert ftd("status", home=home).returncode == 2  # Nothing says where a cluster is.
 
 
@@ -174,6 +171,12 @@ def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) ->
     assert "no such data" in done.stdout + done.stderr
 
 
+def test_a_job_that_waits_for_nodes_nobody_starts_is_given_up(tmp_path: Path, home: dict[str, str]) -> None:
+    done = ftd("local", write_job(tmp_path, steps=5, failures=3), "--nodes", 2, home=home)
+    assert done.returncode == 1
+    assert "set tolerance.failures to at most 1, or start 4 nodes" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -196,9 +199,8 @@ def test_bad_input_is_refused_before_anything_starts(
         "bad_scenario": tmp_path / "bad.toml",
         "kill_broker": tmp_path / "broker.toml",
     }
-    before = directories()
     done = ftd("local", *(str(argument).format(**places) for argument in arguments), home=home)
     assert done.returncode in (2, 3)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-    assert directories() <= before
+    assert leftovers(home) == []
