@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.errors import PeerError
-from ftd.node.processes import adopt_orphans, bury, children, descendants, die_with_parent, kill_group, tail
+from ftd.node.processes import (
+    adopt_orphans,
+    alive,
+    bury,
+    children,
+    descendants,
+    die_with_parent,
+    kill_group,
+    tail,
+)
 
 _GONE_TIMEOUT_S = 5.0
+_MAX_BASE_LENGTH = 30
 
 
 @contextlib.contextmanager
@@ -25,7 +35,8 @@ def private_directory() -> Iterator[Path]:
     Even a SIGKILL of this process leaves nothing: a small shell waits for the end of a pipe that only
     this process holds open, and then removes the directory.
     """
-    path = Path(tempfile.mkdtemp(prefix="ftd-", dir="/tmp" if os.access("/tmp", os.W_OK) else None))
+    usual = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
     reading, writing = os.pipe()
     janitor = subprocess.Popen(
         ["/bin/sh", "-c", 'read _; sleep 0.2; rm -rf -- "$0"', str(path)],
@@ -139,7 +150,7 @@ class Fleet:
         for child in self.children.values():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.process.wait(), max(0.1, deadline - time.monotonic()))
-        while (left := {pid for pid in below if _exists(pid)}) and time.monotonic() < deadline:
+        while (left := {pid for pid in below if alive(pid)}) and time.monotonic() < deadline:
             self.reap_adopted()
             await asyncio.sleep(0.01)
         if left:
@@ -149,11 +160,3 @@ class Fleet:
         """The end of every process's log that said anything."""
         found = {name: tail(child.log, size_bytes) for name, child in self.children.items()}
         return {name: text for name, text in found.items() if text}
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

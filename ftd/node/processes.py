@@ -41,9 +41,13 @@ def kill_group(pid: int, signal_number: int) -> bool:
     return True
 
 
-def group_alive(pid: int) -> bool:
-    """Some process of this group exists (a zombie counts: its parent has not seen it yet)."""
-    return kill_group(pid, 0)
+def alive(pid: int) -> bool:
+    """Exists, and is not just waiting to be buried by whoever adopted it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def tail(path: Path, size_bytes: int = 8192) -> str:

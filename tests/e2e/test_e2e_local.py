@@ -80,20 +80,9 @@ def test_a_run_with_a_kill_and_a_new_node(
         '[[fault]]\nat_step = 100000\ndo = "term"\nnode = "node-0"\n'
     )
     shm = shared_memory()
-    path = tmp_path / "report.json"
-    done = ftd(
-        "local",
-        job,
-        "--nodes",
-        4,
-        "--chaos",
-        scenario,
-        "--report",
-        path,
-        "--logs",
-        tmp_path / "logs",
-        home=home,
-    )
+    path, logs = tmp_path / "report.json", tmp_path / "logs"
+    options = ["--chaos", scenario, "--report", path, "--logs", logs]
+    done = ftd("local", job, "--nodes", 4, *options, home=home)
     assert done.returncode == 0, done.stdout + done.stderr
     report = Report.from_json(json.loads(path.read_text()))
     assert report.outcome == "finished"

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from ftd.node.processes import group_alive
+from ftd.node.processes import alive
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
@@ -92,17 +92,8 @@ def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int 
 
 async def gone(pids: list[int]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while any(running(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
+        while any(alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
             await asyncio.sleep(0.01)
-
-
-def running(pid: int) -> bool:
-    """Alive, and not just waiting to be buried by whoever adopted it."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
 
 
 def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: int | str) -> Job:
@@ -269,7 +260,7 @@ def test_a_stranger_on_the_socket_is_refused() -> None:
             assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
             writer.close()
         assert trainers.supervisor.pids() == [up.pid]
-        assert group_alive(up.pid)
+        assert alive(up.pid)
 
     run_with_trainers(body)
 
@@ -305,7 +296,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
                     while not (line := await daemon.stdout.readline()).startswith(b"pids"):
                         pass
                 pids = [int(pid) for pid in line.split()[1:]]
-                assert all(running(pid) for pid in pids)
+                assert all(alive(pid) for pid in pids)
                 daemon.send_signal(how)
                 await daemon.wait()
                 await gone(pids)
