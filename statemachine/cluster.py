@@ -164,6 +164,8 @@ class ClusterMachine:
                 c.dirty = True
             case "steps":
                 timeouts.steps_overdue(c)
+            case "suspicion":
+                timeouts.suspicion_overdue(c)
             case "give_up":
                 if c.phase is ClusterPhase.PAUSED:
                     jobs.fail(c, c.lacking)

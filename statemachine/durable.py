@@ -226,6 +226,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         c.attempt = Attempt(
             generation=past.generation,
             mode=past.mode,
+            began_at=at,
             expected=past.expected,
             members=set(past.members),
             kept=frozenset(past.kept),

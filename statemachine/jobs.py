@@ -11,7 +11,7 @@ from statemachine.messages import Prepare, Prepared, Stop
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.recovery import follow_group, note_cause, reconfigure, release, release_drained
-from statemachine.state import GIVE_UP, JOIN, QUIESCE, RESUME, SETTLE, STEPS, Cluster, Ledger
+from statemachine.state import GIVE_UP, JOIN, QUIESCE, RESUME, SETTLE, STEPS, SUSPICION, Cluster, Ledger
 from statemachine.values import ClusterPhase, Profiled
 
 SPARE_TEMPLATES = 2
@@ -92,7 +92,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     assert c.job is not None, "only a job under way ends"
     c.enter(event)
     c.outcome = reason
-    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP):
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION):
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)

@@ -18,7 +18,7 @@ from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.public import pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
-from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, Attempt, Cluster, Recovery
+from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
 from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
 
 
@@ -56,8 +56,13 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
     c.enter(PhaseEvent.GENERATION_STARTED)
     c.generation = next_generation(c)
     members = [node for node in c.alive() if node.ready]
-    c.attempt = Attempt(generation=c.generation, mode=mode, expected=tuple(node.name for node in members))
-    for name in (JOIN, RESUME, GIVE_UP):
+    c.attempt = Attempt(
+        generation=c.generation,
+        mode=mode,
+        began_at=c.at,
+        expected=tuple(node.name for node in members),
+    )
+    for name in (JOIN, RESUME, GIVE_UP, SUSPICION):
         c.cancel_timer(name)
     c.giving_up = False
     c.persist()

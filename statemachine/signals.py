@@ -44,7 +44,7 @@ from statemachine.recovery import (
     take_quiesced,
     take_resumed,
 )
-from statemachine.state import Cluster
+from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.timeouts import node_lost
 from statemachine.values import ClusterPhase
 
@@ -92,7 +92,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case TrainerLost():
             trainer_lost(c, node, signal)
         case PeerSuspected():
-            c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
+            suspect(c, node, signal)
         case Finished():
             take_finished(c, node, signal)
         case Leaving():
@@ -191,6 +191,15 @@ def _lost_trainers(c: Cluster, node: NodeMachine, reason: str) -> None:
 
 
 # --- failures ------------------------------------------------------------------------------------
+
+
+def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
+    """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
+    c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
+    attempt = c.attempt
+    concerned = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
+    if concerned and c.phase in SUSPICIOUS and SUSPICION not in c.due:
+        c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
 
 
 def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:

@@ -32,9 +32,13 @@ SETTLE = "settle"
 JOIN = "join"
 STEPS = "steps"
 GIVE_UP = "give_up"
+SUSPICION = "suspicion"
 
-LOSSES = frozenset({"node_lost", "trainer_lost"})
+LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
+
+SUSPICIOUS = frozenset({ClusterPhase.RECOVERING, ClusterPhase.RUNNING})
+"""Where a broken connection between trainers matters: their group forms or trains."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Attempt:
 
     generation: int
     mode: QuiesceMode
+    began_at: float
     expected: tuple[str, ...]
     """Nodes that were sent the Quiesce."""
     reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)

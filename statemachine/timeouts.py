@@ -4,7 +4,7 @@ from statemachine.ledger import ask, look
 from statemachine.membership import fence, lose, silent
 from statemachine.node import NodeMachine
 from statemachine.recovery import after_loss, note_cause, reconfigure
-from statemachine.state import QUIESCE, RESUME, TICK, Attempt, Cluster
+from statemachine.state import QUIESCE, RESUME, SUSPICION, SUSPICIOUS, TICK, Attempt, Cluster
 from statemachine.values import ClusterPhase
 
 
@@ -80,13 +80,27 @@ def _layers_held(attempt: Attempt, name: str) -> int:
 
 
 def _drop(c: Cluster, names: list[str], reason: str) -> None:
+    """Go on without these. Who was heard since the generation began and yet did not obey is fenced; who
+    was not heard at all may be cut off, or it is we who are, and may come back with its state."""
+    began_at = c.attempt.began_at if c.attempt is not None else 0.0
     for name in names:
         node = c.nodes[name]
-        if node.alive:
+        if node.alive and node.heard_at > began_at:
             fence(c, name, node.incarnation, reason)
             lose(c, node, "no_answer", reason)
+        elif node.alive:
+            lose(c, node, "silence", reason)
     note_cause(c, "node_lost", names, "no_answer")
     reconfigure(c, f"{', '.join(names)}: {reason}", "abort")
+
+
+def suspicion_overdue(c: Cluster) -> None:
+    """A connection inside the group broke, and nobody was found to be the cause: form the group anew."""
+    if not c.connected:
+        c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
+    elif c.phase in SUSPICIOUS:
+        note_cause(c, "connection_lost", [], "peer")
+        reconfigure(c, "a connection between trainers broke, and all of them live", "abort")
 
 
 def postponed(c: Cluster, name: str, late_s: float) -> bool:

@@ -32,6 +32,9 @@ class Timing:
     resume_s: float = 60.0
     """From Resume to the last Resumed: rendezvous and state transfer. Only a backstop, since deaths and
     hangs are noticed by other means."""
+    suspicion_s: float = 1.5
+    """A trainer saw a connection to a peer break. When ``silence_s`` and this have passed and nothing was
+    found dead, hung or silent, the connection alone was at fault, and the group forms anew."""
     start_settle_s: float = 1.0
     """How long the first plan waits for nodes that are still preparing."""
     join_settle_s: float = 0.1
