@@ -85,7 +85,8 @@ class Recovery:
     """One way from a failure, a join or a drain to the next committed step."""
 
     cause: str
-    """``start``, ``node_lost``, ``trainer_lost``, ``node_joined``, ``node_returned``, ``node_drained``,
+    """``start``, ``node_lost``, ``trainer_lost``, ``connection_lost``, ``node_joined``, ``node_returned``,
+    ``node_drained``,
     or ``resumed`` (enough nodes again after a pause)."""
     node: str | None
     """The first of ``nodes``."""

@@ -55,12 +55,13 @@ EVENT_MARKS = {
 QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
 """Too many to list one by one where people look."""
 
-FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost"})
+FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
 CAUSE_WORDS = {
     "start": "started",
     "node_lost": "lost",
     "trainer_lost": "lost a trainer",
+    "connection_lost": "a connection broke",
     "node_joined": "joined",
     "node_returned": "came back",
     "node_drained": "drained",
@@ -74,6 +75,7 @@ HOW_WORDS = {
     "exited": "process exit",
     "raised": "exception",
     "hung": "no progress",
+    "peer": "a peer's word",
 }
 
 _NODE_COLOURS = (
