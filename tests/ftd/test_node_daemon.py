@@ -1,0 +1,130 @@
+"""``ftd node`` by itself: wrong configuration, a broker that is not there, systemd, the way out."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ftd.node.daemon import trainer_environment
+from ftd.node.processes import alive, descendants
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short path: unix sockets go below it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def write_config(directory: Path, *, head: str = 'secret = "s"', node: str = "", port: int = 9) -> Path:
+    path = directory / "ftd.toml"
+    path.write_text(
+        f'{head}\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
+        f'[node]\nname = "node-0"\nhost = "127.0.0.1"\nruntime_dir = "{directory}/run"\n{node}\n'
+    )
+    return path
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "ftd.cli.main", "node", "--config", str(config)]
+
+
+def refused(config: Path) -> str:
+    """What the daemon says when it does not start."""
+    done = subprocess.run(command(config), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def test_a_node_needs_the_secret(directory: Path) -> None:
+    assert "secret" in refused(write_config(directory, head=""))
+
+
+def test_a_port_in_use_is_named_with_the_remedy(directory: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused(write_config(directory, node=f"rendezvous_port = {port}"))
+    assert "node.rendezvous_port" in said
+    assert str(port) in said
+    assert "0 for any free one" in said
+    assert not list((directory / "run").iterdir())
+
+
+def test_a_runtime_directory_that_cannot_be_used(directory: Path) -> None:
+    long = write_config(directory)
+    long.write_text(long.read_text().replace(f"{directory}/run", f"{directory}/{'x' * 90}"))
+    assert "too long for a unix socket" in refused(long)
+    (directory / "file").write_text("")
+    blocked = write_config(directory)
+    blocked.write_text(blocked.read_text().replace(f"{directory}/run", f"{directory}/file/run"))
+    assert "node.runtime_dir" in refused(blocked)
+
+
+def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
+    """Ready for systemd without a broker, says once what is wrong, ends on SIGTERM with code 0."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(directory / "notify"))
+        manager.settimeout(LIMIT_S)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify")}
+        log = directory / "log"
+        with (
+            log.open("w") as stream,
+            subprocess.Popen(command(write_config(directory)), env=environment, stderr=stream) as daemon,
+        ):
+            try:
+                assert b"READY=1" in manager.recv(4096)
+                until(lambda: "not_connected" in log.read_text(), "the complaint about the broker")
+                until(lambda: len(descendants(daemon.pid)) >= 1, "a zygote")
+                below = descendants(daemon.pid)
+                daemon.send_signal(signal.SIGTERM)
+                assert b"STOPPING=1" in manager.recv(4096)
+                assert daemon.wait(LIMIT_S) == 0
+            finally:
+                daemon.kill()
+    until(lambda: not any(alive(pid) for pid in below), "the zygote has ended")
+    complaints = [
+        line for line in map(json.loads, log.read_text().splitlines()) if line["level"] == "warning"
+    ]
+    assert len(complaints) == 1
+    assert "127.0.0.1:9" in complaints[0]["broker"]
+    assert not list((directory / "run").iterdir())
+
+
+def test_what_killed_daemons_left_is_removed(directory: Path) -> None:
+    (directory / "run" / "999999999").mkdir(parents=True)
+    (directory / "run" / "other").mkdir()
+    with subprocess.Popen(command(write_config(directory)), stderr=subprocess.DEVNULL) as daemon:
+        try:
+            until((directory / "run" / str(daemon.pid)).exists, "its own directory")
+            assert not (directory / "run" / "999999999").exists()
+            assert (directory / "run" / "other").exists()
+        finally:
+            daemon.kill()
+
+
+def test_each_trainer_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert trainer_environment(2) == {}
