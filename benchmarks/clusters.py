@@ -57,6 +57,9 @@ def run_local(
                 process.send_signal(signal.SIGINT)
                 printed, _ = process.communicate(timeout=60)
                 raise RuntimeError(f"no end after {limit_s} s:\n{printed[-3000:]}") from None
+            except BaseException:
+                process.send_signal(signal.SIGINT)  # An interrupted benchmark leaves no cluster behind.
+                raise
         if process.returncode != 0 or not report.exists():
             raise RuntimeError(f"ftd local ended with {process.returncode}:\n{printed[-3000:]}")
         document: Report = json.loads(report.read_text())
