@@ -35,7 +35,7 @@ from statemachine.events import (
     TrainerQuiesced,
     TrainerResumed,
     TrainerStepped,
-    TrainerSuspectsPeer,
+    TrainerSuspectedPeer,
     TrainerUp,
 )
 from statemachine.messages import Leaving, PeerSuspected, Prepared, TrainerLost
@@ -55,7 +55,7 @@ AgentEvent = (
     | TrainerResumed
     | TrainerStepped
     | TrainerBeat
-    | TrainerSuspectsPeer
+    | TrainerSuspectedPeer
     | TrainerDone
     | TrainerFailed
     | TerminationRequested
@@ -63,7 +63,7 @@ AgentEvent = (
 
 
 class AgentMachine:
-    """Feed ``AgentStarted`` first, and again after each ``NewIncarnation``."""
+    """Feed ``AgentStarted`` first, and again after each ``RenewIncarnation``."""
 
     def __init__(self, node: str, timing: Timing) -> None:
         self._a = Agent(name=node, timing=timing)
@@ -151,7 +151,7 @@ class AgentMachine:
         | TrainerResumed
         | TrainerStepped
         | TrainerBeat
-        | TrainerSuspectsPeer
+        | TrainerSuspectedPeer
         | TrainerDone,
     ) -> None:
         """News of a live trainer. What an ended one still said before its end does not count."""
@@ -182,7 +182,7 @@ class AgentMachine:
                     say_resumed(a)
             case TrainerStepped():
                 self._trainer_stepped(event)
-            case TrainerSuspectsPeer():
+            case TrainerSuspectedPeer():
                 a.say(PeerSuspected(generation=event.generation, detail=event.detail))
             case TrainerDone():
                 if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:

@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from statemachine.agent_state import HELLO, Agent, TrainerPhase
-from statemachine.effects import ExitDaemon, NewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
+from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
 from statemachine.messages import (
     Command,
     Fence,
@@ -30,6 +30,7 @@ STEPS_PER_MESSAGE = 1000
 
 
 def obey(a: Agent, command: Command) -> None:
+    """One command of the coordinator for this incarnation. Any but a Rejection says that we belong."""
     if a.rejected and not isinstance(command, Rejection | Inquiry):
         a.rejected = False
         a.cancel_timer(HELLO)
@@ -259,7 +260,7 @@ def fence(a: Agent, command: Fence) -> None:
     for name in list(a.due):
         a.cancel_timer(name)
     a.active = False
-    a.out.append(NewIncarnation(cause=a.cause))
+    a.out.append(RenewIncarnation(cause=a.cause))
 
 
 def released(a: Agent) -> None:

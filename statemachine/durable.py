@@ -211,6 +211,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         at=at,
         told_before=journal.told,
     )
+    _read_generation(c, journal)
+    return c
+
+
+def _read_generation(c: Cluster, journal: Journal) -> None:
+    """Nodes, and what the present generation is about."""
+    at = c.at
     for name, record in journal.nodes.items():
         c.nodes[name] = _read_node(name, record, at)
     if journal.plan is not None:
@@ -243,7 +250,6 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
             recomputed_steps=old.recomputed_steps,
             pipelines_before=old.pipelines_before,
         )
-    return c
 
 
 def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:

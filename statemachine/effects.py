@@ -152,8 +152,11 @@ class TrainerResume(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewIncarnation(Effect):
+class RenewIncarnation(Effect):
     """Fenced: reconnect to the broker as a new incarnation and feed ``AgentStarted`` again."""
+
+
+NewIncarnation = RenewIncarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

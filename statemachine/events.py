@@ -177,10 +177,13 @@ class TrainerBeat(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSuspectsPeer(Event):
+class TrainerSuspectedPeer(Event):
     device: int
     generation: int
     detail: str
+
+
+TrainerSuspectsPeer = TrainerSuspectedPeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

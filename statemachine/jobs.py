@@ -5,12 +5,13 @@ from typing import Any
 
 from statemachine.effects import AnswerRequest, BuildTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+from statemachine.group import follow_group, release, release_drained
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
 from statemachine.messages import Prepare, Prepared, Stop
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
-from statemachine.recovery import follow_group, note_cause, reconfigure, release, release_drained
+from statemachine.recovery import note_cause, reconfigure
 from statemachine.state import GIVE_UP, JOIN, QUIESCE, RESUME, SETTLE, STEPS, SUSPICION, Cluster, Ledger
 from statemachine.values import ClusterPhase, Profiled
 
@@ -23,6 +24,7 @@ def answer(c: Cluster, request: str, accepted: bool, detail: str) -> None:
 
 
 def submit(c: Cluster, event: JobSubmitted) -> None:
+    """Take a job on when none is under way; everything that was true of the last one is forgotten."""
     job = event.job
     if c.active and c.job is not None:
         if c.job.job_id == job.job_id:

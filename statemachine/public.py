@@ -65,6 +65,7 @@ def _before_the_start(c: Cluster) -> str:
 
 
 def public_state(c: Cluster) -> dict[str, Any]:
+    """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job
     in_plan = set(c.planned) if c.active else set()
     running = job is not None and ledger.step_s > 0

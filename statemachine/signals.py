@@ -3,6 +3,7 @@
 from typing import assert_never
 
 from statemachine.events import NodeVanished, SignalArrived
+from statemachine.group import take_finished, take_resumed
 from statemachine.jobs import fail, set_draining, take_prepared
 from statemachine.ledger import take_heartbeat, take_stepped
 from statemachine.membership import (
@@ -40,9 +41,7 @@ from statemachine.recovery import (
     note_cause,
     reconfigure,
     resume_command,
-    take_finished,
     take_quiesced,
-    take_resumed,
 )
 from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.timeouts import node_lost
@@ -75,6 +74,7 @@ def arrived(c: Cluster, event: SignalArrived) -> None:
 
 
 def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
+    """A signal of the current incarnation of a node."""
     match signal:
         case Hello():
             hello(c, node, signal)

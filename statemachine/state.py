@@ -205,6 +205,7 @@ class Cluster:
         step: int | None = None,
         **details: Any,
     ) -> None:
+        """Tell the world; generation and step default to the newest known."""
         self.out.append(
             EmitEvent(
                 cause=self.cause,

@@ -80,6 +80,8 @@ def plan_for(planner: Planner, situation: Situation) -> Plan:
 
 
 class SimCoordinator:
+    """The coordinator's process: what it knows is lost when it is killed, except for its journal."""
+
     name = COORDINATOR
 
     def __init__(self, world: World, network: Network, invariants: "Invariants") -> None:

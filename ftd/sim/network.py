@@ -30,6 +30,8 @@ class Client(Protocol):
 
 
 class Session:
+    """One client's connection to the broker, over all of its reconnections."""
+
     __slots__ = ("client", "cut", "epoch", "held", "open")
 
     def __init__(self, client: Client) -> None:

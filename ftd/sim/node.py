@@ -15,8 +15,8 @@ from statemachine.effects import (
     EmitEvent,
     ExitDaemon,
     KillTrainer,
-    NewIncarnation,
     PublishNode,
+    RenewIncarnation,
     SendSignal,
     SetTimer,
     StartTrainer,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
-    | TrainerPrepare | TrainerQuiesce | TrainerResume | NewIncarnation | ExitDaemon
+    | TrainerPrepare | TrainerQuiesce | TrainerResume | RenewIncarnation | ExitDaemon
 )  # fmt: skip
 
 
@@ -60,6 +60,8 @@ class Pace:
 
 
 class SimNode:
+    """One host: a daemon that can be killed, stopped or cut off, and the trainers that live under it."""
+
     def __init__(
         self,
         world: World,
@@ -194,7 +196,7 @@ class SimNode:
                 self._instruct(effect.device, self._resume, effect, 0.0005, 0.005)
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
-            case NewIncarnation():
+            case RenewIncarnation():
                 self.invariants.fenced(self.name, self.incarnation)
                 self._life += 1
                 self._timers.clear()

@@ -122,6 +122,7 @@ class SimTrainer:
         )
 
     def resume(self, resume: Resume) -> None:
+        """Roll forward or drop the step in flight, then meet the others, or wait without a rank."""
         if not self.able or resume.generation != self.generation or self.phase != "quiesced":
             return
         node = self.node
