@@ -254,6 +254,14 @@ class Playground:
 
         self.on_loop(fetch())
 
+    def until_journaled(self, holds: Callable[[], Any], what: str) -> None:
+        """What is told while the broker, or the way to it, is away: the journal has it in any case."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"not in the journal: {what}\n{self.describe()}"
+            with contextlib.suppress(FtdError):  # Nobody answers while the broker is away.
+                self.fill_gaps()
+
     def play(self, *faults: Json) -> None:
         """From here on: faults with their triggers."""
 
