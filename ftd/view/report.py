@@ -95,9 +95,11 @@ class ReportBuilder:
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
         """A process id became known: of the node's daemon, or of the trainer of ``device``.
 
-        After the job's end nobody counts: trainers are started anew for the next job.
+        After the last step nobody counts: trainers are started anew for the next job, and the news of that
+        may overtake the news of the job's end.
         """
-        if self._end is not None:
+        steps = self._job.get("steps")
+        if self._end is not None or (steps is not None and steps in self._steps):
             return
         daemons, trainers = self._processes.setdefault(node, ([], {}))
         known = daemons if device is None else trainers.setdefault(str(device), [])
