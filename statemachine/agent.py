@@ -73,6 +73,7 @@ class AgentMachine:
         a = self._a
         a.at, a.cause = event.at, event.cause
         self._dispatch(event)
+        a = self._a  # AgentStarted makes a new one
         out, a.out = a.out, []
         return out
 

@@ -184,8 +184,8 @@ class ClusterMachine:
         else:
             c.emit("BrokerRestored", "the broker is back")
         c.inquired.clear()
+        c.presumed_at = c.at
         for node in c.alive():
-            node.heard_at = c.at
             inquire(c, node.name, node.incarnation)
         restored, c.restored = c.restored, False
         attempt = c.attempt

@@ -198,13 +198,13 @@ def silent(c: Cluster) -> list[NodeMachine]:
     of the broker. Should they all be gone, the broker will say so.
     """
     alive = c.alive()
-    newest = max((node.heard_at for node in alive), default=c.at)
+    newest = max((c.heard_at(node) for node in alive), default=c.at)
     if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
         c.grace_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
     if c.at < c.grace_until:
         return []
     limit = c.at - c.timing.silence_s
-    return [node for node in alive if node.heard_at < limit]
+    return [node for node in alive if c.heard_at(node) < limit]
 
 
 def unhealthy(c: Cluster, node: NodeMachine) -> bool:

@@ -112,7 +112,7 @@ def newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
     c.generation = max(c.generation, signal.generation)
     old = c.nodes.get(name)
     if old is not None and old.alive:
-        if c.at - old.heard_at <= c.timing.silence_s:
+        if c.at - c.heard_at(old) <= c.timing.silence_s:
             reason = f"a node named {name!r} is alive at {old.facts.host}: give this one another name"
             reject(c, name, incarnation, reason)
             return

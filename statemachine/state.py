@@ -141,6 +141,8 @@ class Cluster:
     """Made from a journal, and the broker has not been there yet."""
     connected: bool = False
     grace_until: float = 0.0
+    presumed_at: float = 0.0
+    """When the broker came back, or we ourselves: nobody's silence began before that."""
 
     # --- the step under way ---
     at: float = 0.0
@@ -179,6 +181,10 @@ class Cluster:
 
     def alive(self) -> list[NodeMachine]:
         return [node for _, node in sorted(self.nodes.items()) if node.alive]
+
+    def heard_at(self, node: NodeMachine) -> float:
+        """Since when this node may be called silent."""
+        return max(node.heard_at, self.presumed_at)
 
     # --- verbs ---
 

@@ -13,8 +13,7 @@ def tick(c: Cluster, late_s: float) -> None:
     c.set_timer(TICK, c.timing.heartbeat_s)
     if late_s > c.timing.silence_s / 2:
         # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
-        for node in c.alive():
-            node.heard_at = c.at
+        c.presumed_at = c.at
         return
     look(c)
     for node in silent(c):

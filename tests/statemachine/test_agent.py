@@ -1,0 +1,564 @@
+"""The agent machine: what one node does for its trainers, for the coordinator, and on its own."""
+
+from typing import Any
+
+import pytest
+from transcripts import PROFILE, Script, committed, facts, job, report, vote
+
+from planner.values import Device, PipelinePlacement, Plan, StagePlacement
+from statemachine.agent import AgentMachine
+from statemachine.effects import (
+    EmitEvent,
+    ExitDaemon,
+    KillTrainer,
+    PublishNode,
+    RenewIncarnation,
+    SendSignal,
+    SetTimer,
+    StartTrainer,
+    TrainerPrepare,
+    TrainerQuiesce,
+    TrainerResume,
+)
+from statemachine.events import (
+    AgentStarted,
+    BrokerConnected,
+    BrokerLost,
+    CommandArrived,
+    TerminationRequested,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerSuspectedPeer,
+    TrainerUp,
+)
+from statemachine.messages import (
+    Command,
+    Fence,
+    Finished,
+    Heartbeat,
+    Hello,
+    Inquiry,
+    Leaving,
+    PeerSuspected,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Rejection,
+    Released,
+    Resume,
+    Resumed,
+    Stepped,
+    StepsWanted,
+    Stop,
+    ToNode,
+    TrainerLost,
+)
+from statemachine.timing import Timing
+from statemachine.values import NodeState
+
+
+def plan(*nodes: str, devices: int = 1) -> Plan:
+    pipelines = tuple(
+        PipelinePlacement(
+            stages=(
+                StagePlacement(
+                    first_layer=0,
+                    end_layer=4,
+                    devices=tuple(Device(node=node, index=d) for d in range(devices)),
+                ),
+            ),
+            first_microbatch=6 * number,
+            microbatches=6,
+            estimated_s=1.0,
+        )
+        for number, node in enumerate(nodes)
+    )
+    return Plan(pipelines=pipelines, transfers=(), method="initial", reason="", estimated_iteration_s=1.0)
+
+
+class Daemon(Script):
+    """An agent of node ``a``, incarnation 7, that has started and is connected."""
+
+    def __init__(self, devices: int = 1) -> None:
+        super().__init__(AgentMachine("a", Timing()))
+        self.devices = devices
+        self.feed(AgentStarted, incarnation=7, facts=facts(devices))
+        self.feed(BrokerConnected)
+
+    def order(self, command: Command, incarnation: int = 7) -> None:
+        self.feed(
+            CommandArrived, message=ToNode(node="a", incarnation=incarnation, command=command, cause="c")
+        )
+
+    def up(self, first_pid: int = 50) -> None:
+        for device in range(self.devices):
+            self.feed(TrainerUp, device=device, pid=first_pid + device)
+
+    def prepared(self, profile: bool = False) -> None:
+        """From a started daemon to a built job."""
+        self.up()
+        self.order(Prepare(job=job(), profile=profile))
+        for device in range(self.devices):
+            self.feed(
+                TrainerPrepared,
+                device=device,
+                job_id="job-1",
+                profile=PROFILE if profile and device == 0 else None,
+            )
+
+    def quiesced(self, generation: int, step: int = 0, mode: str = "abort") -> None:
+        self.order(Quiesce(generation=generation, mode="boundary" if mode == "boundary" else "abort"))
+        for device in range(self.devices):
+            values = report(step)
+            self.feed(
+                TrainerQuiesced,
+                generation=generation,
+                report=type(values)(
+                    device=device, committed_step=step, ready_step=None, vote=values.vote, held=values.held
+                ),
+            )
+
+    def resume(self, generation: int, step: int, *nodes: str) -> Resume:
+        return Resume(
+            generation=generation,
+            job_id="job-1",
+            step=step,
+            vote=vote(step) if step else None,
+            plan=plan(*(nodes or ("a", "b")), devices=self.devices),
+            hosts={},
+            rendezvous="h:1",
+        )
+
+    def training(self, generation: int = 1, step: int = 0) -> None:
+        """From a built job to a running group."""
+        self.quiesced(generation, step)
+        self.order(self.resume(generation, step))
+        for device in range(self.devices):
+            self.feed(
+                TrainerResumed,
+                device=device,
+                generation=generation,
+                bytes_moved=10,
+                rendezvous_s=0.1 * (device + 1),
+                state_s=0.2,
+            )
+
+    def stepped(self, step: int, device: int = 0, generation: int = 1) -> None:
+        self.feed(
+            TrainerStepped, device=device, generation=generation, step=step, vote=vote(step), step_s=0.1
+        )
+
+    def beat(self, device: int = 0, progress: int = 1, waiting: bool = False) -> None:
+        self.feed(TrainerBeat, device=device, progress=progress, waiting=waiting)
+
+    def signals(self, kind: type[Any] | None = None) -> list[Any]:
+        said = [effect.signal for effect in self.all(SendSignal)]
+        return said if kind is None else [signal for signal in said if isinstance(signal, kind)]
+
+
+def running(devices: int = 1) -> Daemon:
+    daemon = Daemon(devices)
+    daemon.prepared()
+    daemon.training()
+    return daemon
+
+
+# --- the way into training -------------------------------------------------------------------------
+
+
+def test_a_node_s_life_word_for_word() -> None:
+    d = Daemon(devices=2)
+    d.note("a job is built; the first trainer measures it")
+    d.prepared(profile=True)
+    d.note("two trainers answer with one voice")
+    d.training()
+    d.wait(0.1)
+    d.stepped(1)
+    d.stepped(1, device=1)
+    d.note("a trainer dies: both start over")
+    d.wait(0.02)
+    d.feed(TrainerFailed, device=1, pid=51, cause_of_failure="exited", detail="signal 9")
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="late news of one we killed")
+    d.up(60)
+    for device in (0, 1):
+        d.feed(TrainerPrepared, device=device, job_id="job-1", profile=None)
+    d.compare("a_node_s_life")
+
+
+def test_trainers_start_warm_and_before_there_is_a_job() -> None:
+    machine = Script(AgentMachine("a", Timing()))
+    machine.feed(AgentStarted, incarnation=7, facts=facts(2))
+    assert [effect.device for effect in machine.all(StartTrainer)] == [0, 1]
+
+
+def test_only_the_first_trainer_measures() -> None:
+    d = Daemon(devices=2)
+    d.up()
+    d.order(Prepare(job=job(), profile=True))
+    assert [(e.device, e.profile) for e in d.all(TrainerPrepare)] == [(0, True), (1, False)]
+
+
+def test_prepare_twice_is_answered_twice_and_done_once() -> None:
+    d = Daemon()
+    d.prepared()
+    d.order(Prepare(job=job(), profile=False))
+    assert d.signals() == [Prepared(job_id="job-1", profile=None)]
+    assert not d.all(TrainerPrepare)
+
+
+def test_a_profile_wanted_late_is_measured_by_fresh_trainers() -> None:
+    d = Daemon()
+    d.prepared()
+    d.order(Prepare(job=job(), profile=True))
+    assert d.all(KillTrainer)
+    assert d.all(StartTrainer)
+    d.up(60)
+    assert d.one(TrainerPrepare).profile
+
+
+def test_a_late_prepare_of_a_job_that_is_over_is_ignored() -> None:
+    d = Daemon()
+    d.prepared()
+    d.order(Stop(job_id="job-1", reason="finished"))
+    d.up(60)
+    d.order(Prepare(job=job(), profile=False))
+    assert not d.all(TrainerPrepare)
+    d.order(Prepare(job=job("job-2"), profile=False))
+    assert d.all(TrainerPrepare)
+
+
+def test_a_node_that_is_not_prepared_says_so_at_once() -> None:
+    d = Daemon()
+    d.order(Prepare(job=job(), profile=False))
+    d.order(Quiesce(generation=4, mode="abort"))
+    assert d.signals() == [Quiesced(generation=4, reports=())]
+
+
+def test_an_idle_node_hands_the_resume_on_and_does_not_train() -> None:
+    d = Daemon()
+    d.prepared()
+    d.quiesced(1)
+    d.order(d.resume(1, 0, "b", "c"))
+    assert d.all(TrainerResume)
+    d.order(Inquiry())
+    assert not d.signals(Hello)[0].training
+
+
+# --- stale messages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [Quiesce(generation=0, mode="abort"), Fence(reason=""), Stop(job_id="job-1", reason="")],
+)
+def test_commands_for_another_incarnation_do_nothing(command: Command) -> None:
+    d = running()
+    d.order(command, incarnation=6)
+    assert [type(effect) for effect in d.last] == [EmitEvent]
+    assert d.one(EmitEvent).name == "MessageIgnored"
+
+
+def test_an_older_quiesce_and_a_resume_nobody_waits_for_are_ignored() -> None:
+    d = running()
+    d.quiesced(5, 3)
+    d.order(Quiesce(generation=4, mode="abort"))
+    assert not d.all(TrainerQuiesce)
+    d.order(d.resume(4, 3))
+    assert not d.all(TrainerResume)
+    d.order(d.resume(5, 3))
+    assert len(d.all(TrainerResume)) == 1
+    d.order(d.resume(5, 3))
+    assert not d.all(TrainerResume)
+
+
+def test_a_quiesce_said_again_is_answered_again() -> None:
+    d = running()
+    d.quiesced(2, 1)
+    d.order(Quiesce(generation=2, mode="abort"))
+    assert len(d.signals(Quiesced)) == 1
+    assert not d.all(TrainerQuiesce)
+
+
+def test_a_higher_quiesce_overtakes_one_that_is_not_answered() -> None:
+    d = running()
+    d.order(Quiesce(generation=2, mode="boundary"))
+    d.order(Quiesce(generation=3, mode="abort"))
+    assert d.one(TrainerQuiesce).generation == 3
+    d.feed(TrainerQuiesced, generation=2, report=report(1))
+    assert not d.signals()
+    d.feed(TrainerQuiesced, generation=3, report=report(1))
+    assert d.signals(Quiesced)[0].generation == 3
+
+
+# --- steps -------------------------------------------------------------------------------------------
+
+
+def test_steps_are_told_by_the_node_of_rank_zero_and_gathered() -> None:
+    d = running()
+    d.stepped(1)
+    assert [s.step for s in d.signals(Stepped)[0].steps] == [1]
+    d.stepped(2)
+    d.stepped(3)
+    assert not d.signals()
+    d.fire("stepped", 0.05)
+    assert [s.step for s in d.signals(Stepped)[0].steps] == [2, 3]
+
+
+def test_other_nodes_keep_steps_for_who_asks() -> None:
+    d = Daemon()
+    d.prepared()
+    d.quiesced(1)
+    d.order(d.resume(1, 0, "b", "a"))
+    d.feed(TrainerResumed, device=0, generation=1, bytes_moved=0, rendezvous_s=0.0, state_s=0.0)
+    for step in (1, 2, 3):
+        d.stepped(step)
+        assert not d.signals()
+    d.order(StepsWanted(first=2, last=9))
+    assert d.signals() == [Stepped(generation=1, steps=(committed(2), committed(3)), step_s=0.1, wanted=2)]
+    d.order(StepsWanted(first=20, last=21))
+    assert d.signals()[0].steps == ()
+
+
+def test_a_roll_forward_is_remembered_and_an_undone_step_is_not() -> None:
+    d = running()
+    d.stepped(1)
+    d.stepped(2)
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
+    d.up(60)
+    d.feed(TrainerPrepared, device=0, job_id="job-1", profile=None)
+    assert d.machine.remembers(1)
+    assert not d.machine.remembers(2), "perhaps only this trainer got there"
+    d.quiesced(2)
+    d.order(d.resume(2, 6))
+    assert d.machine.remembers(6)
+
+
+def test_the_heartbeat_carries_the_newest_step_of_the_living_trainers() -> None:
+    d = running()
+    d.stepped(1)
+    d.fire("heartbeat", 0.25)
+    assert d.signals() == [Heartbeat(generation=1, committed=committed(1))]
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
+    assert [type(s) for s in d.signals()] == [Heartbeat, TrainerLost]
+    d.fire("heartbeat", 0.25)
+    assert d.signals() == [Heartbeat(generation=1, committed=None)]
+
+
+def test_the_end_gathers_the_digests_of_all_devices() -> None:
+    d = running(devices=2)
+    d.feed(TrainerDone, device=0, generation=1, step=10, digests={0: "aa", 1: "bb"})
+    assert not d.signals()
+    d.feed(TrainerDone, device=1, generation=1, step=10, digests={1: "bX", 2: "cc"})
+    assert d.signals() == [Finished(generation=1, step=10, digests={0: "aa", 1: "bb|bX", 2: "cc"})]
+
+
+def test_a_suspicion_is_passed_on() -> None:
+    d = running()
+    d.feed(TrainerSuspectedPeer, device=0, generation=1, detail="reset")
+    assert d.signals() == [PeerSuspected(generation=1, detail="reset")]
+
+
+# --- failures and hangs ---------------------------------------------------------------------------------
+
+
+def watch(d: Daemon, seconds: float, **beats: Any) -> list[TrainerLost]:
+    """Let time pass in the rhythm of the watch; returns what was found."""
+    for _ in range(round(seconds / 0.1)):
+        d.wait(0.1)
+        if beats:
+            d.beat(**beats)
+        d.fire("watch")
+        if d.signals(TrainerLost):
+            return d.signals(TrainerLost)
+    return []
+
+
+def test_a_stopped_trainer_is_found_by_its_missing_beats() -> None:
+    d = running()
+    d.stepped(1)
+    [lost] = watch(d, 2.0)
+    assert (lost.cause, lost.device) == ("hung", 0)
+    assert d.now < 0.85
+    assert d.all(KillTrainer)
+    assert d.all(StartTrainer)
+
+
+def test_a_sleeping_trainer_is_found_although_it_beats() -> None:
+    d = running()
+    d.stepped(1)
+    d.beat(progress=5)
+    [lost] = watch(d, 2.0, progress=5)
+    assert "no progress" in lost.detail
+
+
+def test_a_trainer_that_waits_for_others_does_not_hang() -> None:
+    d = running()
+    d.stepped(1)
+    assert not watch(d, 20.0, progress=5, waiting=True)
+
+
+def test_long_steps_get_long_patience() -> None:
+    d = running()
+    d.feed(TrainerStepped, device=0, generation=1, step=1, vote=vote(1), step_s=2.0)
+    assert not watch(d, 7.0)
+    assert watch(d, 2.0)
+
+
+def test_before_the_first_step_patience_is_long() -> None:
+    d = running()
+    assert not watch(d, 9.0)
+    assert watch(d, 2.0)
+    d = running()
+    assert not watch(d, 50.0, progress=5)
+    assert watch(d, 11.0, progress=5)
+
+
+def test_a_daemon_that_stood_still_itself_blames_nobody() -> None:
+    d = running()
+    d.stepped(1)
+    d.fire("watch", 30.0)
+    assert not d.signals(TrainerLost)
+
+
+def test_a_trainer_that_never_comes_up_is_a_failure() -> None:
+    d = Daemon()
+    d.order(Prepare(job=job(), profile=False))
+    [lost] = watch(d, 70.0)
+    assert "did not start" in lost.detail
+
+
+def test_restarts_slow_down_while_nothing_works() -> None:
+    d = running()
+    delays = []
+    for attempt in range(5):
+        d.feed(TrainerFailed, device=0, pid=50 + attempt, cause_of_failure="exited", detail="")
+        timers = [e.delay_s for e in d.all(SetTimer) if e.name == "restart"]
+        delays.append(timers[0] if timers else 0.0)
+        if timers:
+            d.fire("restart", timers[0])
+        assert d.all(StartTrainer)
+        d.feed(TrainerUp, device=0, pid=51 + attempt)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+
+
+def test_an_idle_trainer_s_death_is_nobody_s_business() -> None:
+    d = Daemon()
+    d.up()
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
+    assert not d.signals()
+    assert d.all(StartTrainer)
+
+
+# --- outages ---------------------------------------------------------------------------------------------
+
+
+def test_what_fell_into_an_outage_is_said_again() -> None:
+    d = running()
+    d.feed(BrokerLost)
+    d.quiesced(2, 1)
+    d.feed(BrokerConnected)
+    assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Quiesced]
+    assert d.signals(Hello)[0].quiesced
+    d.order(d.resume(2, 1))
+    d.feed(TrainerResumed, device=0, generation=2, bytes_moved=1, rendezvous_s=0.0, state_s=0.0)
+    d.feed(BrokerLost)
+    d.feed(TrainerDone, device=0, generation=2, step=10, digests={0: "aa"})
+    d.feed(BrokerConnected)
+    assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Resumed, Finished]
+    assert d.signals(Hello)[0].training
+
+
+def test_a_trainer_lost_in_an_outage_is_told_after_it() -> None:
+    d = running()
+    d.feed(BrokerLost)
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="raised", detail="ValueError")
+    d.feed(BrokerConnected)
+    assert [type(s) for s in d.signals()] == [Hello, TrainerLost, Heartbeat]
+    assert d.one(PublishNode).state is NodeState.UNHEALTHY
+
+
+def test_no_heartbeat_while_the_broker_is_away() -> None:
+    d = running()
+    d.feed(BrokerLost)
+    d.fire("heartbeat", 0.25)
+    assert not d.last
+
+
+def test_a_rejected_node_asks_again_every_second() -> None:
+    d = Daemon()
+    d.order(Rejection(reason="another one is alive"))
+    assert [t.delay_s for t in d.all(SetTimer)] == [1.0]
+    d.fire("hello", 1.0)
+    assert len(d.signals(Hello)) == 1
+    d.order(Prepare(job=job(), profile=False))
+    d.fire("hello", 1.0)
+    assert not d.signals(Hello)
+
+
+def test_a_fenced_agent_ends_its_trainers_and_is_silent_until_it_is_new() -> None:
+    d = running()
+    d.order(Fence(reason="out"))
+    assert d.all(KillTrainer)
+    assert d.all(RenewIncarnation)
+    d.stepped(2)
+    d.fire("heartbeat", 1.0)
+    d.order(Quiesce(generation=9, mode="abort"))
+    assert not d.last
+    d.feed(AgentStarted, incarnation=8, facts=facts())
+    assert d.all(StartTrainer)
+    assert d.signals(Hello)[0].generation == 0
+
+
+# --- the end of a node -------------------------------------------------------------------------------------
+
+
+def test_sigterm_asks_to_leave_and_goes_when_released() -> None:
+    d = running()
+    d.feed(TerminationRequested, reason="SIGTERM")
+    assert d.signals() == [Leaving(reason="SIGTERM")]
+    assert not d.all(ExitDaemon)
+    d.order(Released())
+    assert d.one(KillTrainer).grace_s == 2.0
+    assert d.one(ExitDaemon).code == 0
+    d.order(Inquiry())
+    assert not d.last
+
+
+def test_sigterm_does_not_wait_for_ever() -> None:
+    d = running()
+    d.feed(TerminationRequested, reason="SIGTERM")
+    d.fire("leave", 30.0)
+    assert d.all(ExitDaemon)
+
+
+def test_a_second_sigterm_or_one_with_nothing_to_hand_over_goes_at_once() -> None:
+    d = running()
+    d.feed(TerminationRequested, reason="SIGTERM")
+    d.feed(TerminationRequested, reason="SIGTERM")
+    assert d.all(ExitDaemon)
+    idle = Daemon()
+    idle.feed(TerminationRequested, reason="SIGTERM")
+    assert idle.all(ExitDaemon)
+
+
+def test_a_drained_node_stays_without_trainers() -> None:
+    d = running()
+    d.order(Released())
+    assert d.all(KillTrainer)
+    assert not d.all(StartTrainer)
+    assert not d.all(ExitDaemon)
+
+
+def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
+    d = running()
+    d.order(Stop(job_id="job-1", reason="finished"))
+    assert d.all(KillTrainer)
+    assert d.all(StartTrainer)
+    d.order(Stop(job_id="job-1", reason="finished"))
+    assert not d.last

@@ -1,0 +1,606 @@
+"""The cluster machine in particular situations; the main ones are in ``test_cluster_transcripts``."""
+
+import json
+from typing import Any
+
+import pytest
+from transcripts import PROFILE, Coordination, committed, facts, job, report
+
+from statemachine.cluster import ClusterMachine
+from statemachine.durable import JournalError
+from statemachine.effects import AnswerRequest, BuildTemplates, ComputePlan, EmitEvent, SendCommand, SetTimer
+from statemachine.events import (
+    BrokerConnected,
+    BrokerLost,
+    DrainRequested,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    StopRequested,
+    TemplatesFailed,
+    TemplatesReady,
+)
+from statemachine.messages import (
+    Fence,
+    Finished,
+    Heartbeat,
+    Inquiry,
+    Leaving,
+    PeerSuspected,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Rejection,
+    Released,
+    Resume,
+    Stepped,
+    StepsWanted,
+    Stop,
+    TrainerLost,
+)
+from statemachine.timing import Timing
+from statemachine.values import ClusterPhase
+
+
+def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
+    """Commands of this kind among the last effects, by node."""
+    return {e.node: e.command for e in s.all(SendCommand) if isinstance(e.command, kind)}
+
+
+def events(s: Coordination) -> list[str]:
+    return [event.name for event in s.all(EmitEvent)]
+
+
+def restarted(s: Coordination) -> Coordination:
+    """The same cluster after SIGKILL of the coordinator: its journal is all that is left."""
+    journal = json.loads(json.dumps(s.machine.durable_state()))
+    machine, effects = ClusterMachine.restore(Timing(), journal, s.now, "restart")
+    other = Coordination(machine)
+    other.now, other.incarnations = s.now, s.incarnations
+    other.took(effects)
+    return other
+
+
+def running(nodes: int = 4, steps: int = 10) -> Coordination:
+    s = Coordination()
+    s.running(nodes, steps)
+    return s
+
+
+def paused() -> Coordination:
+    """Two nodes hold one replica; one of them is lost."""
+    s = running(2)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    generation = s.one(ComputePlan).generation
+    s.feed(PlanImpossible, generation=generation, too_few=True, reason="1 of 2 nodes", needed=2)
+    return s
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_a_second_job_has_to_wait_for_the_first() -> None:
+    s = running()
+    s.feed(JobSubmitted, request="again", job=job("job-2"))
+    answer = s.one(AnswerRequest)
+    assert not answer.accepted
+    assert "ftd stop tiny" in answer.detail
+
+
+def test_the_same_submission_twice_is_one() -> None:
+    s = running()
+    s.feed(JobSubmitted, request="again", job=job("job-1"))
+    assert s.one(AnswerRequest).accepted
+    assert s.machine.phase is ClusterPhase.RUNNING
+
+
+def test_a_job_after_a_stopped_one_starts_from_nothing() -> None:
+    s = running()
+    s.feed(StopRequested, request="stop", job="tiny")
+    assert s.one(AnswerRequest).accepted
+    assert set(sent(s, Stop)) == {"node-0", "node-1", "node-2", "node-3"}
+    assert events(s) == ["JobStopped"]
+    assert s.machine.phase is ClusterPhase.FINISHED
+    s.feed(JobSubmitted, request="next", job=job("job-2"))
+    assert s.machine.committed_step == 0
+    assert set(sent(s, Prepare)) == {"node-0", "node-1", "node-2", "node-3"}
+    for name in ("node-0", "node-1", "node-2", "node-3"):
+        s.say(name, Prepared(job_id="job-2", profile=PROFILE if name == "node-0" else None))
+    s.feed(TemplatesReady, job_id="job-2")
+    assert {q.generation for q in sent(s, Quiesce).values()} == {2}
+
+
+@pytest.mark.parametrize("name", ["other", "job-9"])
+def test_only_the_job_under_way_can_be_stopped(name: str) -> None:
+    s = running()
+    s.feed(StopRequested, request="stop", job=name)
+    assert not s.one(AnswerRequest).accepted
+    assert s.machine.phase is ClusterPhase.RUNNING
+
+
+def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.feed(JobSubmitted, request="r", job=job())
+    s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
+    assert s.one(BuildTemplates).max_nodes == 3
+    s.feed(TemplatesFailed, job_id="job-1", reason="no pipeline fits: take 2 nodes")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert s.machine.public_state()["outcome"] == "no pipeline fits: take 2 nodes"
+
+
+def test_another_node_measures_when_the_first_cannot() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.hello("node-1", 101)
+    s.feed(JobSubmitted, request="r", job=job())
+    assert {name: p.profile for name, p in sent(s, Prepare).items()} == {"node-0": True, "node-1": False}
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    assert sent(s, Prepare)["node-1"].profile
+
+
+def test_a_job_that_no_node_can_build_fails_with_the_last_word() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.hello("node-1", 101)
+    s.feed(JobSubmitted, request="r", job=job())
+    for name in ("node-0", "node-1"):
+        assert s.machine.phase is ClusterPhase.WAITING
+        s.say(name, TrainerLost(generation=0, device=0, cause="unprepared", detail="KeyError: 'width'"))
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "KeyError: 'width'" in s.machine.public_state()["outcome"]
+
+
+def test_code_that_raises_again_and_again_fails_the_job() -> None:
+    s = running(4)
+    for attempt, name in enumerate(("node-3", "node-2", "node-1")):
+        assert s.machine.phase is not ClusterPhase.FAILED
+        s.say(name, TrainerLost(generation=1 + attempt, device=0, cause="raised", detail="ValueError: nan"))
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "ValueError: nan" in s.machine.public_state()["outcome"]
+
+
+def test_the_start_waits_a_moment_for_nodes_that_are_building() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    for number in range(3):
+        s.hello(f"node-{number}", 100 + number)
+    s.feed(JobSubmitted, request="r", job=job())
+    s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.feed(TemplatesReady, job_id="job-1")
+    assert not sent(s, Quiesce)
+    s.fire("settle", 1.0)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1"}
+
+
+def test_replicas_that_diverged_are_reported() -> None:
+    s = running(4, steps=1)
+    for name, digest in (("node-0", "aa"), ("node-1", "bb"), ("node-2", "ab"), ("node-3", "bb")):
+        layers = (0, 1) if digest.startswith("a") else (2, 3)
+        s.say(name, Finished(generation=1, step=1, digests=dict.fromkeys(layers, digest)))
+    diverged = [e for e in s.all(EmitEvent) if e.name == "ReplicasDiverged"]
+    assert [e.details["layer"] for e in diverged] == [0, 1]
+    assert s.machine.phase is ClusterPhase.FINISHED
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+def test_a_second_node_of_a_name_is_rejected_until_the_first_is_silent() -> None:
+    s = running()
+    s.hello("node-3", 999)
+    assert "alive at 10.0.0.1" in sent(s, Rejection)["node-3"].reason
+    assert events(s) == ["NodeRejected"]
+    s.wait(1.0)
+    s.hello("node-3", 999)
+    assert events(s) == [], "said once"
+    s.wait(1.0)
+    s.hello("node-3", 999)
+    assert "NodeLost" in events(s)
+    assert "NodeJoined" in events(s)
+
+
+def test_a_newcomer_takes_a_vanished_node_s_name_at_once_and_the_old_one_is_fenced() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-3", 999)
+    assert "NodeJoined" in events(s)
+    s.say("node-3", Heartbeat(generation=1, committed=committed(1)), incarnation=103)
+    assert isinstance(s.one(SendCommand).command, Fence)
+    assert s.one(SendCommand).incarnation == 103
+
+
+def test_a_node_of_another_shape_is_rejected_with_the_number_it_needs() -> None:
+    s = running()
+    s.hello("node-9", 900, facts=facts(devices=2))
+    assert "every node of the running job has 1" in sent(s, Rejection)["node-9"].reason
+
+
+def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100, facts=facts(devices=2))
+    s.feed(JobSubmitted, request="r", job=job())
+    assert set(sent(s, Rejection)) == {"node-0"}
+    assert "node-0" not in s.machine.public_state()["nodes"]
+    s.feed(StopRequested, request="stop", job="tiny")
+    s.hello("node-0", 100, facts=facts(devices=2))
+    assert events(s) == ["NodeJoined"]
+
+
+def test_strangers_are_asked_who_they_are_once_in_a_while() -> None:
+    s = running()
+    s.say("node-9", Heartbeat(generation=0, committed=None), incarnation=900)
+    assert set(sent(s, Inquiry)) == {"node-9"}
+    s.say("node-9", Heartbeat(generation=0, committed=None), incarnation=900)
+    assert not sent(s, Inquiry)
+
+
+def test_a_node_that_holds_state_nobody_accounts_for_is_fenced() -> None:
+    s = running()
+    s.hello("node-9", 900, job_id="job-1", prepared=True, generation=1)
+    assert set(sent(s, Fence)) == {"node-9"}
+
+
+def test_a_silent_node_is_lost() -> None:
+    s = running()
+    s.wait(3.0)  # past the grace after the broker came
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, Heartbeat(generation=1, committed=committed(1)))
+    s.machine._c.due["tick"] = s.now
+    s.fire("tick")
+    lost = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
+    assert [(e.node, e.details["how"]) for e in lost] == [("node-3", "silence")]
+    assert lost[0].cause == "silence:node-3:103"
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2"}
+
+
+def test_nobody_is_lost_because_the_coordinator_itself_stood_still() -> None:
+    s = running()
+    s.fire("tick", 60.0)
+    assert "NodeLost" not in events(s)
+
+
+def test_a_node_that_went_on_without_us_is_fenced_when_it_is_back() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.plan()
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1, training=True)
+    assert set(sent(s, Fence)) == {"node-3"}
+
+
+def test_a_node_that_is_back_before_anything_was_decided_is_welcome() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1, training=True)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
+    assert not sent(s, Fence)
+
+
+def test_a_hint_about_a_peer_is_only_an_event() -> None:
+    s = running()
+    s.say("node-0", PeerSuspected(generation=1, detail="connection reset by node-3"))
+    assert events(s) == ["PeerSuspected"]
+    assert not s.all(SendCommand)
+
+
+# --- recovery ------------------------------------------------------------------------------------
+
+
+def test_who_is_heard_but_does_not_answer_quiesce_is_fenced() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.quiesced("node-1", 2, report(1, held=(2, 3)))
+    s.wait(4.9)
+    s.say("node-2", Heartbeat(generation=1, committed=committed(1)))
+    s.fire("quiesce", 0.1)
+    assert set(sent(s, Fence)) == {"node-2"}
+    assert {name: q.generation for name, q in sent(s, Quiesce).items()} == {"node-0": 3, "node-1": 3}
+
+
+def test_who_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.fire("quiesce", 5.0)
+    assert not sent(s, Fence)
+    assert events(s).count("NodeLost") == 2
+
+
+def test_a_boundary_that_does_not_come_becomes_an_abort() -> None:
+    s = running()
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.fire("join", 0.1)
+    assert {q.mode for q in sent(s, Quiesce).values()} == {"boundary"}
+    s.fire("quiesce", 11.0)
+    assert {q.mode for q in sent(s, Quiesce).values()} == {"abort"}
+    assert "NodeLost" not in events(s)
+
+
+def test_a_group_that_does_not_form_is_tried_again_before_anybody_is_blamed() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for generation in (2, 3):
+        for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+            s.quiesced(name, generation, report(1, held=held))
+        s.plan()
+        s.resumed("node-0", generation)
+        s.resumed("node-1", generation)
+        s.wait(59.0)
+        s.say("node-2", Heartbeat(generation=generation, committed=None))
+        s.fire("resume", 1.0)
+        assert set(sent(s, Fence)) == ({"node-2"} if generation == 3 else set())
+        assert set(sent(s, Quiesce)) >= {"node-0", "node-1"}
+
+
+def test_a_node_without_prepared_trainers_does_not_hold_the_others_up() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.quiesced("node-2", 2)
+    assert set(sent(s, Prepare)) == {"node-2"}
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.quiesced("node-1", 2, report(1, held=(2, 3)))
+    assert s.one(ComputePlan).situation.nodes == ("node-0", "node-1")
+
+
+def test_state_from_outside_the_history_is_not_used() -> None:
+    """A duplicate TrainerLost made the others go on without a node that was fine."""
+    s = running()
+    s.say("node-3", TrainerLost(generation=1, device=0, cause="exited", detail=""))
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.plan()
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    for name in ("node-0", "node-1", "node-2"):
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 3, report(2, held=(2, 3)))
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 3, report(2, held=held))
+    assert set(sent(s, Fence)) == {"node-3"}
+    assert {q.generation for q in sent(s, Quiesce).values()} == {4}
+
+
+def test_too_few_nodes_pause_and_a_new_one_goes_on() -> None:
+    s = paused()
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert s.machine.public_state()["waiting_for"] == "1 of 2 nodes"
+    [event] = [e for e in s.all(EmitEvent) if e.name == "ClusterPaused"]
+    assert (event.details["needed"], event.details["present"]) == (2, 1)
+    s.hello("node-1", 999)
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    assert {q.mode for q in sent(s, Quiesce).values()} == {"abort"}
+    s.quiesced("node-0", 3, report(1, held=(0, 1)))
+    s.quiesced("node-1", 3, report())
+    generation = s.one(ComputePlan).generation
+    s.feed(PlanImpossible, generation=generation, too_few=False, reason="layers 2, 3 are lost")
+    assert s.machine.phase is ClusterPhase.FAILED, "their holder came back empty"
+
+
+def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
+    s = running(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 3, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert "waiting for node-1, node-2" in s.machine.public_state()["waiting_for"]
+    assert [t.delay_s for t in s.all(SetTimer) if t.name == "give_up"] == [30.0]
+    back = restarted(s)
+    back.feed(BrokerConnected)
+    assert [t.name for t in back.all(SetTimer) if t.cause != "clock"] == ["give_up"]
+    s.fire("give_up", 30.0)
+    assert s.machine.phase is ClusterPhase.FAILED
+
+
+def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
+    s = running(2)
+    s.feed(DrainRequested, request="d", node="node-1")
+    s.fire("join", 0.1)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.quiesced("node-1", 2, report(1, held=(2, 3)))
+    assert s.one(ComputePlan).situation.nodes == ("node-0",)
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes")
+    assert s.one(ComputePlan).situation.nodes == ("node-0", "node-1")
+    s.plan()
+    assert set(sent(s, Resume)) == {"node-0", "node-1"}
+    assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
+
+
+def test_drain_of_nobody_is_refused_with_who_is_there() -> None:
+    s = running(2)
+    s.feed(DrainRequested, request="d", node="node-7")
+    assert s.one(AnswerRequest).detail == "no node 'node-7' is here; nodes: node-0, node-1"
+
+
+def test_a_leaving_node_without_work_is_released_at_once() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.say("node-0", Leaving(reason="SIGTERM"))
+    assert set(sent(s, Released)) == {"node-0"}
+
+
+# --- messages that come late, twice or not at all --------------------------------------------------
+
+
+def test_stale_messages_are_counted_and_change_nothing() -> None:
+    s = running()
+    s.stepped("node-0", 1, 1)
+    before = s.machine.durable_state()
+    s.quiesced("node-0", 1, report())
+    s.resumed("node-0", 0)
+    s.say("node-0", Finished(generation=0, step=1, digests={}))
+    s.stepped("node-0", 0, 9)
+    s.hello("node-0", 100, generation=0)
+    assert s.machine.durable_state() == before
+    assert s.machine.committed_step == 1
+    assert events(s) == ["MessageIgnored"]
+
+
+def test_a_step_is_told_once_and_in_order() -> None:
+    s = running()
+    s.stepped("node-0", 1, 1, 2, 3)
+    assert [e.step for e in s.all(EmitEvent)] == [2, 3]
+    s.stepped("node-0", 1, 2, 3)
+    assert not events(s)
+
+
+def test_missed_steps_are_asked_back() -> None:
+    s = running()
+    s.stepped("node-0", 1, 4)
+    assert not events(s)
+    assert sent(s, StepsWanted)["node-0"] == StepsWanted(first=2, last=3)
+    s.stepped("node-0", 1, 2, 3)
+    assert [e.step for e in s.all(EmitEvent)] == [2, 3, 4]
+
+
+def test_votes_that_nobody_has_are_given_up() -> None:
+    s = running(2)
+    s.stepped("node-0", 1, 4)
+    for name in ("node-0", "node-1"):
+        assert set(sent(s, StepsWanted)) == {name}
+        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, wanted=2))
+    assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [4]
+
+
+def test_a_node_that_reconnects_hears_the_outstanding_command_again() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=1, training=True)
+    assert set(sent(s, Quiesce)) == {"node-0"}
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.plan()
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2, quiesced=True)
+    assert set(sent(s, Resume)) == {"node-0"}
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2, training=True)
+    assert not sent(s, Resume)
+
+
+def test_trainers_lost_and_back_within_an_outage_are_noticed() -> None:
+    s = running()
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
+
+
+def test_a_node_with_an_old_job_is_told_to_stop_it() -> None:
+    s = running()
+    s.hello("node-9", 900, job_id="job-0", prepared=True, generation=0)
+    assert sent(s, Stop)["node-9"].job_id == "job-0"
+    assert sent(s, Prepare)["node-9"].job.job_id == "job-1"
+
+
+# --- outages and restarts ----------------------------------------------------------------------------
+
+
+def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
+    s = running()
+    s.feed(BrokerLost)
+    s.wait(600.0)
+    s.feed(BrokerConnected)
+    assert set(sent(s, Inquiry)) == {"node-0", "node-1", "node-2", "node-3"}
+    s.fire("tick", 0.25)
+    assert "NodeLost" not in events(s)
+    for name in ("node-0", "node-1", "node-2"):
+        s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
+    s.wait(2.9)
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, Heartbeat(generation=1, committed=committed(1)))
+    s.machine._c.due["tick"] = s.now
+    s.fire("tick", 0.1)
+    assert [e.node for e in s.all(EmitEvent) if e.name == "NodeLost"] == ["node-3"]
+
+
+def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
+    s = running()
+    s.stepped("node-0", 1, 1)
+    s = restarted(s)
+    assert len(s.all(BuildTemplates)) == 1
+    s.feed(BrokerConnected)
+    assert events(s) == ["CoordinatorStarted"]
+    assert set(sent(s, Inquiry)) == {"node-0", "node-1", "node-2", "node-3"}
+    for name in ("node-0", "node-1", "node-2", "node-3"):
+        s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
+        assert not s.all(SendCommand)
+    s.stepped("node-0", 1, 2)
+    assert [e.step for e in s.all(EmitEvent)] == [2]
+
+
+def test_what_was_not_told_before_the_crash_is_told_after_it() -> None:
+    s = running()
+    s.stepped("node-0", 1, 2)  # journaled, but the event need not have gone out
+    s = restarted(s)
+    s.feed(BrokerConnected)
+    s.wait(2.0)
+    s.machine._c.due["tick"] = s.now
+    s.fire("tick")
+    s.machine._c.due["tick"] = s.now + 2
+    s.fire("tick", 2.0)
+    assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [2]
+
+
+def test_a_coordinator_killed_amid_quiescing_uses_a_new_generation() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s = restarted(s)
+    s.feed(BrokerConnected)
+    assert {q.generation for q in sent(s, Quiesce).values()} == {3}
+
+
+def test_a_coordinator_killed_after_the_resume_says_it_again_to_who_missed_it() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.plan()
+    s = restarted(s)
+    s.feed(BrokerConnected)
+    assert not sent(s, Quiesce)
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2, quiesced=True)
+    assert sent(s, Resume)["node-0"].generation == 2
+
+
+def test_a_fresh_coordinator_never_goes_below_a_generation_that_a_node_obeyed() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100, generation=41)
+    assert s.machine.generation == 41
+
+
+def test_a_journal_of_another_program_is_refused() -> None:
+    with pytest.raises(JournalError, match="cannot be read"):
+        ClusterMachine.restore(Timing(), {"schema": 1}, 0.0, "test")
+    journal = running().machine.durable_state() | {"schema": 99}
+    with pytest.raises(JournalError, match="schema 99"):
+        ClusterMachine.restore(Timing(), journal, 0.0, "test")
+
+
+def test_the_public_state_is_json_and_says_what_runs() -> None:
+    state = json.loads(json.dumps(running().machine.public_state()))
+    assert state["phase"] == "RUNNING"
+    assert state["job"] == {"id": "job-1", "name": "tiny", "steps": 10, "global_batch": 24}
+    assert [len(p["stages"]) for p in state["pipelines"]] == [2, 2]
+    assert all(node["in_plan"] for node in state["nodes"].values())
+    assert state["samples_per_s"] == pytest.approx(240)
+
+
+def test_the_templates_grow_with_the_cluster() -> None:
+    s = running(2)
+    for number in (2, 3, 4):
+        s.hello(f"node-{number}", 100 + number)
+    assert s.one(BuildTemplates).max_nodes == 7
+    s.feed(TemplatesReady, job_id="job-1")
+    assert not s.all(ComputePlan)

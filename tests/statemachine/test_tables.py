@@ -1,0 +1,61 @@
+"""The declared tables name every pair exactly once."""
+
+from itertools import product
+from typing import get_args
+
+import pytest
+
+from statemachine import membership, node, phases
+from statemachine.membership import Standing
+from statemachine.messages import Hello, Signal
+from statemachine.node import NodeEvent, NodeMachine
+from statemachine.phases import MachineError, PhaseEvent, next_phase
+from statemachine.values import ClusterPhase, NodeFacts, NodeState
+
+FACTS = NodeFacts(devices=1, host="h", rendezvous_port=1)
+
+
+def test_the_node_table_and_the_ignored_pairs_are_all_pairs() -> None:
+    assert set(node.TABLE) | node.IGNORED == set(product(NodeState, NodeEvent))
+    assert not set(node.TABLE) & node.IGNORED
+
+
+@pytest.mark.parametrize(("state", "event"), sorted(product(NodeState, NodeEvent)))
+def test_a_node_takes_the_table_s_step_or_stays(state: NodeState, event: NodeEvent) -> None:
+    machine = NodeMachine(name="n", incarnation=1, facts=FACTS, state=state)
+    moved = machine.feed(event)
+    assert moved == ((state, event) in node.TABLE)
+    assert machine.state == node.TABLE.get((state, event), state)
+
+
+def test_every_state_can_be_left_and_only_a_new_hello_leaves_offline() -> None:
+    assert {after for (before, _), after in node.TABLE.items() if before is NodeState.OFFLINE} == {
+        NodeState.HEALTHY
+    }
+    for state in NodeState:
+        assert any(before is state and after is not state for (before, _), after in node.TABLE.items())
+
+
+def test_the_phase_table_and_the_impossible_pairs_are_all_pairs() -> None:
+    assert set(phases.TABLE) | phases.IMPOSSIBLE == set(product(ClusterPhase, PhaseEvent))
+    assert not set(phases.TABLE) & phases.IMPOSSIBLE
+
+
+def test_an_impossible_phase_event_is_a_bug() -> None:
+    with pytest.raises(MachineError, match="GROUP_RESUMED cannot happen in phase PAUSED"):
+        next_phase(ClusterPhase.PAUSED, PhaseEvent.GROUP_RESUMED)
+
+
+def test_a_job_can_break_or_end_from_every_phase_that_has_one() -> None:
+    for phase in set(ClusterPhase) - phases.OVER:
+        assert phases.TABLE[phase, PhaseEvent.JOB_BROKE] is ClusterPhase.FAILED
+        assert phases.TABLE[phase, PhaseEvent.JOB_ENDED] is ClusterPhase.FINISHED
+
+
+def test_every_signal_of_every_sender_has_a_verdict() -> None:
+    assert set(membership.TABLE) == set(product(get_args(Signal), Standing))
+
+
+def test_only_hello_brings_somebody_in() -> None:
+    admitting = {signal for (signal, _), v in membership.TABLE.items() if v is membership.Verdict.ADMIT}
+    assert admitting == {Hello}

@@ -1,0 +1,245 @@
+"""Drive a machine by hand and write down what goes in and comes out, in a form that people can read.
+
+The transcripts lie in ``golden/`` and are compared word for word; ``FTD_REWRITE_GOLDEN=1`` writes them anew
+(then read the difference).
+"""
+
+import os
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from planner.planner import Planner
+from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
+from statemachine.agent import AgentMachine
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import ComputePlan, Effect, EmitEvent, SetTimer
+from statemachine.events import (
+    BrokerConnected,
+    JobSubmitted,
+    PlanReady,
+    SignalArrived,
+    TemplatesReady,
+    TimerFired,
+)
+from statemachine.messages import FromNode, Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
+from statemachine.timing import Timing
+from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, Vote
+
+GOLDEN = Path(__file__).parent / "golden"
+LAYERS = 4
+HIDDEN = {"at", "cause", "facts", "training", "policy"}
+QUIET = {"PublishCluster", "PersistState", "PublishNode"}
+
+PROFILE = ModelProfile(
+    layers=tuple(
+        LayerProfile(
+            forward_s=0.01,
+            backward_s=0.02,
+            parameter_bytes=2000,
+            gradient_bytes=2000,
+            optimizer_bytes=4000,
+            activation_bytes=1000,
+            output_bytes=500,
+        )
+        for _ in range(LAYERS)
+    ),
+    microbatch_rows=2,
+)
+POLICY = Policy(global_batch=24, microbatch_rows=2, tolerate=1, device_memory_bytes=30_000)
+"""Two nodes hold one replica."""
+
+
+def job(job_id: str = "job-1", steps: int = 10, policy: Policy = POLICY) -> Job:
+    return Job(job_id=job_id, name="tiny", steps=steps, policy=policy)
+
+
+def facts(devices: int = 1, host: str = "10.0.0.1") -> NodeFacts:
+    return NodeFacts(devices=devices, host=host, rendezvous_port=7000)
+
+
+def vote(step: int) -> Vote:
+    return Vote(loss=1 / step, gradient_norm=1.0)
+
+
+def committed(step: int) -> CommittedStep:
+    return CommittedStep(step=step, vote=vote(step))
+
+
+def report(step: int = 0, *, ready: bool = False, held: tuple[int, ...] | None = None) -> DeviceReport:
+    return DeviceReport(
+        device=0,
+        committed_step=step,
+        ready_step=step + 1 if ready else None,
+        vote=vote(step) if step else None,
+        held=tuple(range(LAYERS)) if held is None else held,
+    )
+
+
+def short(value: Any) -> str:
+    match value:
+        case Job():
+            return value.job_id
+        case ModelProfile():
+            return "measured"
+        case Plan():
+            return f"{value.method}[{'; '.join(_pipeline(p) for p in value.pipelines)}]" + (
+                f" moving {len(value.transfers)}" if value.transfers else ""
+            )
+        case Device():
+            return f"{value.node}/{value.index}"
+        case Vote():
+            return f"{value.loss:.3g}"
+        case CommittedStep():
+            return f"{value.step}:{value.vote.loss:.3g}"
+        case DeviceReport():
+            ready = f" ready {value.ready_step}" if value.ready_step is not None else ""
+            return f"<{value.device} at {value.committed_step}{ready} holds {short(value.held)}>"
+        case EmitEvent():
+            return _event(value)
+        case FromNode():
+            return f"{value.node} says {short(value.signal)}"
+        case Enum():
+            return str(value.value)
+        case dict():
+            return "{" + ", ".join(f"{short(k)}: {short(v)}" for k, v in value.items()) + "}"
+        case frozenset():
+            return short(tuple(sorted(value)))
+        case tuple() | list():
+            if value and all(isinstance(v, int) for v in value):
+                return ",".join(str(v) for v in value)
+            return "(" + " ".join(short(v) for v in value) + ")"
+        case float():
+            return f"{value:g}"
+        case _ if is_dataclass(value):
+            inner = ", ".join(
+                f"{f.name}={short(getattr(value, f.name))}"
+                for f in fields(value)
+                if getattr(value, f.name) is not None
+                and (f.name not in HIDDEN or (f.name == "cause" and isinstance(value, TrainerLost)))
+            )
+            return f"{type(value).__name__}({inner})"
+        case _:
+            return str(value)
+
+
+def _event(event: EmitEvent) -> str:
+    """Without the planner's words, which are its own business."""
+    match event.name:
+        case "PlanChosen":
+            return f"EVENT PlanChosen: {event.details['method']}"
+        case "RecoveryCompleted":
+            recovery = event.details["recovery"]
+            shown = ("cause", "nodes", "quiesce_ms", "state_ms", "resume_ms", "total_ms", "recomputed_steps")
+            return f"EVENT RecoveryCompleted: {', '.join(f'{k} {short(recovery[k])}' for k in shown)}"
+        case _:
+            return f"EVENT {event.name} (generation {event.generation}, step {event.step}): {event.reason}"
+
+
+def _pipeline(pipeline: Any) -> str:
+    stages = " ".join(
+        f"{s.first_layer}-{s.end_layer - 1}@{'+'.join(short(d) for d in s.devices)}" for s in pipeline.stages
+    )
+    return f"{stages} x{pipeline.microbatches}"
+
+
+class Script:
+    """Feeds one machine and keeps the transcript."""
+
+    def __init__(self, machine: ClusterMachine | AgentMachine) -> None:
+        self.machine: Any = machine
+        self.now = 0.0
+        self.lines: list[str] = []
+        self.last: list[Effect] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(f"\n# {text}")
+
+    def feed(self, kind: Any, **values: Any) -> list[Effect]:
+        event = kind(at=self.now, cause="test", **values)
+        self.lines.append(f"> {self.now:g} {short(event)}")
+        return self.took(self.machine.step(event))
+
+    def took(self, effects: list[Effect]) -> list[Effect]:
+        self.last = effects
+        for effect in effects:
+            if type(effect).__name__ in QUIET or (isinstance(effect, SetTimer) and effect.cause == "clock"):
+                continue
+            self.lines.append(f"    {short(effect)}")
+        return effects
+
+    def wait(self, seconds: float) -> None:
+        self.now = round(self.now + seconds, 6)
+
+    def fire(self, name: str, after_s: float = 0.0) -> list[Effect]:
+        self.wait(after_s)
+        return self.feed(TimerFired, name=name)
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return [effect for effect in self.last if isinstance(effect, kind)]
+
+    def one(self, kind: type[Any]) -> Any:
+        found = self.all(kind)
+        assert len(found) == 1, f"{len(found)} {kind.__name__} in {[short(e) for e in self.last]}"
+        return found[0]
+
+    def compare(self, name: str) -> None:
+        """With ``golden/name.txt``."""
+        text = "\n".join(self.lines).strip() + "\n"
+        path = GOLDEN / f"{name}.txt"
+        if os.environ.get("FTD_REWRITE_GOLDEN") == "1":
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+
+class Coordination(Script):
+    """A cluster machine with hand-fed nodes, and the real planner behind it."""
+
+    def __init__(self, machine: ClusterMachine | None = None) -> None:
+        super().__init__(machine if machine is not None else ClusterMachine(Timing()))
+        self.incarnations: dict[str, int] = {}
+        self.planner = Planner(PROFILE, POLICY)
+
+    def say(self, node: str, signal: Signal, incarnation: int | None = None) -> list[Effect]:
+        number = self.incarnations[node] if incarnation is None else incarnation
+        return self.feed(SignalArrived, message=FromNode(node=node, incarnation=number, signal=signal))
+
+    def hello(self, node: str, incarnation: int, **says: Any) -> list[Effect]:
+        self.incarnations[node] = incarnation
+        values = {"facts": facts(), "job_id": None, "prepared": False, "generation": 0, "training": False}
+        return self.say(node, Hello(**{**values, **says}))
+
+    def quiesced(self, node: str, generation: int, *reports: DeviceReport) -> list[Effect]:
+        return self.say(node, Quiesced(generation=generation, reports=reports))
+
+    def resumed(self, node: str, generation: int) -> list[Effect]:
+        return self.say(node, Resumed(generation=generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.02))
+
+    def stepped(self, node: str, generation: int, *steps: int) -> list[Effect]:
+        signal = Stepped(generation=generation, steps=tuple(committed(s) for s in steps), step_s=0.1)
+        return self.say(node, signal)
+
+    def plan(self) -> list[Effect]:
+        """Answer the ComputePlan among the last effects."""
+        asked: ComputePlan = self.one(ComputePlan)
+        return self.feed(PlanReady, generation=asked.generation, plan=self.planner.plan(asked.situation))
+
+    def running(self, nodes: int = 4, steps: int = 10) -> None:
+        """Bring the job to its first steps on node-0 … in generation 1, off the record."""
+        self.feed(BrokerConnected)
+        names = [f"node-{n}" for n in range(nodes)]
+        for number, name in enumerate(names):
+            self.hello(name, 100 + number)
+        self.feed(JobSubmitted, request="r", job=job(steps=steps))
+        for number, name in enumerate(names):
+            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
+        self.feed(TemplatesReady, job_id="job-1")
+        for name in names:
+            self.quiesced(name, 1, report())
+        self.plan()
+        for name in names:
+            self.resumed(name, 1)
+        self.wait(0.1)
+        self.stepped("node-0", 1, 1)
+        self.lines.clear()
