@@ -184,7 +184,11 @@ class AgentMachine:
             case TrainerStepped():
                 self._trainer_stepped(event)
             case TrainerSuspectedPeer():
-                a.say(PeerSuspected(generation=event.generation, detail=event.detail))
+                suspicion = PeerSuspected(generation=event.generation, detail=event.detail)
+                if self._in_group(event.generation):
+                    a.suspected = suspicion
+                    a.suspected_at_step = a.committed.step if a.committed is not None else 0
+                a.say(suspicion)
             case TrainerDone():
                 if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:
                     trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
@@ -218,6 +222,8 @@ class AgentMachine:
         if a.committed is not None and event.step <= a.committed.step:
             return
         a.committed = CommittedStep(step=event.step, vote=event.vote)
+        if event.step > a.suspected_at_step + 1:
+            a.suspected = None
         remember(a, a.committed)
         a.failures = 0
         a.step_s = event.step_s

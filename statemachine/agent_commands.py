@@ -84,6 +84,8 @@ def hello(a: Agent) -> None:
     say_quiesced(a)
     say_resumed(a)
     say_finished(a)
+    if a.suspected is not None:
+        a.say(a.suspected)
     if a.leaving is not None:
         a.say(Leaving(reason=a.leaving))
 
@@ -180,6 +182,7 @@ def prepare_trainer(a: Agent, device: int) -> None:
 
 
 def quiesce(a: Agent, command: Quiesce) -> None:
+    """Enter a higher generation, whatever the trainers are in the middle of."""
     if command.generation < a.generation:
         a.ignore("a Quiesce of an older generation")
         return
@@ -187,6 +190,7 @@ def quiesce(a: Agent, command: Quiesce) -> None:
         say_quiesced(a)  # said again because the coordinator did not hear it
         return
     a.generation = command.generation
+    a.suspected = None
     if not a.built:
         a.say(Quiesced(generation=a.generation, reports=()))
         return

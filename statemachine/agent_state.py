@@ -17,7 +17,7 @@ from statemachine.effects import (
     StartTrainer,
 )
 from statemachine.events import TrainerResumed
-from statemachine.messages import Resume, Signal, TrainerLost
+from statemachine.messages import PeerSuspected, Resume, Signal, TrainerLost
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, NodeState
 
@@ -97,6 +97,10 @@ class Agent:
     """Trainer failures since a step was last committed."""
     generation: int = 0
     """The highest obeyed."""
+    suspected: PeerSuspected | None = None
+    """A connection of the present group broke. The step that was past its VOTE may still commit; more
+    steps say that it was a false alarm."""
+    suspected_at_step: int = 0
     resume: Resume | None = None
     """The last Resume obeyed by the trainers that live now."""
     stepping: bool = False
@@ -198,7 +202,7 @@ class Agent:
         if self.committed is not None:
             # Perhaps nobody else got as far; then the others redo that step, with other rounding.
             self.history.pop(self.committed.step, None)
-        self.resume = self.committed = None
+        self.resume = self.committed = self.suspected = None
         self.stepping = False
         self.unsent.clear()
         self.cancel_timer(STEPPED)

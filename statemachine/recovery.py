@@ -38,6 +38,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
             detected_how=how,
             detected_at=c.at,
             tried=record.tried if record is not None else 0,
+            recomputed_steps=record.recomputed_steps if record is not None else c.discarded_steps,
             pipelines_before=before,
         )
         return
@@ -216,6 +217,9 @@ def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed:
 
 def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
     c.lacking = reason
+    if c.recovery is not None:
+        # It ends here, without a commit; going on will be a recovery of its own.
+        c.discarded_steps, c.recovery = c.recovery.recomputed_steps, None
     c.enter(PhaseEvent.NODES_LACKED)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()

@@ -125,8 +125,12 @@ class Cluster:
     ledger: Ledger = field(default_factory=Ledger)
     lacking: str = ""
     """While PAUSED: what is waited for."""
+    discarded_steps: int = 0
+    """Steps that a recovery discarded that ended in a pause: the next one recomputes them."""
     giving_up: bool = False
     """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
+    suspected_at_step: int = 0
+    """The committed step when a trainer first saw a connection break."""
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
     raised: int = 0

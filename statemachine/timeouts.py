@@ -69,7 +69,7 @@ def resume_overdue(c: Cluster) -> None:
         _drop(c, [worst], f"no answer to Resume of generation {attempt.generation}, again")
     else:
         late = ", ".join(missing)
-        note_cause(c, "node_lost", [], "no_answer")
+        note_cause(c, "connection_lost", [], "no_answer")
         reconfigure(c, f"{late} did not resume generation {attempt.generation} in time", "abort")
 
 
@@ -94,10 +94,13 @@ def _drop(c: Cluster, names: list[str], reason: str) -> None:
 
 
 def suspicion_overdue(c: Cluster) -> None:
-    """A connection inside the group broke, and nobody was found to be the cause: form the group anew."""
+    """A connection inside the group broke, and nobody was found to be the cause: form the group anew.
+
+    Unless it goes on regardless; the step that was past its VOTE when the connection broke proves nothing.
+    """
     if not c.connected:
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-    elif c.phase in SUSPICIOUS:
+    elif c.phase in SUSPICIOUS and c.ledger.known_step <= c.suspected_at_step + 1:
         note_cause(c, "connection_lost", [], "peer")
         reconfigure(c, "a connection between trainers broke, and all of them live", "abort")
 

@@ -81,7 +81,19 @@ def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
     sim.network.cut(node.name, for_s)
     if sim.world.chance(0.7) and not node.data_cut:
         node.data_cut = True
+        for trainer in list(node.trainers.values()):
+            if trainer.group is not None and sim.world.chance(0.6):
+                trainer.group.break_connection()
         sim.world.at(for_s, sim.reconnect_data, node)
+
+
+def break_connection(sim: "Simulation") -> None:
+    """Two trainers lose their connection, and nothing else happens."""
+    node = _some_node(sim)
+    groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
+    if groups:
+        sim.log(f"break a connection of generation {groups[0].generation}")
+        groups[0].break_connection()
 
 
 def cut_several(sim: "Simulation") -> None:
@@ -193,6 +205,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (3, hang_trainer),
     (4, cut_node),
     (2, cut_several),
+    (2, break_connection),
     (2, reset_session),
     (1, reset_coordinator),
     (1, cut_coordinator),

@@ -36,7 +36,7 @@ from statemachine.events import (
     TrainerPrepared,
     TrainerUp,
 )
-from statemachine.messages import FromNode, ToNode
+from statemachine.messages import Fence, FromNode, ToNode
 from statemachine.values import FailureCause, NodeFacts, NodeState
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ class SimNode:
         world = self.world
         if world.tracing:
             world.note(self.name, event)
+        if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
+            self.invariants.fenced(self.name, event.message.incarnation)
         for effect in self.agent.step(event):
             if world.tracing:
                 world.note(self.name, f"  → {effect}")
@@ -197,7 +199,6 @@ class SimNode:
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
             case RenewIncarnation():
-                self.invariants.fenced(self.name, self.incarnation)
                 self._life += 1
                 self._timers.clear()
                 self.network.drop(self.name, process_died=True)

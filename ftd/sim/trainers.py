@@ -8,7 +8,13 @@ version, as different rounding does. A step's vote carries its version as the lo
 from typing import TYPE_CHECKING, Literal
 
 from ftd.sim.world import Violation, World
-from statemachine.events import TrainerDone, TrainerQuiesced, TrainerResumed, TrainerStepped
+from statemachine.events import (
+    TrainerDone,
+    TrainerQuiesced,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerSuspectedPeer,
+)
 from statemachine.messages import Resume
 from statemachine.rules import owned_layers
 from statemachine.values import DeviceReport, QuiesceMode, Vote
@@ -255,6 +261,8 @@ class Group:
         self.members: dict[int, SimTrainer] = {}
         self.gone = False
         """Somebody left: nothing that needs everybody happens any more."""
+        self.broken = False
+        """A connection broke for good: nothing at all happens any more."""
         self.votes: dict[int, bool] = {}
         """Ranks at the VOTE of the present step, with their stop flags."""
         rank_of = {device: rank for rank, device in enumerate(devices)}
@@ -280,6 +288,30 @@ class Group:
         if trainer.rank in self.votes and self.world.chance(0.5):
             del self.votes[trainer.rank]
 
+    def break_connection(self) -> None:
+        """As TCP does after too long a cut; at least one rank notices, some time later."""
+        if self.broken:
+            return
+        self.broken = self.gone = True
+        members = list(self.members.values())
+        sure = self.world.rng.choice(members) if members else None
+        for member in members:
+            if member is sure or self.world.chance(0.3):
+                self.world.at(self.world.between(0.1, 2.0), self._suspect, member)
+
+    def _suspect(self, member: SimTrainer) -> None:
+        if member.alive and member.group is self:
+            node = member.node
+            node.feed(
+                TrainerSuspectedPeer(
+                    at=self.world.now,
+                    cause="trainer",
+                    device=member.device,
+                    generation=self.generation,
+                    detail="connection reset",
+                )
+            )
+
     def _connected(self) -> bool:
         return not any(member.node.data_cut for member in self.members.values())
 
@@ -301,6 +333,8 @@ class Group:
                 world.at(when[rank], self._rank_resumed, member, member.token)
 
     def _moved(self, layer: int, source: SimTrainer, target: SimTrainer) -> None:
+        if self.broken:
+            return
         if source.group is not self or target.group is not self or not source.able or not target.able:
             return
         if source.node.data_cut or target.node.data_cut:
@@ -344,7 +378,7 @@ class Group:
             self._pass_vote(trainer.committed)
 
     def _pass_vote(self, step: int) -> None:
-        if len(self.votes) < self.size:
+        if len(self.votes) < self.size or self.broken:
             return
         if not self._connected():
             self.world.at(0.5, self._pass_vote, step)

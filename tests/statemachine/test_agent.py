@@ -562,3 +562,15 @@ def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
     assert d.all(StartTrainer)
     d.order(Stop(job_id="job-1", reason="finished"))
     assert not d.last
+
+
+def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
+    d = running()
+    d.stepped(1)
+    d.feed(TrainerSuspectedPeer, device=0, generation=1, detail="reset")
+    d.stepped(2)
+    d.feed(BrokerConnected)
+    assert d.signals(PeerSuspected)
+    d.stepped(3)
+    d.feed(BrokerConnected)
+    assert not d.signals(PeerSuspected)

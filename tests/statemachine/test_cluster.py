@@ -604,3 +604,27 @@ def test_the_templates_grow_with_the_cluster() -> None:
     assert s.one(BuildTemplates).max_nodes == 7
     s.feed(TemplatesReady, job_id="job-1")
     assert not s.all(ComputePlan)
+
+
+# --- broken connections between trainers ----------------------------------------------------------------
+
+
+def test_a_broken_connection_that_nobody_s_death_explains_makes_the_group_form_anew() -> None:
+    s = running()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    assert [t.name for t in s.all(SetTimer)] == ["suspicion"]
+    s.say("node-1", PeerSuspected(generation=1, detail="reset"))
+    assert not s.all(SetTimer)
+    s.stepped("node-0", 1, 2)  # was past its VOTE
+    s.fire("suspicion", 3.0)
+    assert {q.mode for q in sent(s, Quiesce).values()} == {"abort"}
+
+
+def test_a_false_alarm_disturbs_nobody() -> None:
+    s = running()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.stepped("node-0", 1, 2, 3)
+    s.fire("suspicion", 3.0)
+    assert not s.all(SendCommand)
+    s.say("node-0", PeerSuspected(generation=0, detail="of an older group"))
+    assert not s.all(SetTimer)

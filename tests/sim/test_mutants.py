@@ -1,0 +1,124 @@
+"""Planted bugs: each must be found within 200 seeds, or the simulator does not look where it should."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftd.sim.run import run_seed
+from statemachine import agent_commands, recovery, rules, signals
+from statemachine.messages import Prepare
+from statemachine.rules import Decision, Reports, Resumption
+from statemachine.state import Cluster
+from statemachine.values import CommittedStep, QuiesceMode
+
+SEEDS = 200
+real_decide = rules.decide
+
+
+def found(expected: str) -> tuple[int, str]:
+    """The first seed that finds the bug, and what it says."""
+    for seed in range(SEEDS):
+        violation = run_seed(seed).violation
+        if violation is not None and expected in violation:
+            return seed, violation
+    raise AssertionError(f"{SEEDS} seeds did not find the planted bug ({expected!r})")
+
+
+def without_roll_forward(
+    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+) -> Decision:
+    """Whatever somebody committed, all go back to the oldest step that a survivor is at, and redo."""
+    decision = real_decide(reports, known, resumption, mode)
+    if decision.outcome != "roll_forward":
+        return decision
+    return replace(decision, step=decision.step - 1, vote=None, outcome="redo", ready={})
+
+
+def without_gradients(
+    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+) -> Decision:
+    """Who is at the VOTE with complete gradients counts for nothing."""
+    blind: dict[str, Any] = {}
+    for node, devices in reports.items():
+        blind[node] = tuple(replace(report, ready_step=None) for report in devices)
+    return real_decide(blind, known, resumption, mode)
+
+
+def without_the_dead(
+    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+) -> Decision:
+    """Only survivors' reports count, not what was heard before."""
+    return real_decide(reports, None, resumption, mode)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "expected"),
+    [
+        (without_roll_forward, "told as committed"),
+        (without_gradients, "given up while live trainers hold all"),
+        (without_the_dead, "told as committed"),
+    ],
+)
+def test_a_broken_roll_forward_rule_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Decision], expected: str
+) -> None:
+    monkeypatch.setattr(recovery, "decide", mutant)
+    found(expected)
+
+
+def test_gradients_taken_for_layers_that_have_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_by_gradients", lambda _, report, *others: frozenset(report.held))
+    found("does not hold it")
+
+
+def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        recovery, "next_generation", lambda c: c.generation if c.changing else c.generation + 1
+    )
+    found("was used twice")
+
+
+def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "persist", lambda self: None)
+    found("published before it was persisted")
+
+
+def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "may_return", lambda c, node: True)
+    monkeypatch.setattr(recovery, "trusted", lambda *everything: True)
+    found("")
+
+
+def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fence(a: agent_commands.Agent, command: agent_commands.Fence) -> None:
+        agent_commands.heartbeat(a)
+        real(a, command)
+
+    real = agent_commands.fence
+    monkeypatch.setattr(agent_commands, "fence", fence)
+    found("after it was fenced")
+
+
+def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hello(a: agent_commands.Agent) -> None:
+        before = len(a.out)
+        real(a)
+        del a.out[before + 1 :]
+
+    real = agent_commands.hello
+    monkeypatch.setattr(agent_commands, "hello", hello)
+    found("no progress after the healing")
+
+
+def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(a: agent_commands.Agent, command: Prepare) -> None:
+        a.past_jobs.clear()
+        real(a, command)
+        a.kill()
+        a.launch()
+
+    real = agent_commands.prepare
+    monkeypatch.setattr(agent_commands, "prepare", prepare)
+    found("")

@@ -1,0 +1,137 @@
+"""The simulator: seeds hold, runs repeat, and it says what broke."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.sim import run
+from ftd.sim.run import SHAPES, Simulation, run_seed
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import EmitEvent
+from statemachine.events import TimerFired
+
+SEEDS = 100
+
+
+def test_many_seeds_hold() -> None:
+    broken = [(result.replay, result.violation) for n in range(SEEDS) if (result := run_seed(n)).violation]
+    assert broken == []
+
+
+def test_a_seed_is_one_run() -> None:
+    first, again = run_seed(7, tracing=True), run_seed(7, tracing=True)
+    assert first.trace == again.trace
+    assert len(first.trace) > 500
+    assert run_seed(8, tracing=True).trace != first.trace
+
+
+def test_a_seed_is_one_run_whatever_ran_before_and_however_strings_hash() -> None:
+    """In another process: nothing may depend on the order of a set or on what is cached."""
+    code = "from ftd.sim.run import run_seed; import hashlib; " + (
+        "print(hashlib.sha256('\\n'.join(run_seed(12, tracing=True).trace).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_the_seeds_meet_what_they_are_to_meet() -> None:
+    """Faults of every kind happen, and recoveries of every cause, in every shape of cluster."""
+    names: Counter[str] = Counter()
+    causes: Counter[str] = Counter()
+    decisions: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    shapes = set()
+    for seed in range(SEEDS):
+        simulation = Simulation(seed)
+        shapes.add(simulation.shape)
+
+        def seen(event: EmitEvent, check=simulation.invariants.public_event) -> None:  # type: ignore[no-untyped-def]
+            names[event.name] += 1
+            if event.name == "RecoveryCompleted":
+                causes[event.details["recovery"]["cause"]] += 1
+            elif event.name == "Quiesced":
+                decisions[event.details["decision"]] += 1
+            check(event)
+
+        simulation.invariants.public_event = seen  # type: ignore[method-assign]
+        simulation.finish()
+        faults.update(line.split()[1] for line in simulation.faults)
+    assert shapes == set(SHAPES)
+    assert set(causes) == {
+        "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "resumed",
+        "connection_lost",
+    }  # fmt: skip
+    assert set(decisions) == {"start", "boundary", "redo", "roll_forward"}
+    assert {"crash", "trainer", "cut", "reset", "freeze", "the", "drain", "terminate", "restart"} <= set(
+        faults
+    )
+    assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
+        names
+    )
+
+
+def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClusterMachine, "step", lambda self, event: [])
+    violation = run_seed(3).violation
+    assert violation is not None
+    assert violation.startswith("no progress after the healing: WAITING")
+
+
+def test_an_exception_in_a_machine_is_a_violation_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: ClusterMachine, event: object) -> list[object]:
+        if isinstance(event, TimerFired):
+            raise ZeroDivisionError("planted")
+        return real(self, event)  # type: ignore[arg-type,return-value]
+
+    real = ClusterMachine.step
+    monkeypatch.setattr(ClusterMachine, "step", step)
+    violation = run_seed(0).violation
+    assert violation is not None
+    assert violation.startswith("ZeroDivisionError: planted (")
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def test_one_seed_on_the_command_line() -> None:
+    done = CliRunner().invoke(app, ["sim", "--seed", "5"])
+    assert done.exit_code == 0
+    assert "every invariant held" in done.output
+    traced = CliRunner().invoke(app, ["sim", "--seed", "5", "--trace"])
+    assert "FAULT" in traced.output
+    assert "SendCommand" in traced.output
+
+
+def test_many_seeds_on_the_command_line() -> None:
+    done = CliRunner().invoke(app, ["sim", "--seeds", "5", "--json"])
+    assert done.exit_code == 0
+    answer = json.loads(done.output)
+    assert (answer["seeds"], answer["broken"]) == (5, {})
+
+
+def test_a_broken_seed_prints_its_replay_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PATIENCE_S", -run.HEAL_S + 1.0)
+    done = CliRunner().invoke(app, ["sim", "--seeds", "2", "--first", "40"])
+    assert done.exit_code == 1
+    assert "ftd sim --seed 40 --trace\n  no progress after the healing" in done.output
+    assert "2 broke an invariant" in done.output
+
+
+def test_a_seed_or_a_number_of_seeds() -> None:
+    assert CliRunner().invoke(app, ["sim"]).exit_code == 2
+    assert CliRunner().invoke(app, ["sim", "--seed", "1", "--seeds", "2"]).exit_code == 2
