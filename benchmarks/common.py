@@ -104,7 +104,8 @@ class Result:
     def finish(self, out: Path | None = None) -> int:
         """Print, write JSON, and return the exit code: 1 when a limit is missed."""
         console = Console(width=max(100, Console().width))
-        table = Table(title=self.what, title_justify="left")
+        console.print(self.what, style="bold", highlight=False)
+        table = Table()
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="left" if number == 0 else "right")
         for row in self.rows:

@@ -8,7 +8,6 @@ Kinds: ``kill`` (daemon and trainer of one node SIGKILLed together), ``trainer``
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -178,5 +177,4 @@ if __name__ == "__main__":
     outcome = measure(parsed)
     if parsed.peer is not None and parsed.kind == "kill":
         add_peer(outcome, parsed)
-    print(json.dumps({"totals_ms": [r["total_ms"] for r in outcome.data["recoveries"]]}))
     main(outcome, parsed.out)
