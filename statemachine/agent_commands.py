@@ -215,8 +215,7 @@ def resume(a: Agent, command: Resume) -> None:
         a.ignore("a Resume that this node does not wait for")
         return
     a.resume, a.stepping = command, False
-    for step in [step for step in a.history if step > command.step]:
-        del a.history[step]  # undone by the cluster: this node's old trainers died with it
+    a.forget_beyond(command.step)
     if command.vote is not None:
         remember(a, CommittedStep(step=command.step, vote=command.vote))
     ranked = set(a.mine(command))

@@ -199,14 +199,20 @@ class Agent:
                 self.over.add(trainer.pid)
             trainer.phase, trainer.pid = TrainerPhase.DOWN, None
             trainer.report = trainer.resumed = trainer.digests = None
-        if self.committed is not None:
-            # Perhaps nobody else got as far; then the others redo that step, with other rounding.
-            self.history.pop(self.committed.step, None)
+        if self.resume is not None:
+            # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
+            # other rounding.
+            self.forget_beyond(self.resume.step)
         self.resume = self.committed = self.suspected = None
         self.stepping = False
         self.unsent.clear()
         self.cancel_timer(STEPPED)
         self.cancel_timer(RESTART)
+
+    def forget_beyond(self, step: int) -> None:
+        """Steps that may have been undone are not history."""
+        for later in [number for number in self.history if number > step]:
+            del self.history[later]
 
     def launch(self) -> None:
         """Start a trainer for every device that has none."""

@@ -326,14 +326,16 @@ def test_other_nodes_keep_steps_for_who_asks() -> None:
 
 
 def test_a_roll_forward_is_remembered_and_an_undone_step_is_not() -> None:
-    d = running()
-    d.stepped(1)
-    d.stepped(2)
+    d = Daemon()
+    d.prepared()
+    d.training(1, 3)
+    d.stepped(4)
+    d.stepped(5)
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
     d.up(60)
     d.feed(TrainerPrepared, device=0, job_id="job-1", profile=None)
-    assert d.machine.remembers(1)
-    assert not d.machine.remembers(2), "perhaps only this trainer got there"
+    assert d.machine.remembers(3)
+    assert not d.machine.remembers(4), "perhaps the whole group died with it"
     d.quiesced(2)
     d.order(d.resume(2, 6))
     assert d.machine.remembers(6)
