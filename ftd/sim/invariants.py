@@ -150,15 +150,18 @@ class Invariants:
         self._state_is_lost()
 
     def _state_is_lost(self) -> None:
-        """State may be given up only when no trainer that lives holds some layer of the newest step.
+        """State may be given up only when no trainer that counts holds some layer of the newest step.
 
-        Trainers that missed the last Resume do not count: the cluster went on without them, and whether
-        they went another way behind their partition nobody can know.
+        Those of a node one of whose trainers is dead or hangs do not count, since its agent ends them all;
+        nor do those that missed the last Resume: the cluster went on without them, and whether they went
+        another way behind their partition nobody can know.
         """
         held: set[int] = set()
         for node in self.nodes.values():
+            if not all(trainer.able for trainer in node.trainers.values()):
+                continue
             for trainer in node.trainers.values():
-                if not trainer.able or trainer.generation < self.newest_resume:
+                if trainer.generation < self.newest_resume:
                     continue
                 for layer, version in trainer.layers.items():
                     if self.versions.step[version] == self.known:
