@@ -154,7 +154,7 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
         unhealthy(c, node)
         node.returning = True
-        _lost_trainers(c, node, f"the trainers of {node.name} are gone")
+        _lost_trainers(c, node, "hello", f"the trainers of {node.name} are gone")
         return
     repeat(c, node, signal)
 
@@ -178,15 +178,18 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             elif node.name in c.planned:
                 # Its trainers failed and are back, all in an outage.
                 node.returning = True
-                _lost_trainers(c, node, f"{node.name} does not train under generation {attempt.generation}")
+                _lost_trainers(
+                    c, node, "hello", f"{node.name} does not train under generation {attempt.generation}"
+                )
         case _:
             pass
 
 
-def _lost_trainers(c: Cluster, node: NodeMachine, reason: str) -> None:
+def _lost_trainers(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+    """``how`` it was noticed: the trainer's cause of failure, or a Hello that did not speak of it."""
     planned = node.name in c.planned or (c.attempt is not None and node.name in c.attempt.expected)
     if planned and c.phase is not ClusterPhase.PAUSED:
-        note_cause(c, "trainer_lost", [node.name], "hello")
+        note_cause(c, "trainer_lost", [node.name], how)
     after_loss(c, node, reason)
 
 
@@ -234,7 +237,7 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
                 f"the job's code raised {c.raised} times and no step was committed; last: {c.last_failure}",
             )
             return
-    _lost_trainers(c, node, f"trainer {signal.device} of {node.name}: {signal.cause}")
+    _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
 
 
 def vanished(c: Cluster, event: NodeVanished) -> None:
