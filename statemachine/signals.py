@@ -202,7 +202,7 @@ def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
     attempt = c.attempt
     concerned = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
     if concerned and c.phase in SUSPICIOUS and SUSPICION not in c.due:
-        c.suspected_at_step = c.ledger.known_step
+        c.suspected_at_step, c.seen_going_on = c.ledger.known_step, False
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
 
 

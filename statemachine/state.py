@@ -130,7 +130,9 @@ class Cluster:
     giving_up: bool = False
     """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
     suspected_at_step: int = 0
-    """The committed step when a trainer first saw a connection break."""
+    """The committed step when a trainer first saw a connection break, or when that was last looked at."""
+    seen_going_on: bool = False
+    """Steps were committed between two looks, although a connection is said to be broken."""
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
     raised: int = 0

@@ -96,11 +96,17 @@ def _drop(c: Cluster, names: list[str], reason: str) -> None:
 def suspicion_overdue(c: Cluster) -> None:
     """A connection inside the group broke, and nobody was found to be the cause: form the group anew.
 
-    Unless it goes on regardless; the step that was past its VOTE when the connection broke proves nothing.
+    Unless it goes on regardless. The step that was past its VOTE when the connection broke proves nothing,
+    nor does late news of earlier ones: the group must be seen to go on twice.
     """
     if not c.connected:
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-    elif c.phase in SUSPICIOUS and c.ledger.known_step <= c.suspected_at_step + 1:
+    elif c.phase in SUSPICIOUS and c.ledger.known_step > c.suspected_at_step + 1:
+        first, c.seen_going_on = not c.seen_going_on, True
+        if first:
+            c.suspected_at_step = c.ledger.known_step
+            c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
+    elif c.phase in SUSPICIOUS:
         note_cause(c, "connection_lost", [], "peer")
         reconfigure(c, "a connection between trainers broke, and all of them live", "abort")
 

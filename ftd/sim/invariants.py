@@ -132,7 +132,9 @@ class Invariants:
             self.broken(f"StepCommitted {step} came where {due} was due")
         for missing in range(due, step):
             for node in self.nodes.values():
-                if node.up and node.agent.remembers(missing):
+                # A node without the newest Resume is to be fenced, and what it knows with it.
+                current = node.up and node.agent.generation >= self.newest_resume
+                if current and node.agent.remembers(missing):
                     self.broken(f"StepCommitted {step} came where {due} was due, and {node.name} knows it")
         if step in self.told and self.told_in[step] == self.restarts:
             self.broken(f"StepCommitted {step} came twice")

@@ -620,11 +620,23 @@ def test_a_broken_connection_that_nobody_s_death_explains_makes_the_group_form_a
     assert {q.mode for q in sent(s, Quiesce).values()} == {"abort"}
 
 
-def test_a_false_alarm_disturbs_nobody() -> None:
+def test_late_news_of_earlier_steps_is_no_sign_of_life() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.stepped("node-0", 1, 2, 3)
     s.fire("suspicion", 3.0)
     assert not s.all(SendCommand)
+    s.fire("suspicion", 3.0)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
+
+
+def test_a_false_alarm_disturbs_nobody() -> None:
+    s = running()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.stepped("node-0", 1, 2, 3)
+    s.fire("suspicion", 3.0)
+    s.stepped("node-0", 1, 4, 5)
+    s.fire("suspicion", 3.0)
+    assert not s.last
     s.say("node-0", PeerSuspected(generation=0, detail="of an older group"))
     assert not s.all(SetTimer)
