@@ -19,7 +19,17 @@ from statemachine.agent_commands import (
     say_quiesced,
     say_resumed,
 )
-from statemachine.agent_state import HEARTBEAT, HELLO, LEAVE, RESTART, STEPPED, Agent, Trainer, TrainerPhase
+from statemachine.agent_state import (
+    HEARTBEAT,
+    HELLO,
+    LEAVE,
+    RESTART,
+    STEPPED,
+    YOUNG,
+    Agent,
+    Trainer,
+    TrainerPhase,
+)
 from statemachine.effects import Effect
 from statemachine.events import (
     AgentStarted,
@@ -162,7 +172,8 @@ class AgentMachine:
         alive = trainer.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
         match event:
             case TrainerUp():
-                if trainer.phase is TrainerPhase.STARTING:
+                # A second one: the first was news of a process that was ended before we knew its number.
+                if trainer.phase in YOUNG and event.pid != trainer.pid:
                     trainer.pid = event.pid
                     a.over.discard(event.pid)
                     trainer.beat_at = trainer.moved_at = a.at

@@ -54,6 +54,7 @@ class TrainerPhase(StrEnum):
 
 _P = TrainerPhase
 BUILT = frozenset({_P.PREPARED, _P.QUIESCING, _P.QUIESCED, _P.PARKED, _P.RESUMING, _P.TRAINING, _P.DONE})
+YOUNG = frozenset({_P.STARTING, _P.UP, _P.PREPARING})
 AT_WORK = frozenset({_P.RESUMING, _P.TRAINING, _P.DONE})
 
 

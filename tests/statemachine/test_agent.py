@@ -576,3 +576,13 @@ def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
     d.stepped(3)
     d.feed(BrokerConnected)
     assert not d.signals(PeerSuspected)
+
+
+def test_late_news_of_an_ended_process_is_corrected_by_the_real_one() -> None:
+    d = Daemon()
+    d.order(Prepare(job=job(), profile=False))
+    d.feed(TrainerUp, device=0, pid=50)
+    d.feed(TrainerUp, device=0, pid=50)
+    assert not d.all(TrainerPrepare)
+    d.feed(TrainerUp, device=0, pid=51)
+    assert d.all(TrainerPrepare)
