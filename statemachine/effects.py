@@ -156,9 +156,6 @@ class RenewIncarnation(Effect):
     """Fenced: reconnect to the broker as a new incarnation and feed ``AgentStarted`` again."""
 
 
-NewIncarnation = RenewIncarnation
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitDaemon(Effect):
     code: int

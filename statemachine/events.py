@@ -183,9 +183,6 @@ class TrainerSuspectedPeer(Event):
     detail: str
 
 
-TrainerSuspectsPeer = TrainerSuspectedPeer
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerDone(Event):
     device: int

@@ -59,7 +59,7 @@ AgentEffect = (
     | effects.TrainerPrepare
     | effects.TrainerQuiesce
     | effects.TrainerResume
-    | effects.NewIncarnation
+    | effects.RenewIncarnation
     | effects.ExitDaemon
 )
 
@@ -256,7 +256,7 @@ class NodeDaemon:
             case effects.TrainerResume():
                 device = Device(node=self._node, index=wanted.device)
                 self._supervisor.send(wanted.device, resume_frame(wanted.resume, device, self._secret))
-            case effects.NewIncarnation():
+            case effects.RenewIncarnation():
                 await self._speaking().close(GOODBYE_S)
                 self._begin_incarnation()
             case effects.ExitDaemon():

@@ -20,7 +20,7 @@ from statemachine.events import (
     TrainerQuiesced,
     TrainerResumed,
     TrainerStepped,
-    TrainerSuspectsPeer,
+    TrainerSuspectedPeer,
     TrainerUp,
 )
 from statemachine.values import DeviceReport, Job, Vote
@@ -125,7 +125,7 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
         case protocol.Beat():
             return TrainerBeat(**base, device=device, progress=report.progress, waiting=report.waiting)
         case protocol.PeerSuspected():
-            return TrainerSuspectsPeer(
+            return TrainerSuspectedPeer(
                 **base, device=device, generation=report.generation, detail=report.detail
             )
         case protocol.Done():
