@@ -58,22 +58,25 @@ class AdditiveMapping:
         self._devices = nodes * costs.devices_per_node
         self._layered = costs.memory.limit_bytes is not None
         depths = min(self._devices, costs.layers) if self._layered else 1
-        sizes = range(1, costs.max_devices + 1)
-        self._fits = [np.stack([costs.fits(d, depth) for depth in range(depths)]) for d in sizes]
+        self._fits = {
+            d: np.stack([costs.fits(d, depth) for depth in range(depths)]) for d in costs.stage_devices
+        }
         self._solved: dict[tuple[Weights, float, float], Solution] = {}
-        times = np.unique(costs.time_s[1:])
-        self.times_s = times[np.isfinite(times)]
+        times = np.unique(costs.time_ms[1:])
+        self.times_ms = times[np.isfinite(times)]
         """Every time that a slowest stage can have, ascending."""
 
-    def minimum(self, weights: Weights, low_s: float, high_s: float, nodes: int) -> float:
+    def minimum(self, weights: Weights, low_ms: float, high_ms: float, nodes: int) -> float:
         """The least sum for ``nodes`` nodes, ``inf`` if no mapping has its slowest stage in the interval."""
-        solution = self._solve(weights, low_s, high_s)
+        solution = self._solve(weights, low_ms, high_ms)
         return float(solution.done[nodes * self._costs.devices_per_node][:, 0].min())
 
-    def stages(self, weights: Weights, low_s: float, high_s: float, nodes: int) -> tuple[StageTemplate, ...]:
+    def stages(
+        self, weights: Weights, low_ms: float, high_ms: float, nodes: int
+    ) -> tuple[StageTemplate, ...]:
         """A mapping that attains ``minimum``, which is finite."""
-        solution = self._solve(weights, low_s, high_s)
-        before, at, after = self._stage_costs(weights, low_s, high_s)
+        solution = self._solve(weights, low_ms, high_ms)
+        before, at, after = self._stage_costs(weights, low_ms, high_ms)
         total = left = nodes * self._costs.devices_per_node
         depth, first, found = int(solution.done[left][:, 0].argmin()), 0, False
         stages: list[StageTemplate] = []
@@ -96,37 +99,37 @@ class AdditiveMapping:
             first, left, depth = end, left - d, depth - 1
         return tuple(stages)
 
-    def _splits_before(self, devices: int) -> range:
+    def _splits_before(self, devices: int) -> list[int]:
         """Sizes of a stage that is the first of the last ``devices`` devices and stays within its node."""
-        room = (devices - 1) % self._costs.devices_per_node + 1
-        return range(1, min(room, self._costs.max_devices) + 1)
+        position = -devices % self._costs.devices_per_node
+        return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
 
     def _stage_costs(
-        self, weights: Weights, low_s: float, high_s: float
+        self, weights: Weights, low_ms: float, high_ms: float
     ) -> tuple[dict[int, Floats], dict[int, Floats], dict[int, Floats]]:
         """Costs of a stage [u, v) in front of, as and behind the slowest one: per d, shape (K, L+1, L+1)."""
         before, at, after = {}, {}, {}
-        link_s = 2 * self._costs.link_s if weights.links else np.zeros(self._costs.layers + 1)
-        for d, fits in enumerate(self._fits, start=1):
-            time_s = self._costs.time_s[d]
+        link_ms = 2 * self._costs.link_ms if weights.links else np.zeros(self._costs.layers + 1)
+        for d, fits in self._fits.items():
+            time_ms = self._costs.time_ms[d]
             # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
-            behind = time_s < high_s if low_s == high_s else time_s <= high_s
-            slowest = (low_s <= time_s) & (time_s <= high_s)
+            behind = time_ms < high_ms if low_ms == high_ms else time_ms <= high_ms
+            slowest = (low_ms <= time_ms) & (time_ms <= high_ms)
             before[d] = np.where(
-                fits & (time_s <= high_s), time_s + weights.before_b * low_s + link_s, np.inf
+                fits & (time_ms <= high_ms), time_ms + weights.before_b * low_ms + link_ms, np.inf
             )
-            at[d] = np.where(fits & slowest, link_s, np.inf)
-            after_s = weights.after_t * time_s + weights.after_b * low_s + link_s
-            after[d] = np.where(fits & behind, after_s, np.inf)
+            at[d] = np.where(fits & slowest, link_ms, np.inf)
+            after_ms = weights.after_t * time_ms + weights.after_b * low_ms + link_ms
+            after[d] = np.where(fits & behind, after_ms, np.inf)
         return before, at, after
 
-    def _solve(self, weights: Weights, low_s: float, high_s: float) -> Solution:
-        key = (weights, low_s, high_s)
+    def _solve(self, weights: Weights, low_ms: float, high_ms: float) -> Solution:
+        key = (weights, low_ms, high_ms)
         known = self._solved.get(key)
         if known is not None:
             return known
-        before, at, after = self._stage_costs(weights, low_s, high_s)
-        rows = self._fits[0].shape[0] + int(self._layered)
+        before, at, after = self._stage_costs(weights, low_ms, high_ms)
+        rows = next(iter(self._fits.values())).shape[0] + int(self._layered)
         nothing = np.full((rows, self._costs.layers + 1), np.inf)
         nothing[0, -1] = 0.0
         solution = Solution(after=[nothing], done=[np.full_like(nothing, np.inf)])

@@ -12,7 +12,7 @@ from typing import Any
 from planner.errors import BatchError, SolverError
 
 Cost = Callable[[int], float]
-"""Seconds for a number of microbatches ≥ 1; never falls as the number grows."""
+"""Milliseconds for a number of microbatches ≥ 1; never falls as the number grows."""
 
 NARROWINGS = 16
 """Halvings of the target time before single microbatches are handed out."""
@@ -40,12 +40,12 @@ def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None
     raise BatchError(f"global_batch {global_batch} {what}; the nearest that works is {recommended}", nearest)
 
 
-def largest_share(cost: Cost, target_s: float, limit: int) -> int:
-    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_s``; 0 if not even one."""
+def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
+    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if cost(middle) <= target_s:
+        if cost(middle) <= target_ms:
             low = middle
         else:
             high = middle - 1
@@ -61,15 +61,15 @@ def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
     :raises BatchError: fewer microbatches than pipelines.
     """
     check_batch(microbatches, 1, len(costs))
-    short_s, enough_s = 0.0, max(cost(microbatches) for cost in costs)
+    short_ms, enough_ms = 0.0, max(cost(microbatches) for cost in costs)
     base = [1] * len(costs)
     for _ in range(NARROWINGS):
-        target_s = (short_s + enough_s) / 2
-        shares = [max(1, largest_share(cost, target_s, microbatches)) for cost in costs]
+        target_ms = (short_ms + enough_ms) / 2
+        shares = [max(1, largest_share(cost, target_ms, microbatches)) for cost in costs]
         if sum(shares) <= microbatches:
-            short_s, base = target_s, shares
+            short_ms, base = target_ms, shares
         else:
-            enough_s = target_s
+            enough_ms = target_ms
     return _hand_out(costs, base, microbatches)
 
 
@@ -101,7 +101,7 @@ def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, 
 
     sensible = _sensible_shares(costs, microbatches)
     pairs = [(i, k) for i, shares in enumerate(sensible) for k in shares]
-    unit_s = max(cost(1) for cost in costs) or 1.0
+    unit_ms = max(cost(1) for cost in costs) or 1.0
     model: Any = pyo.ConcreteModel()
     model.gets = pyo.Var(pairs, domain=pyo.Binary)
     model.slowest = pyo.Var(domain=pyo.NonNegativeReals)
@@ -110,7 +110,7 @@ def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, 
     model.no_slower = pyo.ConstraintList()
     for i, cost in enumerate(costs):
         model.one_share.add(sum(model.gets[i, k] for k in sensible[i]) == 1)
-        taken = sum(cost(k) / unit_s * model.gets[i, k] for k in sensible[i])
+        taken = sum(cost(k) / unit_ms * model.gets[i, k] for k in sensible[i])
         model.no_slower.add(taken <= model.slowest)
     model.objective = pyo.Objective(expr=model.slowest)
     _solve(model)
@@ -147,6 +147,6 @@ def _solve(model: Any) -> None:
 def _sensible_shares(costs: Sequence[Cost], microbatches: int) -> list[range]:
     """Shares that are not slower than an even split, and what the others must leave to each."""
     even, extra = divmod(microbatches, len(costs))
-    enough_s = max(cost(even + (i < extra)) for i, cost in enumerate(costs))
-    most = [largest_share(cost, enough_s, microbatches - len(costs) + 1) for cost in costs]
+    enough_ms = max(cost(even + (i < extra)) for i, cost in enumerate(costs))
+    most = [largest_share(cost, enough_ms, microbatches - len(costs) + 1) for cost in costs]
     return [range(max(1, microbatches - sum(most) + own), own + 1) for own in most]

@@ -2,22 +2,24 @@
 
 import math
 from dataclasses import fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.makespan import Floats, PipelineClock, paper_objective_s
+from planner.makespan import Floats, PipelineClock, paper_objective_ms
 from planner.memory import MemoryModel, rows_on_one
 from planner.values import LayerProfile, ModelProfile, Policy, StageTemplate
 
 
 class StageCosts:
-    """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``, infinite where v ≤ u.
+    """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``; infinite where v ≤ u, and where
+    no stage can have d devices.
 
-    A stage on d devices splits each microbatch by rows, so it takes the time of the fullest device:
-    ⌈rows / d⌉ / rows of one device's time. More devices than rows would leave one without work;
-    ``max_devices`` forbids it. With activation checkpointing a backward includes a second forward.
+    A layer on d devices takes what was measured, or else the time of the fullest device when the rows of a
+    microbatch are split: ⌈rows / d⌉ / rows of one device's time. With activation checkpointing a backward
+    includes a second forward.
     """
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
@@ -27,37 +29,72 @@ class StageCosts:
         self.profile, self.policy = profile, policy
         self.layers = len(profile.layers)
         self.devices_per_node = policy.devices_per_node
-        self.max_devices = min(policy.devices_per_node, policy.microbatch_rows)
+        self.stage_devices = _stage_devices(profile, policy)
+        """How many devices a stage can have, ascending."""
+        self.max_devices = self.stage_devices[-1]
         self.memory = MemoryModel(profile, policy)
-        scale = policy.microbatch_rows / profile.microbatch_rows
-        forward = [layer.forward_s * scale for layer in profile.layers]
-        backward = [layer.backward_s * scale for layer in profile.layers]
-        if policy.checkpoint_activations:
-            backward = [back + again for back, again in zip(backward, forward, strict=True)]
-        both = [there + back for there, back in zip(forward, backward, strict=True)]
-        self.forward_s, self.backward_s, self.time_s = map(self._table, (forward, backward, both))
-        outputs = [layer.output_bytes * scale for layer in profile.layers]
-        crossing = [profile.link_latency_s + size / profile.link_bytes_per_s for size in outputs]
-        self.link_s: Floats = np.array([0.0, *crossing[:-1], 0.0])
+        self._scale = policy.microbatch_rows / profile.microbatch_rows
+        shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
+        self.forward_ms, self.backward_ms, self.time_ms = (np.full(shape, np.inf) for _ in range(3))
+        for devices in self.stage_devices:
+            times = [self._layer_ms(layer, devices) for layer in profile.layers]
+            _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
+            _sum_ranges(self.backward_ms[devices], [backward for _, backward in times])
+            _sum_ranges(self.time_ms[devices], [forward + backward for forward, backward in times])
+        outputs = [layer.output_bytes * self._scale for layer in profile.layers]
+        crossing = [profile.link.time_ms(size) for size in outputs]
+        self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
         """Time from a stage that ends before layer v to the one that begins there; 0 at both ends."""
 
-    def _table(self, layer_s: list[float]) -> Floats:
-        table = np.full((self.max_devices + 1, self.layers + 1, self.layers + 1), np.inf)
-        for first in range(self.layers):
-            # Summed afresh from each start: equal layers give equal stages to the last bit.
-            sums = np.cumsum(layer_s[first:])
-            for devices in range(1, self.max_devices + 1):
-                table[devices, first, first + 1 :] = sums * self.share(devices)
-        return table
+    def _layer_ms(self, layer: LayerProfile, devices: int) -> tuple[float, float]:
+        """Forward and backward of one microbatch of one layer on so many devices."""
+        measured = next((split for split in layer.split if split.devices == devices), None)
+        if measured is None:
+            share = rows_on_one(devices, self.policy.microbatch_rows) / self.policy.microbatch_rows
+            forward_ms, backward_ms = layer.forward_ms * share, layer.backward_ms * share
+        else:
+            forward_ms, backward_ms = measured.forward_ms, measured.backward_ms
+        if self.policy.checkpoint_activations:
+            backward_ms += forward_ms
+        return forward_ms * self._scale, backward_ms * self._scale
 
-    def share(self, devices: int) -> float:
-        rows = self.policy.microbatch_rows
-        return rows_on_one(devices, rows) / rows
+    def can_start(self, position: int, devices: int) -> bool:
+        """Whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
+        aligned = self.policy.split == "any" or position % devices == 0
+        return aligned and position + devices <= self.devices_per_node
+
+    @cached_property
+    def node_splits(self) -> tuple[tuple[int, ...], ...]:
+        """All ways to split a node's devices, in order, into stages; up to 2^(M − 1) of them."""
+        splits: list[list[tuple[int, ...]]] = [[()]]
+        for end in range(1, self.devices_per_node + 1):
+            splits.append([(*front, d) for d in self._sizes_ending_at(end) for front in splits[end - d]])
+        return tuple(splits[-1])
+
+    @cached_property
+    def split_counts(self) -> dict[int, int]:
+        """How many ``node_splits`` there are of each number of stages, ascending; counted, not listed."""
+        counts: list[dict[int, int]] = [{0: 1}]
+        for end in range(1, self.devices_per_node + 1):
+            here: dict[int, int] = {}
+            for d in self._sizes_ending_at(end):
+                for stages, ways in counts[end - d].items():
+                    here[stages + 1] = here.get(stages + 1, 0) + ways
+            counts.append(here)
+        return dict(sorted(counts[-1].items()))
+
+    def _sizes_ending_at(self, end: int) -> list[int]:
+        return [d for d in self.stage_devices if d <= end and self.can_start(end - d, d)]
+
+    @property
+    def fewest_stages(self) -> int:
+        """Of a node all of whose devices are used."""
+        return min(self.split_counts)
 
     @property
     def most_nodes(self) -> int:
-        """Nodes that one pipeline can fill: each stage needs a layer, each node ⌈M / max_devices⌉ stages."""
-        return self.layers // -(-self.devices_per_node // self.max_devices)
+        """Nodes that one pipeline can fill: each stage needs a layer."""
+        return self.layers // self.fewest_stages
 
     def fits(self, devices: int, stages_after: int) -> NDArray[np.bool_]:
         """Which stages fit into a device's memory, shape (L + 1, L + 1)."""
@@ -67,33 +104,74 @@ class StageCosts:
         fits: NDArray[np.bool_] = self.memory.table(devices, stages_after) <= limit
         return fits
 
-    def stage_times_s(self, stages: tuple[StageTemplate, ...]) -> list[float]:
-        return [float(self.time_s[s.devices, s.first_layer, s.end_layer]) for s in stages]
+    def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
+        return [float(self.time_ms[s.devices, s.first_layer, s.end_layer]) for s in stages]
 
     def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
         return PipelineClock(
-            [float(self.forward_s[s.devices, s.first_layer, s.end_layer]) for s in stages],
-            [float(self.backward_s[s.devices, s.first_layer, s.end_layer]) for s in stages],
-            [float(self.link_s[s.end_layer]) for s in stages[:-1]],
+            [float(self.forward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
+            [float(self.backward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
+            [float(self.link_ms[s.end_layer]) for s in stages[:-1]],
         )
 
-    def paper_s(self, stages: tuple[StageTemplate, ...]) -> float:
-        return paper_objective_s(self.stage_times_s(stages))
+    def paper_ms(self, stages: tuple[StageTemplate, ...]) -> float:
+        return paper_objective_ms(self.stage_times_ms(stages))
 
-    def sync_s(self, stages: tuple[StageTemplate, ...], pipelines: int) -> float:
+    def sync_ms(self, stages: tuple[StageTemplate, ...], pipelines: int) -> float:
         """All-reduce of the gradients among their owners, as a ring, where nothing of it is hidden.
 
         Stages reduce side by side, so the slowest counts. How other pipelines cut the model is not known
         here; each is taken to have as many owners of a layer as this one.
         """
-        slowest_s = 0.0
+        slowest_ms = 0.0
         for stage in stages:
             owners = pipelines * stage.devices
             layers = self.profile.layers[stage.first_layer : stage.end_layer]
             size_bytes = sum(layer.gradient_bytes for layer in layers)
-            moved_s = 2 * (owners - 1) / owners * size_bytes / self.profile.link_bytes_per_s
-            slowest_s = max(slowest_s, moved_s + 2 * (owners - 1) * self.profile.link_latency_s)
-        return slowest_s
+            hop_ms = self.profile.ring.time_ms(size_bytes / owners)
+            slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
+        return slowest_ms
+
+
+def _sum_ranges(table: Floats, layer_ms: list[float]) -> None:
+    """Write the sum of ``layer_ms[u:v]`` to ``table[u, v]``, for all u < v."""
+    for first in range(len(layer_ms)):
+        # Summed afresh from each start: equal layers give equal stages to the last bit.
+        table[first, first + 1 :] = np.cumsum(layer_ms[first:])
+
+
+def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
+    """:raises InfeasibleError: a node of so many devices cannot be split into such stages."""
+    most = policy.devices_per_node
+    allowed = profile.stage_devices or tuple(range(1, min(most, policy.microbatch_rows) + 1))
+    known = ", ".join(map(str, allowed))
+    if profile.stage_devices is not None and most & (most - 1) and not any(d & (d - 1) for d in allowed):
+        raise InfeasibleError(
+            f"policy.devices_per_node is {most}, and the profile knows stages of {known} devices; "
+            f"use {_powers_around(most)} devices per node"
+        )
+    if policy.split == "aligned":
+        if most & (most - 1):
+            raise InfeasibleError(
+                f"policy.devices_per_node is {most}, and split = aligned needs a power of two; use "
+                f"{_powers_around(most)}, or split = any"
+            )
+        allowed = tuple(d for d in allowed if not d & (d - 1))
+    allowed = tuple(d for d in allowed if d <= most)
+    reachable = {0}
+    for end in range(1, most + 1):
+        if any(end - d in reachable for d in allowed):
+            reachable.add(end)
+    if most not in reachable:
+        raise InfeasibleError(
+            f"policy.devices_per_node is {most}, and stages of {known} devices cannot use all of them"
+        )
+    return allowed
+
+
+def _powers_around(number: int) -> str:
+    below = 1 << (number.bit_length() - 1)
+    return f"{below} or {2 * below}"
 
 
 def check_profile(profile: ModelProfile) -> None:
@@ -102,15 +180,19 @@ def check_profile(profile: ModelProfile) -> None:
         raise InfeasibleError("the profile has no layers: a model needs at least one")
     for number, layer in enumerate(profile.layers):
         for field in fields(LayerProfile):
+            if field.name == "split":
+                continue
             value = getattr(layer, field.name)
             if not math.isfinite(value) or value < 0:
                 raise InfeasibleError(f"profile.layers[{number}].{field.name} is {value}; it must be ≥ 0")
     if profile.microbatch_rows < 1:
         raise InfeasibleError(f"profile.microbatch_rows is {profile.microbatch_rows}; it must be ≥ 1")
-    if not math.isfinite(profile.link_latency_s) or profile.link_latency_s < 0:
-        raise InfeasibleError(f"profile.link_latency_s is {profile.link_latency_s}; it must be ≥ 0")
-    if not profile.link_bytes_per_s > 0:
-        raise InfeasibleError(f"profile.link_bytes_per_s is {profile.link_bytes_per_s}; it must be > 0")
+    for name in ("link", "ring"):
+        link = getattr(profile, name)
+        if not math.isfinite(link.latency_ms) or link.latency_ms < 0:
+            raise InfeasibleError(f"profile.{name}.latency_ms is {link.latency_ms}; it must be ≥ 0")
+        if not link.bytes_per_s > 0:
+            raise InfeasibleError(f"profile.{name}.bytes_per_s is {link.bytes_per_s}; it must be > 0")
 
 
 def check_policy(policy: Policy) -> None:

@@ -21,16 +21,16 @@ class StageRow:
     node_offset: int
     devices: int
     memory_bytes: int
-    forward_s: float
+    forward_ms: float
     """Of one microbatch."""
-    backward_s: float
+    backward_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateRow:
     nodes: int
-    objective_s: float
-    lower_bound_s: float
+    objective_ms: float
+    lower_bound_ms: float
     proved_optimal: bool
     memory_bytes: int
     """Of the fullest device."""
@@ -43,10 +43,10 @@ class Estimate:
 
     memory_bytes: int
     """Of the fullest device."""
-    makespan_s: float
+    makespan_ms: float
     """From the first forward to the last backward of a step."""
-    sync_s: float
-    """Gradient all-reduce, where none of it is hidden; the step takes ``makespan_s + sync_s``."""
+    sync_ms: float
+    """Gradient all-reduce, where none of it is hidden; the step takes ``makespan_ms + sync_ms``."""
     bubble_ratio: float
     """Part of its devices' time within the makespan in which they wait."""
 
@@ -86,8 +86,8 @@ def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
     sizes = costs.memory.template_bytes(template.stages)
     return TemplateRow(
         nodes=template.nodes,
-        objective_s=template.objective_s,
-        lower_bound_s=template.lower_bound_s,
+        objective_ms=template.objective_ms,
+        lower_bound_ms=template.lower_bound_ms,
         proved_optimal=template.proved_optimal,
         memory_bytes=max(sizes),
         stages=tuple(
@@ -97,8 +97,8 @@ def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
                 node_offset=stage.node_offset,
                 devices=stage.devices,
                 memory_bytes=size,
-                forward_s=float(costs.forward_s[stage.devices, stage.first_layer, stage.end_layer]),
-                backward_s=float(costs.backward_s[stage.devices, stage.first_layer, stage.end_layer]),
+                forward_ms=float(costs.forward_ms[stage.devices, stage.first_layer, stage.end_layer]),
+                backward_ms=float(costs.backward_ms[stage.devices, stage.first_layer, stage.end_layer]),
             )
             for stage, size in zip(template.stages, sizes, strict=True)
         ),
@@ -108,15 +108,17 @@ def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
 def _estimate(
     costs: StageCosts, template: Template, row: TemplateRow, microbatches: int, pipelines: int
 ) -> Estimate:
-    makespan_s = costs.clock(template.stages).makespan_s(microbatches)
-    busy_s = microbatches * sum((stage.forward_s + stage.backward_s) * stage.devices for stage in row.stages)
-    there_s = makespan_s * sum(stage.devices for stage in row.stages)
+    makespan_ms = costs.clock(template.stages).makespan_ms(microbatches)
+    busy_ms = microbatches * sum(
+        (stage.forward_ms + stage.backward_ms) * stage.devices for stage in row.stages
+    )
+    there_ms = makespan_ms * sum(stage.devices for stage in row.stages)
     return Estimate(
         memory_bytes=row.memory_bytes,
-        makespan_s=makespan_s,
-        sync_s=costs.sync_s(template.stages, pipelines),
+        makespan_ms=makespan_ms,
+        sync_ms=costs.sync_ms(template.stages, pipelines),
         # Without bubbles the two are equal but for the order of their sums.
-        bubble_ratio=max(0.0, 1 - busy_s / there_s) if there_s else 0.0,
+        bubble_ratio=max(0.0, 1 - busy_ms / there_ms) if there_ms else 0.0,
     )
 
 
@@ -126,14 +128,14 @@ class CrossCheck:
 
     microbatches: tuple[int, ...]
     """In the order of the plan's pipelines."""
-    iteration_s: float
+    iteration_ms: float
     model_microbatches: tuple[int, ...]
-    model_iteration_s: float
+    model_iteration_ms: float
 
     @property
     def agrees(self) -> bool:
         """Equally quick, to the solver's tolerance; the shares themselves may differ."""
-        return abs(self.iteration_s - self.model_iteration_s) <= 1e-6 * self.iteration_s
+        return abs(self.iteration_ms - self.model_iteration_ms) <= 1e-6 * self.iteration_ms
 
 
 def cross_check(planner: Planner, plan: Plan) -> CrossCheck:
@@ -142,13 +144,13 @@ def cross_check(planner: Planner, plan: Plan) -> CrossCheck:
     :raises SolverError: the solver is not there, or found no proved optimum.
     """
     instantiator = planner.instantiator(_nodes(plan))
-    costs = [partial(instantiator.cost_s, _size(p), len(plan.pipelines)) for p in plan.pipelines]
+    costs = [partial(instantiator.cost_ms, _size(p), len(plan.pipelines)) for p in plan.pipelines]
     shares = distribute_by_model(costs, planner.policy.microbatches)
     return CrossCheck(
         microbatches=tuple(p.microbatches for p in plan.pipelines),
-        iteration_s=plan.estimated_iteration_s,
+        iteration_ms=plan.estimated_iteration_s * 1e3,
         model_microbatches=shares,
-        model_iteration_s=max(cost(share) for cost, share in zip(costs, shares, strict=True)),
+        model_iteration_ms=max(cost(share) for cost, share in zip(costs, shares, strict=True)),
     )
 
 

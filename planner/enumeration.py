@@ -1,7 +1,6 @@
 """Every mapping of a small pipeline, in arrays, and the quickest of them under 1F1B."""
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import combinations
 from math import comb
 
@@ -17,40 +16,21 @@ CHUNK = 256
 """Mappings simulated at a time: enough to outweigh numpy's cost per call, few enough to stop early."""
 
 
-@cache
-def node_splits(devices: int, largest: int) -> tuple[tuple[int, ...], ...]:
-    """All ways to split a node's devices, in order, into stages of at most ``largest`` devices."""
-    if devices == 0:
-        return ((),)
-    return tuple(
-        (first, *rest)
-        for first in range(1, min(devices, largest) + 1)
-        for rest in node_splits(devices - first, largest)
-    )
-
-
-def split_counts(devices: int, largest: int, nodes: int) -> dict[int, int]:
-    """How many ways there are to split all nodes, per number of stages."""
+def mapping_count(costs: StageCosts, nodes: int) -> int:
+    """Mappings of a pipeline of ``nodes`` nodes, memory not considered."""
     ways = {0: 1}
     for _ in range(nodes):
         extended: dict[int, int] = {}
         for stages, count in ways.items():
-            for split in node_splits(devices, largest):
-                extended[stages + len(split)] = extended.get(stages + len(split), 0) + count
+            for more, splits in costs.split_counts.items():
+                extended[stages + more] = extended.get(stages + more, 0) + count * splits
         ways = extended
-    return ways
-
-
-def mapping_count(costs: StageCosts, nodes: int) -> int:
-    """Mappings of a pipeline of ``nodes`` nodes, memory not considered."""
-    ways = split_counts(costs.devices_per_node, costs.max_devices, nodes)
     return sum(count * comb(costs.layers - 1, stages - 1) for stages, count in ways.items())
 
 
 def _all_splits(costs: StageCosts, nodes: int) -> dict[int, list[tuple[int, ...]]]:
     """Devices of each stage, for all splits of all nodes, by number of stages."""
-    splits = node_splits(costs.devices_per_node, costs.max_devices)
-    fewest = min(map(len, splits))
+    splits, fewest = costs.node_splits, costs.fewest_stages
     whole: list[tuple[int, ...]] = [()]
     for node in range(nodes):
         most = costs.layers - fewest * (nodes - 1 - node)
@@ -78,8 +58,9 @@ def feasible(costs: StageCosts, cuts: Ints, devices: Ints) -> NDArray[np.bool_]:
         return fits
     stages = devices.shape[1]
     for stage in range(stages):
-        tables = [costs.fits(d, stages - 1 - stage) for d in range(1, costs.max_devices + 1)]
-        fits &= np.stack(tables)[devices[:, stage] - 1, cuts[:, stage], cuts[:, stage + 1]]
+        tables = {d: costs.fits(d, stages - 1 - stage) for d in costs.stage_devices}
+        for d, table in tables.items():
+            fits &= (devices[:, stage] != d) | table[cuts[:, stage], cuts[:, stage + 1]]
     return fits
 
 
@@ -94,21 +75,21 @@ def quickest(
     cuts, devices = cuts[kept], devices[kept]
     if not len(cuts):
         return None
-    forward_s = costs.forward_s[devices, cuts[:, :-1], cuts[:, 1:]]
-    backward_s = costs.backward_s[devices, cuts[:, :-1], cuts[:, 1:]]
-    link_s: Floats = costs.link_s[cuts[:, 1:-1]]
-    bounds = path_bounds(forward_s, backward_s, link_s, microbatches)
+    forward_ms = costs.forward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
+    backward_ms = costs.backward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
+    link_ms: Floats = costs.link_ms[cuts[:, 1:-1]]
+    bounds = path_bounds(forward_ms, backward_ms, link_ms, microbatches)
     order = np.argsort(bounds, kind="stable")
-    best_s, best = np.inf, int(order[0])
+    best_ms, best = np.inf, int(order[0])
     for start in range(0, len(order), CHUNK):
         chunk = order[start : start + CHUNK]
-        if bounds[chunk[0]] >= best_s:
+        if bounds[chunk[0]] >= best_ms:
             break
-        spans = makespans(forward_s[chunk], backward_s[chunk], link_s[chunk], microbatches)
+        spans = makespans(forward_ms[chunk], backward_ms[chunk], link_ms[chunk], microbatches)
         least = int(spans.argmin())
-        if spans[least] < best_s:
-            best_s, best = float(spans[least]), int(chunk[least])
-    return best_s, as_stages(cuts[best], devices[best], costs.devices_per_node)
+        if spans[least] < best_ms:
+            best_ms, best = float(spans[least]), int(chunk[least])
+    return best_ms, as_stages(cuts[best], devices[best], costs.devices_per_node)
 
 
 def as_stages(cuts: Ints, devices: Ints, devices_per_node: int) -> tuple[StageTemplate, ...]:

@@ -26,7 +26,7 @@ class Instantiation:
 
     sizes: tuple[int, ...]
     microbatches: tuple[int, ...]
-    pipeline_s: tuple[float, ...]
+    pipeline_ms: tuple[float, ...]
     """Estimated time of one step of each pipeline, its gradient all-reduce included."""
 
     @property
@@ -34,8 +34,8 @@ class Instantiation:
         return sum(self.sizes)
 
     @property
-    def iteration_s(self) -> float:
-        return max(self.pipeline_s)
+    def iteration_ms(self) -> float:
+        return max(self.pipeline_ms)
 
 
 class Instantiator:
@@ -48,18 +48,18 @@ class Instantiator:
         self._clocks: dict[int, PipelineClock] = {
             size: costs.clock(template.stages) for size, template in templates.by_nodes.items()
         }
-        self._sync_s: dict[tuple[int, int], float] = {}
+        self._sync_ms: dict[tuple[int, int], float] = {}
         self._of: dict[tuple[int, ...], Instantiation] = {}
         self._best: dict[int, Instantiation] = {}
 
-    def cost_s(self, size: int, pipelines: int, microbatches: int) -> float:
+    def cost_ms(self, size: int, pipelines: int, microbatches: int) -> float:
         """One step of a pipeline of ``size`` nodes with so many microbatches, one of ``pipelines``."""
         key = (size, pipelines)
-        sync_s = self._sync_s.get(key)
-        if sync_s is None:
+        sync_ms = self._sync_ms.get(key)
+        if sync_ms is None:
             stages = self._templates.by_nodes[size].stages
-            sync_s = self._sync_s[key] = self._costs.sync_s(stages, pipelines)
-        return self._clocks[size].makespan_s(microbatches) + sync_s
+            sync_ms = self._sync_ms[key] = self._costs.sync_ms(stages, pipelines)
+        return self._clocks[size].makespan_ms(microbatches) + sync_ms
 
     def required(self, nodes: int) -> int:
         """Pipelines wanted of ``nodes`` nodes: f+1, or as many replicas and shares as there can be."""
@@ -73,13 +73,13 @@ class Instantiator:
         ordered = tuple(sorted(sizes, reverse=True))
         known = self._of.get(ordered)
         if known is None:
-            costs = [partial(self.cost_s, size, len(ordered)) for size in ordered]
+            costs = [partial(self.cost_ms, size, len(ordered)) for size in ordered]
             check_batch(self._policy.global_batch, self._policy.microbatch_rows, len(ordered))
             shares = distribute(costs, self._policy.microbatches)
             known = self._of[ordered] = Instantiation(
                 sizes=ordered,
                 microbatches=shares,
-                pipeline_s=tuple(cost(share) for cost, share in zip(costs, shares, strict=True)),
+                pipeline_ms=tuple(cost(share) for cost, share in zip(costs, shares, strict=True)),
             )
         return known
 
@@ -103,35 +103,35 @@ class Instantiator:
         found: Instantiation | None = None
         most = min(self._policy.microbatches, nodes // self._templates.n0)
         for pipelines in range(most, fewest - 1, -1):
-            target_s = np.inf if found is None else found.iteration_s * (1 - PRECISION)
-            sizes = self._fill(nodes, pipelines, target_s)
+            target_ms = np.inf if found is None else found.iteration_ms * (1 - PRECISION)
+            sizes = self._fill(nodes, pipelines, target_ms)
             if sizes is not None:
                 found = self._quicken(nodes, self.of(sizes))
         return found
 
     def _quicken(self, nodes: int, found: Instantiation) -> Instantiation:
         """The quickest with the same number of pipelines: halve the target's interval until it is empty."""
-        short_s, pipelines = 0.0, len(found.sizes)
-        while found.iteration_s - short_s > PRECISION * found.iteration_s:
-            target_s = (short_s + found.iteration_s) / 2
-            sizes = self._fill(nodes, pipelines, target_s)
+        short_ms, pipelines = 0.0, len(found.sizes)
+        while found.iteration_ms - short_ms > PRECISION * found.iteration_ms:
+            target_ms = (short_ms + found.iteration_ms) / 2
+            sizes = self._fill(nodes, pipelines, target_ms)
             if sizes is None:
-                short_s = target_s
+                short_ms = target_ms
             else:
                 found = self.of(sizes)
         return found
 
-    def _fill(self, nodes: int, pipelines: int, target_s: float) -> tuple[int, ...] | None:
-        """``pipelines`` templates of exactly ``nodes`` nodes that do the whole batch in ``target_s``.
+    def _fill(self, nodes: int, pipelines: int, target_ms: float) -> tuple[int, ...] | None:
+        """``pipelines`` templates of exactly ``nodes`` nodes that do the whole batch in ``target_ms``.
 
         ``most[c][m]`` is the largest number of microbatches that c templates of m nodes in all can do in
         the target, negative where there are no such templates. Shape (r + 1, N' + 1).
         """
         batch = self._policy.microbatches
         shares = {size: batch for size in self._templates.sizes if size <= nodes}
-        if target_s < np.inf:
+        if target_ms < np.inf:
             for size in shares:
-                shares[size] = largest_share(partial(self.cost_s, size, pipelines), target_s, batch)
+                shares[size] = largest_share(partial(self.cost_ms, size, pipelines), target_ms, batch)
         useful = {size: share for size, share in shares.items() if share}
         impossible = -(pipelines + 1) * batch
         most = np.full((pipelines + 1, nodes + 1), impossible, dtype=np.int64)

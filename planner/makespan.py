@@ -1,8 +1,8 @@
 """How long one step of a pipeline takes: the true 1F1B recurrence, its bounds, and the paper's formula.
 
-Stage s of S runs w_s = S − 1 − s forwards ahead (warm-up), then one forward and one backward alternating,
-then the w_s backwards that are left. F(s, m) needs F(s−1, m) to have crossed the link, B(s, m) needs
-B(s+1, m); a link delays and occupies no stage. All times are seconds.
+Stage s of S runs w_ms = S − 1 − s forwards ahead (warm-up), then one forward and one backward alternating,
+then the w_ms backwards that are left. F(s, m) needs F(s−1, m) to have crossed the link, B(s, m) needs
+B(s+1, m); a link delays and occupies no stage. All times are milliseconds.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ Floats = NDArray[np.float64]
 class PipelineClock:
     """Step times of one pipeline for any number of microbatches.
 
-    Forwards, and all backwards but the last w_s of a stage, finish at the same time however many
+    Forwards, and all backwards but the last w_ms of a stage, finish at the same time however many
     microbatches follow. So the schedule is extended as far as it was asked for, once, and a question costs
     only its tail: S²/2 operations.
     """
 
     def __init__(
-        self, forward_s: Sequence[float], backward_s: Sequence[float], link_s: Sequence[float]
+        self, forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float]
     ) -> None:
-        """``link_s[s]`` is the time from stage s to s + 1 (or back) of one microbatch; S − 1 of them."""
-        self._forward_s = [float(seconds) for seconds in forward_s]
-        self._backward_s = [float(seconds) for seconds in backward_s]
-        self._link_s = [float(seconds) for seconds in link_s]
-        self._forwarded: list[list[float]] = [[] for _ in forward_s]
-        self._backwarded: list[list[float]] = [[] for _ in forward_s]
+        """``link_ms[s]`` is the time from stage s to s + 1 (or back) of one microbatch; S − 1 of them."""
+        self._forward_ms = [float(seconds) for seconds in forward_ms]
+        self._backward_ms = [float(seconds) for seconds in backward_ms]
+        self._link_ms = [float(seconds) for seconds in link_ms]
+        self._forwarded: list[list[float]] = [[] for _ in forward_ms]
+        self._backwarded: list[list[float]] = [[] for _ in forward_ms]
         self._known: dict[int, float] = {}
 
-    def makespan_s(self, microbatches: int) -> float:
+    def makespan_ms(self, microbatches: int) -> float:
         """From the first forward to the last backward of ``microbatches`` ≥ 1 microbatches."""
         known = self._known.get(microbatches)
         if known is None:
@@ -43,15 +43,15 @@ class PipelineClock:
 
     def _next_round(self) -> None:
         """The m-th forward of every stage and, before it, the backward that precedes it there."""
-        stages = len(self._forward_s)
+        stages = len(self._forward_ms)
         m = len(self._forwarded[0])
         for stage in range(stages):
             i = m - stages + stage
             if i >= 0:
                 start = self._forwarded[stage][m - 1]
                 if stage + 1 < stages:
-                    start = max(start, self._backwarded[stage + 1][i] + self._link_s[stage])
-                self._backwarded[stage].append(start + self._backward_s[stage])
+                    start = max(start, self._backwarded[stage + 1][i] + self._link_ms[stage])
+                self._backwarded[stage].append(start + self._backward_ms[stage])
         arrived = 0.0
         for stage in range(stages):
             start = arrived
@@ -59,14 +59,14 @@ class PipelineClock:
                 start = max(start, self._backwarded[stage][-1])
             elif m:
                 start = max(start, self._forwarded[stage][-1])
-            done = start + self._forward_s[stage]
+            done = start + self._forward_ms[stage]
             self._forwarded[stage].append(done)
             if stage + 1 < stages:
-                arrived = done + self._link_s[stage]
+                arrived = done + self._link_ms[stage]
 
     def _drain(self, microbatches: int) -> float:
         """Finish the backwards behind the last forward; when the first stage is done, so is everybody."""
-        stages = len(self._forward_s)
+        stages = len(self._forward_ms)
         below: list[float] = []
         below_first = free = 0.0
         for stage in reversed(range(stages)):
@@ -77,38 +77,38 @@ class PipelineClock:
                 if stage + 1 < stages:
                     known = i < below_first
                     done_below = self._backwarded[stage + 1][i] if known else below[i - int(below_first)]
-                    free = max(free, done_below + self._link_s[stage])
-                free += self._backward_s[stage]
+                    free = max(free, done_below + self._link_ms[stage])
+                free += self._backward_ms[stage]
                 here.append(free)
             below, below_first = here, first
         return free
 
 
-def makespans(forward_s: Floats, backward_s: Floats, link_s: Floats, microbatches: int) -> Floats:
-    """``PipelineClock.makespan_s`` of C pipelines of S stages at once.
+def makespans(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:
+    """``PipelineClock.makespan_ms`` of C pipelines of S stages at once.
 
     Shapes (C, S), (C, S) and (C, S − 1); the answer has shape (C,). In round m every stage s does
     B(s, m − S + s) and then F(s, m), as far as they exist.
     """
-    count, stages = forward_s.shape
+    count, stages = forward_ms.shape
     free, done_back = np.zeros((count, stages)), np.zeros((count, stages))
     for m in range(microbatches + stages):
         low, high = max(0, stages - m), min(stages, microbatches + stages - m)
         inner = min(high, stages - 1)
         start = free[:, low:high].copy()
         if inner > low:
-            arrived = done_back[:, low + 1 : inner + 1] + link_s[:, low:inner]
+            arrived = done_back[:, low + 1 : inner + 1] + link_ms[:, low:inner]
             start[:, : inner - low] = np.maximum(start[:, : inner - low], arrived)
-        free[:, low:high] = done_back[:, low:high] = start + backward_s[:, low:high]
+        free[:, low:high] = done_back[:, low:high] = start + backward_ms[:, low:high]
         if m < microbatches:
-            free[:, 0] += forward_s[:, 0]
+            free[:, 0] += forward_ms[:, 0]
             for stage in range(1, stages):
-                crossed = free[:, stage - 1] + link_s[:, stage - 1]
-                free[:, stage] = np.maximum(free[:, stage], crossed) + forward_s[:, stage]
+                crossed = free[:, stage - 1] + link_ms[:, stage - 1]
+                free[:, stage] = np.maximum(free[:, stage], crossed) + forward_ms[:, stage]
     return free[:, 0]
 
 
-def path_bounds(forward_s: Floats, backward_s: Floats, link_s: Floats, microbatches: int) -> Floats:
+def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:
     """A lower bound on each of ``makespans``: the longest of some paths through the schedule's graph.
 
     For a stage k with a stages behind it: down with the first microbatch to the last stage and back to k,
@@ -116,14 +116,14 @@ def path_bounds(forward_s: Floats, backward_s: Floats, link_s: Floats, microbatc
     the place of k*, and it is a path while a ≤ N − 2. Besides: all N forwards of k and one round trip
     behind it; one round trip and all N backwards of k.
     """
-    count, stages = forward_s.shape
-    times = forward_s + backward_s
-    links = np.concatenate((link_s, np.zeros((count, 1))), axis=1)
+    count, stages = forward_ms.shape
+    times = forward_ms + backward_ms
+    links = np.concatenate((link_ms, np.zeros((count, 1))), axis=1)
     trip = times + 2 * links
     before = np.cumsum(trip, axis=1) - trip
     behind = trip.sum(axis=1, keepdims=True) - before - times
     others = before + behind
-    once = others + np.maximum(forward_s, backward_s) * microbatches + np.minimum(forward_s, backward_s)
+    once = others + np.maximum(forward_ms, backward_ms) * microbatches + np.minimum(forward_ms, backward_ms)
     after = stages - 1 - np.arange(stages)
     twice = before + 2 * behind + times * (microbatches - after)
     paths = np.where(after <= microbatches - 2, np.maximum(once, twice), once)
@@ -131,9 +131,9 @@ def path_bounds(forward_s: Floats, backward_s: Floats, link_s: Floats, microbatc
     return bounds
 
 
-def paper_objective_s(times_s: Sequence[float]) -> float:
+def paper_objective_ms(times_ms: Sequence[float]) -> float:
     """Oobleck Eq. 1–4 with N_b = 4S: T1 + T2 + T3, where k* is the rightmost slowest stage, from 0."""
-    stages = len(times_s)
-    slowest_s = max(times_s)
-    k = max(index for index, seconds in enumerate(times_s) if seconds == slowest_s)
-    return sum(times_s) + (3 * stages + k - 1) * slowest_s + sum(times_s[k:])
+    stages = len(times_ms)
+    slowest_ms = max(times_ms)
+    k = max(index for index, seconds in enumerate(times_ms) if seconds == slowest_ms)
+    return sum(times_ms) + (3 * stages + k - 1) * slowest_ms + sum(times_ms[k:])

@@ -28,13 +28,13 @@ ROUNDING = 1e-12
 class _Search:
     """The best mapping so far and a bound that none can beat."""
 
-    best_s: float = inf
+    best_ms: float = inf
     stages: tuple[StageTemplate, ...] = ()
-    bound_s: float = inf
+    bound_ms: float = inf
 
-    def offer(self, objective_s: float, stages: tuple[StageTemplate, ...]) -> None:
-        if objective_s < self.best_s:
-            self.best_s, self.stages = objective_s, stages
+    def offer(self, objective_ms: float, stages: tuple[StageTemplate, ...]) -> None:
+        if objective_ms < self.best_ms:
+            self.best_ms, self.stages = objective_ms, stages
 
 
 class Mapper:
@@ -57,7 +57,7 @@ class Mapper:
                 found = quickest(self._costs, cuts, devices, microbatches)
                 if found is not None:
                     search.offer(*found)
-            search.bound_s = search.best_s
+            search.bound_ms = search.best_ms
             return self._as_template(nodes, search)
         deepest = min(self._costs.layers, nodes * self._costs.devices_per_node)
         deep = microbatches >= deepest
@@ -69,18 +69,18 @@ class Mapper:
 
     def fits(self, nodes: int) -> bool:
         """Whether any mapping for ``nodes`` nodes fits into memory."""
-        times_s = self._additive.times_s
-        return self._additive.minimum(PAPER, times_s[0], times_s[-1], nodes) < inf
+        times_ms = self._additive.times_ms
+        return self._additive.minimum(PAPER, times_ms[0], times_ms[-1], nodes) < inf
 
     def _as_template(self, nodes: int, search: _Search) -> Template | None:
         if not search.stages:
             return None
-        proved = search.bound_s >= search.best_s * (1 - ROUNDING)
+        proved = search.bound_ms >= search.best_ms * (1 - ROUNDING)
         return Template(
             nodes=nodes,
             stages=search.stages,
-            objective_s=search.best_s,
-            lower_bound_s=search.best_s if proved else search.bound_s,
+            objective_ms=search.best_ms,
+            lower_bound_ms=search.best_ms if proved else search.bound_ms,
         )
 
     def _bisect(
@@ -92,40 +92,40 @@ class Mapper:
         attains it, scored by the true objective, bounds the optimum from above. Without a limit on
         ``evaluations`` the search ends when the bounds meet.
         """
-        times_s, search = self._additive.times_s, _Search()
+        times_ms, search = self._additive.times_ms, _Search()
         queue: list[tuple[float, int, int]] = []
 
         def look(low: int, high: int) -> None:
-            least = self._additive.minimum(weights, times_s[low], times_s[high], nodes)
+            least = self._additive.minimum(weights, times_ms[low], times_ms[high], nodes)
             if least == inf:
                 return
-            stages = self._additive.stages(weights, times_s[low], times_s[high], nodes)
+            stages = self._additive.stages(weights, times_ms[low], times_ms[high], nodes)
             if microbatches is None:
-                search.offer(self._costs.paper_s(stages), stages)
+                search.offer(self._costs.paper_ms(stages), stages)
             else:
-                search.offer(self._costs.clock(stages).makespan_s(microbatches), stages)
-            heapq.heappush(queue, (least + slowest * times_s[low], low, high))
+                search.offer(self._costs.clock(stages).makespan_ms(microbatches), stages)
+            heapq.heappush(queue, (least + slowest * times_ms[low], low, high))
 
-        look(0, len(times_s) - 1)
+        look(0, len(times_ms) - 1)
         looked = 1
         while queue:
-            bound_s, low, high = queue[0]
-            search.bound_s = min(bound_s, search.best_s)
+            bound_ms, low, high = queue[0]
+            search.bound_ms = min(bound_ms, search.best_ms)
             spent = evaluations is not None and looked >= evaluations
-            if spent or low == high or bound_s >= search.best_s * (1 - ROUNDING):
+            if spent or low == high or bound_ms >= search.best_ms * (1 - ROUNDING):
                 return search
             heapq.heappop(queue)
             middle = (low + high) // 2
             look(low, middle)
             look(middle + 1, high)
             looked += 2
-        search.bound_s = search.best_s
+        search.bound_ms = search.best_ms
         return search
 
     def _descend(self, search: _Search, nodes: int, microbatches: int) -> None:
         """Move one cut by one layer, or split or join two stages of a node, as long as that helps."""
-        while search.bound_s < search.best_s:
-            before_s = search.best_s
+        while search.bound_ms < search.best_ms:
+            before_ms = search.best_ms
             by_depth: dict[int, list[tuple[list[int], list[int]]]] = {}
             for cuts, devices in _neighbours(search.stages, self._costs):
                 by_depth.setdefault(len(devices), []).append((cuts, devices))
@@ -135,13 +135,14 @@ class Mapper:
                 found = quickest(self._costs, all_cuts, all_devices, microbatches)
                 if found is not None:
                     search.offer(*found)
-            if search.best_s == before_s:
+            if search.best_ms == before_ms:
                 return
 
 
 def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> list[tuple[list[int], list[int]]]:
     """Mappings one move away, as (cuts, devices)."""
     cuts = [stage.first_layer for stage in stages] + [costs.layers]
+    positions = _positions(stages)
     devices = [stage.devices for stage in stages]
     near: list[tuple[list[int], list[int]]] = []
     for index in range(1, len(stages)):
@@ -149,12 +150,27 @@ def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> list[tu
             if cuts[index - 1] < cut < cuts[index + 1]:
                 near.append(([*cuts[:index], cut, *cuts[index + 1 :]], devices))
         together = devices[index - 1] + devices[index]
-        if stages[index - 1].node_offset == stages[index].node_offset and together <= costs.max_devices:
+        same_node = stages[index - 1].node_offset == stages[index].node_offset
+        if same_node and together in costs.stage_devices and costs.can_start(positions[index - 1], together):
             joined = [*devices[: index - 1], together, *devices[index + 1 :]]
             near.append(([*cuts[:index], *cuts[index + 1 :]], joined))
     for index, stage in enumerate(stages):
-        for left in range(1, stage.devices):
-            split = [*devices[:index], left, stage.devices - left, *devices[index + 1 :]]
+        for left in costs.stage_devices:
+            right, position = stage.devices - left, positions[index]
+            if right not in costs.stage_devices or not costs.can_start(position + left, right):
+                continue
+            split = [*devices[:index], left, right, *devices[index + 1 :]]
             for cut in range(stage.first_layer + 1, stage.end_layer):
                 near.append(([*cuts[: index + 1], cut, *cuts[index + 1 :]], split))
     return near
+
+
+def _positions(stages: tuple[StageTemplate, ...]) -> list[int]:
+    """Of each stage, the first of its devices in its node."""
+    positions: list[int] = []
+    used, node = 0, 0
+    for stage in stages:
+        used, node = (used, node) if stage.node_offset == node else (0, stage.node_offset)
+        positions.append(used)
+        used += stage.devices
+    return positions

@@ -173,7 +173,7 @@ class Planner:
                 habits |= {node: (number, offset) for offset, node in enumerate(earlier)}
         taken = self._assigner.assign(places, nodes, masks, habits)
         shares = list(
-            zip(instantiation.sizes, instantiation.microbatches, instantiation.pipeline_s, strict=True)
+            zip(instantiation.sizes, instantiation.microbatches, instantiation.pipeline_ms, strict=True)
         )
         placements: list[PipelinePlacement] = []
         first = 0
@@ -189,7 +189,7 @@ class Planner:
                     stages=_on_devices(template, devices),
                     first_microbatch=first,
                     microbatches=share[1],
-                    estimated_s=share[2],
+                    estimated_s=share[2] / 1e3,
                 )
             )
             first += share[1]

@@ -98,7 +98,7 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
 
 def _tightest(costs: StageCosts, nodes: int) -> str:
     """Which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
-    fewest = nodes * -(-costs.devices_per_node // costs.max_devices)
+    fewest = nodes * costs.fewest_stages
     most = min(costs.layers, nodes * costs.devices_per_node)
     cuts = [_least_memory(costs, stages, nodes) for stages in range(fewest, most + 1)]
     first, end, after, size = min(cuts, key=lambda cut: cut[3])

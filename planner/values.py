@@ -1,7 +1,9 @@
 """What the planner takes and what it answers: plain immutable values.
 
 Layers are numbered 0 … L−1 and a range of layers is half open, ``[first_layer, end_layer)``. A *device*
-is one accelerator (or one simulated device on a CPU) of one node. Times are seconds, sizes are bytes.
+is one accelerator (or one simulated device on a CPU) of one node. Sizes are bytes. Times that come from a
+profile are milliseconds, as profiles have them: their sums stay exact where the profile's numbers are, which
+the same numbers in seconds would not. What a plan says to the rest of ftd is in seconds.
 """
 
 from dataclasses import dataclass, field
@@ -9,11 +11,20 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTime:
+    """One microbatch of one layer on several devices of a node, their communication included."""
+
+    devices: int
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """The measured cost of one layer for one microbatch on one device."""
 
-    forward_s: float
-    backward_s: float
+    forward_ms: float
+    backward_ms: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -21,11 +32,25 @@ class LayerProfile:
     """What autograd keeps between the forward and the backward pass of one microbatch."""
     output_bytes: int
     """What crosses to the next stage in one direction for one microbatch."""
+    split: tuple[SplitTime, ...] = ()
+    """Measured on more than one device. For other numbers the model is: a microbatch is split by rows, so
+    d devices take ⌈rows / d⌉ / rows of the time of one."""
 
     @property
     def state_bytes(self) -> int:
         """What a device must receive to become an owner of this layer."""
         return self.parameter_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What it takes to move bytes from one device to another."""
+
+    latency_ms: float = 0.1
+    bytes_per_s: float = 1e9
+
+    def time_ms(self, size_bytes: float) -> float:
+        return self.latency_ms + size_bytes / self.bytes_per_s * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +61,13 @@ class ModelProfile:
     microbatch_rows: int
     device_memory_bytes: int | None = None
     """Memory of one device; ``None`` applies no memory limit."""
-    link_latency_s: float = 1e-4
-    link_bytes_per_s: float = 1e9
+    stage_devices: tuple[int, ...] | None = None
+    """How many devices a stage can have, ascending; ``None``: any number up to the microbatch's rows."""
+    link: Link = field(default_factory=Link)
+    """Activations and their gradients, from stage to stage."""
+    ring: Link = field(default_factory=Link)
+    """One hop of the ring in which owners all-reduce gradients: each byte makes 2·(owners − 1) / owners
+    of its way 2·(owners − 1) hops long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +84,11 @@ class Policy:
     minimum: Literal["one_replica", "oobleck"] = "one_replica"
     """Fewest nodes to train on: one replica's n₀, or Oobleck's (f+1)·n₀ (§4.1.1)."""
     objective: Literal["iteration", "paper"] = "iteration"
+    split: Literal["any", "aligned"] = "any"
+    """How a node's devices are split into stages: in any order; or ``aligned``, into powers of two, each
+    stage of d devices starting at a multiple of d in its node."""
+    batch_objective: Literal["minmax", "variance"] = "minmax"
+    """What the shares of the pipelines minimise: the slowest pipeline's time, or the variance (Eq. 6)."""
     checkpoint_activations: bool = False
     device_memory_bytes: int | None = None
     """Overrides what the profile says about one device."""
@@ -87,12 +122,12 @@ class Template:
 
     nodes: int
     stages: tuple[StageTemplate, ...]
-    objective_s: float
-    lower_bound_s: float
+    objective_ms: float
+    lower_bound_ms: float
 
     @property
     def proved_optimal(self) -> bool:
-        return self.objective_s <= self.lower_bound_s
+        return self.objective_ms <= self.lower_bound_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +204,9 @@ class Situation:
     nodes: tuple[str, ...]
     holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
     previous: Plan | None = None
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Measured speed of a node as a factor: 1 is what the profile says and what is not named, 0.5 takes
+    twice as long."""
+    horizon_s: float | None = None
+    """Expected time to the next failure: what a better plan has to pay back the bytes it moves. ``None``
+    where nothing is known."""

@@ -49,8 +49,8 @@ def measure(model: Model, data: TrainingData) -> ProfileData:
             sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
             layers.append(
                 LayerProfileData(
-                    forward_s=forward_s,
-                    backward_s=backward_s,
+                    forward_ms=1e3 * forward_s,
+                    backward_ms=1e3 * backward_s,
                     parameter_bytes=sum(sizes.values()),
                     gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
                     optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),

@@ -136,16 +136,25 @@ class Attached(Frame, frozen=True, kw_only=True):
     pid: int
 
 
+class SplitTimeData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors the planner's SplitTime."""
+
+    devices: int
+    forward_ms: float
+    backward_ms: float
+
+
 class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
     """Mirrors the planner's LayerProfile; see there for units."""
 
-    forward_s: float
-    backward_s: float
+    forward_ms: float
+    backward_ms: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     output_bytes: int
+    split: tuple[SplitTimeData, ...] = ()
 
 
 class ProfileData(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from planner.values import Device, LayerProfile, ModelProfile, Plan
+from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime
 from runtime import protocol
 from statemachine import messages
 from statemachine.events import (
@@ -164,13 +164,19 @@ def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
     return ModelProfile(
         layers=tuple(
             LayerProfile(
-                forward_s=layer.forward_s,
-                backward_s=layer.backward_s,
+                forward_ms=layer.forward_ms,
+                backward_ms=layer.backward_ms,
                 parameter_bytes=layer.parameter_bytes,
                 gradient_bytes=layer.gradient_bytes,
                 optimizer_bytes=layer.optimizer_bytes,
                 activation_bytes=layer.activation_bytes,
                 output_bytes=layer.output_bytes,
+                split=tuple(
+                    SplitTime(
+                        devices=split.devices, forward_ms=split.forward_ms, backward_ms=split.backward_ms
+                    )
+                    for split in layer.split
+                ),
             )
             for layer in data.layers
         ),

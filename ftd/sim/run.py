@@ -65,8 +65,8 @@ class Result:
 def _profile(shape: Shape) -> ModelProfile:
     layers = tuple(
         LayerProfile(
-            forward_s=0.01 * (1 + n % 3),
-            backward_s=0.02 * (1 + n % 3),
+            forward_ms=10.0 * (1 + n % 3),
+            backward_ms=20.0 * (1 + n % 3),
             parameter_bytes=2000 + 500 * n,
             gradient_bytes=2000 + 500 * n,
             optimizer_bytes=4000 + 1000 * n,

@@ -71,12 +71,12 @@ def _template_table(templates: Sequence[TemplateRow]) -> Table:
         stages = " │ ".join(
             f"{layer_range(s.first_layer, s.end_layer)} ({s.devices})" for s in template.stages
         )
-        gap = template.objective_s / template.lower_bound_s - 1 if template.lower_bound_s else 0.0
+        gap = template.objective_ms / template.lower_bound_ms - 1 if template.lower_bound_ms else 0.0
         table.add_row(
             str(template.nodes),
             stages,
             size(template.memory_bytes),
-            duration(template.objective_s),
+            duration(template.objective_ms / 1e3),
             "proved" if template.proved_optimal else f"within {gap:.1%}",
         )
     return table
@@ -123,7 +123,7 @@ def _check_line(check: CrossCheck | SolverError) -> Text:
     if check.agrees:
         return Text.assemble((done, "dim"), ("equal", "green"))
     shares = ", ".join(map(str, check.model_microbatches))
-    seconds = f"{check.model_iteration_s:.6g} s instead of {check.iteration_s:.6g} s"
+    seconds = f"{check.model_iteration_ms:.6g} ms instead of {check.iteration_ms:.6g} ms"
     return Text.assemble(done, (f"it finds {seconds} with {shares} microbatches; this is a bug", "bold red"))
 
 

@@ -34,10 +34,12 @@ from ftd.wire.topics import Topics
 from planner.values import (
     Device,
     LayerProfile,
+    Link,
     ModelProfile,
     PipelinePlacement,
     Plan,
     Policy,
+    SplitTime,
     StagePlacement,
     Transfer,
 )
@@ -75,17 +77,25 @@ reports = st.builds(
     vote=st.none() | votes,
     held=st.lists(numbers, max_size=4).map(tuple),
 )
+splits = st.builds(SplitTime, devices=numbers, forward_ms=reals, backward_ms=reals)
 layers = st.builds(
     LayerProfile,
-    **{f.name: reals if f.type is float else numbers for f in dataclasses.fields(LayerProfile)},
+    **{
+        f.name: reals if f.type is float else numbers
+        for f in dataclasses.fields(LayerProfile)
+        if f.name != "split"
+    },
+    split=st.lists(splits, max_size=2).map(tuple),
 )
+links = st.builds(Link, latency_ms=reals, bytes_per_s=reals)
 profiles = st.builds(
     ModelProfile,
     layers=st.lists(layers, max_size=3).map(tuple),
     microbatch_rows=numbers,
     device_memory_bytes=st.none() | numbers,
-    link_latency_s=reals,
-    link_bytes_per_s=reals,
+    stage_devices=st.none() | st.lists(numbers, max_size=3).map(tuple),
+    link=links,
+    ring=links,
 )
 policies = st.builds(
     Policy,
@@ -95,6 +105,8 @@ policies = st.builds(
     microbatch_rows=numbers,
     minimum=st.sampled_from(["one_replica", "oobleck"]),
     objective=st.sampled_from(["iteration", "paper"]),
+    split=st.sampled_from(["any", "aligned"]),
+    batch_objective=st.sampled_from(["minmax", "variance"]),
     device_memory_bytes=st.none() | numbers,
 )
 jobs = st.builds(

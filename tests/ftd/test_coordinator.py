@@ -55,8 +55,8 @@ LAYERS = 3
 PROFILE = ModelProfile(
     layers=(
         LayerProfile(
-            forward_s=0.001,
-            backward_s=0.002,
+            forward_ms=1.0,
+            backward_ms=2.0,
             parameter_bytes=10,
             gradient_bytes=10,
             optimizer_bytes=20,

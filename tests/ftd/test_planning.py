@@ -12,8 +12,8 @@ from statemachine.events import Event, PlanImpossible, PlanReady, TemplatesFaile
 from statemachine.values import Job, Profiled
 
 LAYER = LayerProfile(
-    forward_s=0.01,
-    backward_s=0.02,
+    forward_ms=10.0,
+    backward_ms=20.0,
     parameter_bytes=1000,
     gradient_bytes=1000,
     optimizer_bytes=2000,

@@ -3,23 +3,23 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
-from planner.values import LayerProfile, ModelProfile, Plan, Policy, Situation
+from planner.values import LayerProfile, Link, ModelProfile, Plan, Policy, Situation
 
 Stage = tuple[int, int, int]
 """(first layer, end layer, devices)."""
 
 
 def layer(
-    forward_s: float = 1.0,
-    backward_s: float = 2.0,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
     state_bytes: int = 12,
     activation_bytes: int = 4,
     output_bytes: int = 0,
 ) -> LayerProfile:
     """``state_bytes`` is spread over parameters, gradients and optimizer as 1 : 1 : 2."""
     return LayerProfile(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
         parameter_bytes=state_bytes // 4,
         gradient_bytes=state_bytes // 4,
         optimizer_bytes=state_bytes // 2,
@@ -28,13 +28,14 @@ def layer(
     )
 
 
-def profile_of(times_s: Sequence[float], memory_bytes: int | None = None, rows: int = 4) -> ModelProfile:
-    """A model of layers whose forward and backward times add up to ``times_s``; links are free."""
+def profile_of(times_ms: Sequence[float], memory_bytes: int | None = None, rows: int = 4) -> ModelProfile:
+    """A model of layers whose forward and backward times add up to ``times_ms``; links are free."""
     return ModelProfile(
-        layers=tuple(layer(forward_s=time / 4, backward_s=time * 3 / 4) for time in times_s),
+        layers=tuple(layer(forward_ms=time / 4, backward_ms=time * 3 / 4) for time in times_ms),
         microbatch_rows=rows,
         device_memory_bytes=memory_bytes,
-        link_latency_s=0.0,
+        link=Link(latency_ms=0.0),
+        ring=Link(latency_ms=0.0, bytes_per_s=1e12),
     )
 
 
@@ -47,11 +48,11 @@ def operations(stage: int, stages: int, microbatches: int) -> list[tuple[str, in
     return order + [("B", m) for m in range(microbatches - ahead, microbatches)]
 
 
-def simulated_makespan_s(
-    forward_s: Sequence[float], backward_s: Sequence[float], link_s: Sequence[float], microbatches: int
+def simulated_makespan_ms(
+    forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float], microbatches: int
 ) -> float:
     """Do whatever operation is possible next, until all are done."""
-    stages = len(forward_s)
+    stages = len(forward_ms)
     todo = [operations(stage, stages, microbatches) for stage in range(stages)]
     free = [0.0] * stages
     done: dict[tuple[str, int, int], float] = {}
@@ -65,10 +66,10 @@ def simulated_makespan_s(
                 if 0 <= neighbour < stages:
                     if (kind, neighbour, m) not in done:
                         break
-                    ready = done[kind, neighbour, m] + link_s[min(stage, neighbour)]
+                    ready = done[kind, neighbour, m] + link_ms[min(stage, neighbour)]
                 elif kind == "B":
                     ready = done["F", stage, m]
-                cost = forward_s[stage] if kind == "F" else backward_s[stage]
+                cost = forward_ms[stage] if kind == "F" else backward_ms[stage]
                 free[stage] = done[kind, stage, m] = max(free[stage], ready) + cost
                 todo[stage].pop(0)
     return max(free)
@@ -90,11 +91,11 @@ def all_mappings(layers: int, nodes: int, devices: int, largest: int) -> Iterato
             yield tuple(zip(edges, edges[1:], sizes, strict=False))
 
 
-def stage_s(profile: ModelProfile, stage: Stage, rows: int) -> tuple[float, float]:
+def stage_ms(profile: ModelProfile, stage: Stage, rows: int) -> tuple[float, float]:
     first, end, devices = stage
     share = -(-rows // devices) / rows
     layers = profile.layers[first:end]
-    return sum(x.forward_s for x in layers) * share, sum(x.backward_s for x in layers) * share
+    return sum(x.forward_ms for x in layers) * share, sum(x.backward_ms for x in layers) * share
 
 
 def stage_bytes(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> int:
@@ -121,31 +122,31 @@ def fits(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage]) -> boo
     )
 
 
-def paper_s(times_s: Sequence[float]) -> float:
+def paper_ms(times_ms: Sequence[float]) -> float:
     """T1, T2 and T3 of Eq. 1–4 spelled out, N_b = 4S."""
-    stages = len(times_s)
-    k = max(range(stages), key=lambda index: (times_s[index], index))
-    t1 = sum(times_s)
-    t2 = (4 * stages - stages + k - 1) * times_s[k]
-    return t1 + t2 + sum(times_s[k:])
+    stages = len(times_ms)
+    k = max(range(stages), key=lambda index: (times_ms[index], index))
+    t1 = sum(times_ms)
+    t2 = (4 * stages - stages + k - 1) * times_ms[k]
+    return t1 + t2 + sum(times_ms[k:])
 
 
-def mapping_s(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], microbatches: int) -> float:
+def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], microbatches: int) -> float:
     """The policy's objective."""
-    times = [stage_s(profile, stage, policy.microbatch_rows) for stage in mapping]
+    times = [stage_ms(profile, stage, policy.microbatch_rows) for stage in mapping]
     if policy.objective == "paper":
-        return paper_s([there + back for there, back in times])
+        return paper_ms([there + back for there, back in times])
     links = [
-        profile.link_latency_s + profile.layers[end - 1].output_bytes / profile.link_bytes_per_s
+        profile.link.latency_ms + profile.layers[end - 1].output_bytes / profile.link.bytes_per_s * 1e3
         for _, end, _ in mapping[:-1]
     ]
-    return simulated_makespan_s([t for t, _ in times], [t for _, t in times], links, microbatches)
+    return simulated_makespan_ms([t for t, _ in times], [t for _, t in times], links, microbatches)
 
 
-def best_mapping_s(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int) -> float | None:
+def best_mapping_ms(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int) -> float | None:
     largest = min(policy.devices_per_node, policy.microbatch_rows)
     scores = [
-        mapping_s(profile, policy, mapping, microbatches)
+        mapping_ms(profile, policy, mapping, microbatches)
         for mapping in all_mappings(len(profile.layers), nodes, policy.devices_per_node, largest)
         if fits(profile, policy, mapping)
     ]

@@ -12,7 +12,7 @@ from planner.errors import BatchError
 from planner.makespan import PipelineClock
 
 
-def slowest_s(costs: list[Cost], given: tuple[int, ...]) -> float:
+def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:
     return max(cost(share) for cost, share in zip(costs, given, strict=True))
 
 
@@ -37,7 +37,7 @@ def test_exact_on_random_growing_costs() -> None:
         costs = random_costs(random, pipelines, microbatches)
         given = distribute(costs, microbatches)
         assert sum(given) == microbatches and min(given) >= 1
-        assert slowest_s(costs, given) == min(slowest_s(costs, s) for s in shares(microbatches, pipelines))
+        assert slowest_ms(costs, given) == min(slowest_ms(costs, s) for s in shares(microbatches, pipelines))
 
 
 def test_the_integer_program_agrees() -> None:
@@ -49,20 +49,20 @@ def test_the_integer_program_agrees() -> None:
             PipelineClock(times, [2 * t for t in times], [0.01] * (len(times) - 1))
             for times in ([random.random() for _ in range(random.randint(1, 4))] for _ in range(pipelines))
         ]
-        costs: list[Cost] = [clock.makespan_s for clock in clocks]
+        costs: list[Cost] = [clock.makespan_ms for clock in clocks]
         given, modelled = distribute(costs, microbatches), distribute_by_model(costs, microbatches)
         assert sum(modelled) == microbatches and min(modelled) >= 1
-        assert slowest_s(costs, given) == pytest.approx(slowest_s(costs, modelled), rel=1e-6)
+        assert slowest_ms(costs, given) == pytest.approx(slowest_ms(costs, modelled), rel=1e-6)
 
 
 def test_equal_pipelines_share_as_evenly_as_can_be_and_the_first_gets_more() -> None:
     clock = PipelineClock([1.0, 1.0], [2.0, 2.0], [0.0])
-    assert distribute([clock.makespan_s] * 3, 128) == (43, 43, 42)
+    assert distribute([clock.makespan_ms] * 3, 128) == (43, 43, 42)
 
 
 def test_a_slow_pipeline_gets_less() -> None:
     quick, slow = PipelineClock([1.0], [1.0], []), PipelineClock([3.0], [3.0], [])
-    assert distribute([slow.makespan_s, quick.makespan_s], 8) == (2, 6)
+    assert distribute([slow.makespan_ms, quick.makespan_ms], 8) == (2, 6)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_fewer_microbatches_than_pipelines_are_refused_by_both() -> None:
     clock = PipelineClock([1.0], [1.0], [])
     for method in (distribute, distribute_by_model):
         with pytest.raises(BatchError):
-            method([clock.makespan_s] * 3, 2)
+            method([clock.makespan_ms] * 3, 2)

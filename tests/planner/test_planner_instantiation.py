@@ -12,14 +12,14 @@ from planner.batch import distribute
 from planner.describe import cross_check, describe
 from planner.instantiation import Instantiator
 from planner.planner import Planner
-from planner.values import ModelProfile, Policy
+from planner.values import Link, ModelProfile, Policy
 
 
 def random_planner(random: Random, microbatches: int) -> Planner:
     layers = [
         layer(
-            forward_s=random.uniform(0.5, 3.0),
-            backward_s=random.uniform(1.0, 5.0),
+            forward_ms=random.uniform(0.5, 3.0),
+            backward_ms=random.uniform(1.0, 5.0),
             state_bytes=4 * random.randint(1, 8),
             output_bytes=random.randint(0, 4),
         )
@@ -29,8 +29,8 @@ def random_planner(random: Random, microbatches: int) -> Planner:
         layers=tuple(layers),
         microbatch_rows=2,
         device_memory_bytes=random.choice([None, max(60, sum(x.state_bytes for x in layers))]),
-        link_latency_s=0.05,
-        link_bytes_per_s=random.choice([4.0, 100.0]),
+        link=(link := Link(latency_ms=0.05, bytes_per_s=random.choice([4e3, 1e5]))),
+        ring=link,
     )
     policy = Policy(
         global_batch=2 * microbatches,
@@ -41,8 +41,8 @@ def random_planner(random: Random, microbatches: int) -> Planner:
     return Planner(profile, policy)
 
 
-def slowest_s(instantiator: Instantiator, sizes: Sequence[int], given: Sequence[int]) -> float:
-    return max(instantiator.cost_s(n, len(sizes), share) for n, share in zip(sizes, given, strict=True))
+def slowest_ms(instantiator: Instantiator, sizes: Sequence[int], given: Sequence[int]) -> float:
+    return max(instantiator.cost_ms(n, len(sizes), share) for n, share in zip(sizes, given, strict=True))
 
 
 def test_against_every_multiset_and_every_distribution() -> None:
@@ -60,13 +60,13 @@ def test_against_every_multiset_and_every_distribution() -> None:
             if options:
                 break
         expected = min(
-            slowest_s(instantiator, option, given)
+            slowest_ms(instantiator, option, given)
             for option in options
             for given in shares(microbatches, len(option))
         )
         assert found.nodes == used
-        assert found.iteration_s == pytest.approx(expected, rel=1e-8)
-        assert slowest_s(instantiator, found.sizes, found.microbatches) == found.iteration_s
+        assert found.iteration_ms == pytest.approx(expected, rel=1e-8)
+        assert slowest_ms(instantiator, found.sizes, found.microbatches) == found.iteration_ms
 
 
 def test_against_every_multiset_of_up_to_16_nodes() -> None:
@@ -77,9 +77,9 @@ def test_against_every_multiset_of_up_to_16_nodes() -> None:
         options = [m for m in multisets(nodes, sizes) if len(m) >= min(2, nodes)]
         scores = []
         for option in options:
-            costs = [partial(instantiator.cost_s, size, len(option)) for size in option]
-            scores.append(slowest_s(instantiator, option, distribute(costs, 48)))
-        assert instantiator.best(nodes).iteration_s == pytest.approx(min(scores), rel=1e-8)
+            costs = [partial(instantiator.cost_ms, size, len(option)) for size in option]
+            scores.append(slowest_ms(instantiator, option, distribute(costs, 48)))
+        assert instantiator.best(nodes).iteration_ms == pytest.approx(min(scores), rel=1e-8)
 
 
 def test_more_pipelines_than_microbatches_are_never_made() -> None:
@@ -97,7 +97,8 @@ def test_the_description_adds_up() -> None:
     for row in told.templates:
         assert [stage.first_layer for stage in row.stages][1:] == [s.end_layer for s in row.stages][:-1]
         assert row.memory_bytes == max(stage.memory_bytes for stage in row.stages) <= 150
-    assert [e.makespan_s + e.sync_s for e in told.estimates] == [p.estimated_s for p in plan.pipelines]
+    spent = [e.makespan_ms + e.sync_ms for e in told.estimates]
+    assert [ms / 1e3 for ms in spent] == [p.estimated_s for p in plan.pipelines]
     assert all(0 <= estimate.bubble_ratio < 1 for estimate in told.estimates)
     assert told.samples_per_s == 64 / plan.estimated_iteration_s
 
@@ -116,7 +117,7 @@ def test_the_integer_program_checks_the_shares_of_a_plan() -> None:
     planner = Planner(profile_of([1.0] * 8, memory_bytes=150), Policy(global_batch=64, microbatch_rows=4))
     plan = planner.plan(planner.fresh([f"n{index}" for index in range(6)]))
     check = cross_check(planner, plan)
-    assert check.agrees and check.iteration_s == plan.estimated_iteration_s
+    assert check.agrees and check.iteration_ms == plan.estimated_iteration_s * 1e3
     assert check.microbatches == tuple(pipeline.microbatches for pipeline in plan.pipelines)
     assert sum(check.model_microbatches) == sum(check.microbatches) == 16
     worse = replace(plan, estimated_iteration_s=plan.estimated_iteration_s * 1.001)

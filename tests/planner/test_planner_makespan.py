@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import paper_s, simulated_makespan_s
+from oracles import paper_ms, simulated_makespan_ms
 
-from planner.makespan import PipelineClock, makespans, paper_objective_s, path_bounds
+from planner.makespan import PipelineClock, makespans, paper_objective_ms, path_bounds
 
 seconds = st.floats(0, 10, allow_nan=False).map(lambda x: round(x, 3))
 
@@ -24,18 +24,18 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], list[float]]:
 def test_the_clock_the_batch_and_the_operation_list_agree(
     pipeline: tuple[list[float], list[float], list[float]], questions: list[int]
 ) -> None:
-    forward_s, backward_s, link_s = pipeline
-    clock = PipelineClock(forward_s, backward_s, link_s)
+    forward_ms, backward_ms, link_ms = pipeline
+    clock = PipelineClock(forward_ms, backward_ms, link_ms)
     arrays = [np.array([values]).reshape(1, -1) for values in pipeline]
     for microbatches in questions:
-        expected = simulated_makespan_s(forward_s, backward_s, link_s, microbatches)
-        assert clock.makespan_s(microbatches) == pytest.approx(expected, abs=1e-9)
+        expected = simulated_makespan_ms(forward_ms, backward_ms, link_ms, microbatches)
+        assert clock.makespan_ms(microbatches) == pytest.approx(expected, abs=1e-9)
         assert makespans(*arrays, microbatches)[0] == pytest.approx(expected, abs=1e-9)
         assert path_bounds(*arrays, microbatches)[0] <= expected + 1e-9
 
 
 def test_a_balanced_pipeline_takes_n_plus_s_minus_one_turns() -> None:
-    assert PipelineClock([1] * 4, [2] * 4, [0] * 3).makespan_s(8) == (8 + 4 - 1) * 3
+    assert PipelineClock([1] * 4, [2] * 4, [0] * 3).makespan_ms(8) == (8 + 4 - 1) * 3
 
 
 def test_the_bound_is_tight_for_a_balanced_pipeline() -> None:
@@ -45,10 +45,10 @@ def test_the_bound_is_tight_for_a_balanced_pipeline() -> None:
 
 def test_the_paper_underestimates_an_unbalanced_pipeline() -> None:
     """The paper's idle gaps can be negative: with N_b = 16 the true step of [10, 1, 1, 1] takes 160."""
-    assert paper_objective_s([10, 1, 1, 1]) == 136
-    assert PipelineClock([5, 0.5, 0.5, 0.5], [5, 0.5, 0.5, 0.5], [0] * 3).makespan_s(16) == 160
+    assert paper_objective_ms([10, 1, 1, 1]) == 136
+    assert PipelineClock([5, 0.5, 0.5, 0.5], [5, 0.5, 0.5, 0.5], [0] * 3).makespan_ms(16) == 160
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_the_paper_objective_is_the_sum_of_its_three_terms(times_s: list[int]) -> None:
-    assert paper_objective_s(times_s) == paper_s(times_s)
+def test_the_paper_objective_is_the_sum_of_its_three_terms(times_ms: list[int]) -> None:
+    assert paper_objective_ms(times_ms) == paper_ms(times_ms)

@@ -3,12 +3,12 @@
 from random import Random
 
 import pytest
-from oracles import best_mapping_s, fits, mapping_s, profile_of
+from oracles import best_mapping_ms, fits, mapping_ms, profile_of
 
 from planner import mapping
 from planner.costs import StageCosts
 from planner.mapping import Mapper
-from planner.values import LayerProfile, ModelProfile, Policy, Template
+from planner.values import LayerProfile, Link, ModelProfile, Policy, Template
 
 
 def as_mapping(template: Template) -> list[tuple[int, int, int]]:
@@ -23,8 +23,8 @@ def random_case(random: Random, objective: str) -> tuple[ModelProfile, Policy, i
     layers, nodes, devices = random.randint(1, 7), random.randint(1, 3), random.randint(1, 3)
     some = [
         LayerProfile(
-            forward_s=random.choice([1.0, random.randint(1, 20) / 4]),
-            backward_s=random.choice([2.0, random.randint(1, 40) / 4]),
+            forward_ms=random.choice([1.0, random.randint(1, 20) / 4]),
+            backward_ms=random.choice([2.0, random.randint(1, 40) / 4]),
             parameter_bytes=random.randint(0, 9),
             gradient_bytes=random.randint(0, 9),
             optimizer_bytes=random.randint(0, 9),
@@ -38,8 +38,7 @@ def random_case(random: Random, objective: str) -> tuple[ModelProfile, Policy, i
         layers=tuple(some),
         microbatch_rows=rows,
         device_memory_bytes=random.choice([None, random.randint(20, 200)]),
-        link_latency_s=random.choice([0.0, 0.5]),
-        link_bytes_per_s=8.0,
+        link=Link(latency_ms=random.choice([0.0, 0.5]), bytes_per_s=8e3),
     )
     policy = Policy(
         devices_per_node=devices,
@@ -54,7 +53,7 @@ def test_three_nodes_where_divide_and_conquer_finds_682() -> None:
     profile = profile_of([30, 23, 6, 51, 1])
     template = best(profile, Policy(global_batch=64, microbatch_rows=4, objective="paper"), 3)
     assert template is not None and template.proved_optimal
-    assert template.objective_s == 646
+    assert template.objective_ms == 646
     assert as_mapping(template) == [(0, 2, 1), (2, 3, 1), (3, 5, 1)]
 
 
@@ -62,7 +61,7 @@ def test_three_nodes_where_divide_and_conquer_finds_682() -> None:
 def test_24_equal_layers_of_table_3(nodes: int, optimum: int) -> None:
     profile = profile_of([3.0] * 24)
     template = best(profile, Policy(global_batch=64, microbatch_rows=4, objective="paper"), nodes)
-    assert template is not None and (template.objective_s, template.proved_optimal) == (optimum, True)
+    assert template is not None and (template.objective_ms, template.proved_optimal) == (optimum, True)
 
 
 @pytest.mark.parametrize("objective", ["paper", "iteration"])
@@ -72,15 +71,15 @@ def test_random_small_models_against_brute_force(objective: str) -> None:
     for _ in range(150):
         profile, policy, nodes, microbatches = random_case(random, objective)
         template = best(profile, policy, nodes, microbatches)
-        expected = best_mapping_s(profile, policy, nodes, microbatches)
+        expected = best_mapping_ms(profile, policy, nodes, microbatches)
         if template is None or expected is None:
             assert template is None and expected is None
             infeasible += 1
             continue
         assert template.proved_optimal
-        assert template.objective_s == pytest.approx(expected, rel=1e-12)
-        again = mapping_s(profile, policy, as_mapping(template), microbatches)
-        assert again == pytest.approx(template.objective_s, rel=1e-12)
+        assert template.objective_ms == pytest.approx(expected, rel=1e-12)
+        again = mapping_ms(profile, policy, as_mapping(template), microbatches)
+        assert again == pytest.approx(template.objective_ms, rel=1e-12)
         assert fits(profile, policy, as_mapping(template))
     assert 10 < infeasible < 100
 
@@ -92,13 +91,13 @@ def test_where_mappings_are_too_many_the_bound_holds(monkeypatch: pytest.MonkeyP
     for _ in range(150):
         profile, policy, nodes, microbatches = random_case(random, "iteration")
         template = best(profile, policy, nodes, microbatches)
-        expected = best_mapping_s(profile, policy, nodes, microbatches)
+        expected = best_mapping_ms(profile, policy, nodes, microbatches)
         assert (template is None) == (expected is None)
         if template is not None and expected is not None:
-            assert template.lower_bound_s <= expected * (1 + 1e-9)
-            assert template.objective_s >= expected * (1 - 1e-9)
+            assert template.lower_bound_ms <= expected * (1 + 1e-9)
+            assert template.objective_ms >= expected * (1 - 1e-9)
             assert fits(profile, policy, as_mapping(template))
-            gaps.append(template.objective_s / expected)
+            gaps.append(template.objective_ms / expected)
     assert sum(gaps) / len(gaps) < 1.02
     assert sum(gap < 1 + 1e-9 for gap in gaps) > 0.8 * len(gaps)
 

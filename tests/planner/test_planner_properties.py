@@ -6,7 +6,7 @@ from oracles import check_plan, layer
 
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from planner.planner import Planner
-from planner.values import Device, ModelProfile, Plan, Policy, Situation
+from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
 
 Holdings = dict[Device, frozenset[int]]
 
@@ -16,8 +16,8 @@ def planners(draw: st.DrawFn) -> Planner | None:
     rows = draw(st.integers(1, 4))
     layers = tuple(
         layer(
-            forward_s=draw(st.sampled_from([0.0, 1.0, 1.5, 7.0])),
-            backward_s=draw(st.sampled_from([0.0, 2.0, 3.1])),
+            forward_ms=draw(st.sampled_from([0.0, 1.0, 1.5, 7.0])),
+            backward_ms=draw(st.sampled_from([0.0, 2.0, 3.1])),
             state_bytes=draw(st.sampled_from([0, 4, 40])),
             activation_bytes=draw(st.sampled_from([0, 3, 20])),
             output_bytes=draw(st.sampled_from([0, 5])),
@@ -28,7 +28,7 @@ def planners(draw: st.DrawFn) -> Planner | None:
         layers=layers,
         microbatch_rows=rows,
         device_memory_bytes=draw(st.sampled_from([None, 60, 100, 160])),
-        link_bytes_per_s=100.0,
+        link=Link(latency_ms=0.1, bytes_per_s=1e5),
     )
     policy = Policy(
         devices_per_node=draw(st.sampled_from([1, 1, 2, 3])),

@@ -40,7 +40,7 @@ def test_a_smaller_microbatch_than_measured_takes_less_memory_and_time() -> None
     profile = profile_of([4.0, 4.0], rows=4)
     costs = StageCosts(profile, policy_of(microbatch_rows=2))
     assert costs.memory.stage_bytes(0, 1, 1, 0) == 12 + 2
-    assert costs.time_s[1, 0, 1] == 2.0
+    assert costs.time_ms[1, 0, 1] == 2.0
 
 
 def test_the_policy_overrides_the_device_memory() -> None:
@@ -102,8 +102,8 @@ def test_f_too_large_for_the_batch_recommends_a_batch() -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
 def test_a_profile_that_makes_no_sense_is_refused_by_name(wrong: float) -> None:
-    profile = ModelProfile(layers=(layer(), layer(backward_s=wrong)), microbatch_rows=4)
-    with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.backward_s"):
+    profile = ModelProfile(layers=(layer(), layer(backward_ms=wrong)), microbatch_rows=4)
+    with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.backward_ms"):
         Planner(profile, policy_of())
 
 

@@ -34,7 +34,7 @@ def test_sizes_are_those_of_the_model() -> None:
     assert head.output_bytes == 4 * rows * length * 256
     assert profile.microbatch_rows == rows
     assert profile.device_memory_bytes is None
-    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in profile.layers)
 
 
 def test_activation_bytes_are_what_autograd_keeps() -> None:
@@ -74,7 +74,7 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
     training.layers[0].requires_grad_(False)
     profile = measure(Model(training, data), data)
     assert profile.layers[0].gradient_bytes == profile.layers[0].optimizer_bytes == 0
-    assert profile.layers[0].backward_s < profile.layers[1].backward_s
+    assert profile.layers[0].backward_ms < profile.layers[1].backward_ms
 
 
 def run(stdin: bytes) -> subprocess.CompletedProcess[bytes]:

@@ -35,8 +35,8 @@ QUIET = {"PublishCluster", "PersistState", "PublishNode"}
 PROFILE = ModelProfile(
     layers=tuple(
         LayerProfile(
-            forward_s=0.01,
-            backward_s=0.02,
+            forward_ms=10.0,
+            backward_ms=20.0,
             parameter_bytes=2000,
             gradient_bytes=2000,
             optimizer_bytes=4000,

@@ -130,8 +130,8 @@ def described() -> Description:
             node_offset=first // 4,
             devices=1,
             memory_bytes=(18 << 20) - first,
-            forward_s=0.04,
-            backward_s=0.08,
+            forward_ms=0.04,
+            backward_ms=0.08,
         )
         for first in (0, 4)
     )
@@ -155,11 +155,11 @@ def described() -> Description:
     return Description(
         memory_limit_bytes=64 << 20,
         templates=(
-            TemplateRow(nodes=2, objective_s=0.6, lower_bound_s=0.6, proved_optimal=True, **common),
-            TemplateRow(nodes=3, objective_s=0.55, lower_bound_s=0.5, proved_optimal=False, **common),
+            TemplateRow(nodes=2, objective_ms=600.0, lower_bound_ms=600.0, proved_optimal=True, **common),
+            TemplateRow(nodes=3, objective_ms=550.0, lower_bound_ms=500.0, proved_optimal=False, **common),
         ),
         plan=plan,
-        estimates=(Estimate(memory_bytes=18 << 20, makespan_s=0.6, sync_s=0.01, bubble_ratio=0.107),),
+        estimates=(Estimate(memory_bytes=18 << 20, makespan_ms=600.0, sync_ms=10.0, bubble_ratio=0.107),),
         samples_per_s=50.0,
     )
 
@@ -171,17 +171,17 @@ def plan_page(check: CrossCheck | SolverError) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def checked(model_iteration_s: float) -> CrossCheck:
+def checked(model_iteration_ms: float) -> CrossCheck:
     return CrossCheck(
         microbatches=(5, 3),
-        iteration_s=0.64,
+        iteration_ms=640.0,
         model_microbatches=(4, 4),
-        model_iteration_s=model_iteration_s,
+        model_iteration_ms=model_iteration_ms,
     )
 
 
 def test_the_plans_page() -> None:
-    lines = plan_page(checked(0.64))
+    lines = plan_page(checked(640.0))
     rows = [cells(line) for line in lines]
     assert cells("2 0–3 (1) │ 4–7 (1) 18.0 MiB 600 ms proved") in rows
     assert cells("3 0–3 (1) │ 4–7 (1) 18.0 MiB 550 ms within 10.0%") in rows
@@ -196,8 +196,8 @@ def test_the_plans_page() -> None:
 @pytest.mark.parametrize(
     ("check", "says"),
     [
-        (checked(0.64), "checked against the integer program (Pyomo, HiGHS): equal"),
-        (checked(0.6), "it finds 0.6 s instead of 0.64 s with 4, 4 microbatches; this is a bug"),
+        (checked(640.0), "checked against the integer program (Pyomo, HiGHS): equal"),
+        (checked(600.0), "it finds 600 ms instead of 640 ms with 4, 4 microbatches; this is a bug"),
         (SolverError("HiGHS is gone"), "not checked against the integer program: HiGHS is gone"),
     ],
 )
