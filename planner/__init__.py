@@ -9,4 +9,5 @@ batch, instantiation              which pipelines, and how many microbatches eac
 reconfiguration     Oobleck's steps after a failure
 assignment, transfers             which node takes which place, and what must move
 reasons, describe   for people
+reliability         how long state in memory is safe, and which f to buy
 """

@@ -1,0 +1,88 @@
+"""``ftd reliability``: how long state in memory is safe, how often to persist, which f to buy."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ftd.cli.options import JsonOption, print_json, print_rich
+
+if TYPE_CHECKING:
+    from ftd.config.reliability_file import ReliabilityQuestion
+    from planner.reliability import Survival
+
+
+def register(app: typer.Typer) -> None:
+    app.command("reliability")(reliability)
+
+
+def reliability(
+    cluster: Annotated[Path, typer.Argument(help="The cluster and its failures.", metavar="CLUSTER.toml")],
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the survival curves: FILE.svg or FILE.png.", metavar="FILE")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How long snapshots in host memory are safe, how often to persist them, and which f to buy.
+
+    Survival probabilities after REFT §5, with and without protection, and Young's and Daly's intervals.
+    Nothing is measured here: the answers are as good as the failure rates in the file.
+
+    Example: ftd reliability examples/reliability.toml
+    """
+    from ftd.config.reliability_file import load_reliability
+
+    question = load_reliability(cluster)
+    if plot is not None:
+        from ftd.view.survival_plot import plot_survival
+
+        plot_survival(question, plot)
+    told = answers(question)
+    if as_json:
+        print_json(told)
+        return
+    from ftd.view.reliability import render_reliability
+
+    print_rich(render_reliability(question, told))
+
+
+def answers(question: "ReliabilityQuestion") -> dict[str, Any]:
+    """Everything the command says, as JSON has it; ``None`` means for ever, or an f beyond all sense."""
+    import math
+
+    from planner.reliability import loss_rate_per_day, smallest_tolerance
+
+    protection, hardware = question.protection, question.protection.hardware
+    groups = protection.nodes / protection.group
+    group_rate = loss_rate_per_day(protection.group, protection.losses, hardware, question.repair_days)
+    lost_per_day = groups * group_rate
+    return {
+        "schema": 1,
+        "nodes": protection.nodes,
+        "threshold": question.threshold,
+        "without_protection": _curve(question, protection.unprotected),
+        "with_protection": _curve(question, protection.protected),
+        "with_protection_as_printed": _curve(question, lambda days: protection.protected(days, "printed")),
+        "with_repair": {
+            "node_failures_per_day": loss_rate_per_day(protection.nodes, 0, hardware, question.repair_days),
+            "losses_per_day": lost_per_day,
+            "horizon_survival": math.exp(-lost_per_day * question.horizon_days),
+        },
+        "smallest_f": smallest_tolerance(
+            protection.nodes, hardware, question.repair_days, question.horizon_days, question.threshold
+        ),
+    }
+
+
+def _curve(question: "ReliabilityQuestion", survival: "Survival") -> dict[str, float | None]:
+    from planner.reliability import daly_days, mean_days, safe_days, young_days
+
+    mean = mean_days(survival)
+    figures = {
+        "safe_days": safe_days(survival, question.threshold),
+        "mean_days_to_loss": mean,
+        "young_days": young_days(question.persist_days, mean),
+        "daly_days": daly_days(question.persist_days, mean),
+        "survival_1_day": survival(1.0),
+    }
+    return {name: value if value != float("inf") else None for name, value in figures.items()}

@@ -1,0 +1,107 @@
+"""The file of ``ftd reliability``: a cluster's failures, its protection, and what a checkpoint costs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ftd.config.reading import convert, read_toml, require_positive
+from ftd.errors import ConfigurationError
+from planner.errors import InfeasibleError
+from planner.reliability import FailureLaw, Protection
+
+DAY_S = 86_400.0
+
+
+class LawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[hardware]``, ``[trainer]``, ``[snapshots]``: survival exp(−rate·t^shape), t in days."""
+
+    rate: float | None = None
+    """λ of one node; or ``mean_days``, the mean time to failure that it gives."""
+    mean_days: float | None = None
+    shape: float = 1.0
+
+
+class PersistTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[persist]``."""
+
+    cost_s: float = 60.0
+    """Training time that one persistent checkpoint costs."""
+
+
+class RepairTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[repair]``."""
+
+    hours: float = 1.0
+    """From a node's loss until another has taken its place and is protected."""
+    horizon_days: float = 30.0
+    """How long the job trains."""
+
+
+class ReliabilityFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file as written."""
+
+    nodes: int
+    group: int
+    losses: int = 1
+    threshold: float = 0.9
+    hardware: LawTable
+    trainer: LawTable = LawTable(rate=0.0)
+    snapshots: LawTable = LawTable(rate=0.0)
+    persist: PersistTable = PersistTable()
+    repair: RepairTable = RepairTable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityQuestion:
+    """The file, checked."""
+
+    protection: Protection
+    threshold: float
+    persist_days: float
+    repair_days: float
+    horizon_days: float
+
+
+def load_reliability(path: Path) -> ReliabilityQuestion:
+    """:raises ConfigurationError: names the field and the remedy."""
+    file = convert(read_toml(path), ReliabilityFile, where=path.name)
+    if not 0 < file.threshold < 1:
+        raise ConfigurationError(
+            f"{file.threshold} is not allowed", field="threshold", remedy="write a probability such as 0.9"
+        )
+    require_positive(file.persist.cost_s, "persist.cost_s")
+    require_positive(file.repair.hours, "repair.hours")
+    require_positive(file.repair.horizon_days, "repair.horizon_days")
+    try:
+        protection = Protection(
+            nodes=file.nodes,
+            group=file.group,
+            losses=file.losses,
+            hardware=_law(file.hardware, "hardware"),
+            trainer=_law(file.trainer, "trainer"),
+            snapshots=_law(file.snapshots, "snapshots"),
+        )
+    except InfeasibleError as error:
+        raise ConfigurationError(f"{path.name}: {error}") from None
+    return ReliabilityQuestion(
+        protection=protection,
+        threshold=file.threshold,
+        persist_days=file.persist.cost_s / DAY_S,
+        repair_days=file.repair.hours / 24,
+        horizon_days=file.repair.horizon_days,
+    )
+
+
+def _law(table: LawTable, name: str) -> FailureLaw:
+    require_positive(table.shape, f"{name}.shape")
+    if (table.rate is None) == (table.mean_days is None):
+        raise ConfigurationError(
+            "give either rate or mean_days",
+            field=name,
+            remedy="rate is λ of exp(−λ·t^shape), t in days; mean_days is a node's mean time to failure",
+        )
+    if table.mean_days is None:
+        return FailureLaw(rate=table.rate or 0.0, shape=table.shape)
+    require_positive(table.mean_days, f"{name}.mean_days")
+    return FailureLaw.of_mean(table.mean_days, table.shape)
