@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from oracles import best_mapping_ms, fits, mapping_ms, profile_of
 
-from planner import mapping
+from planner import iteration
 from planner.costs import StageCosts
 from planner.mapping import Mapper
 from planner.values import LayerProfile, Link, ModelProfile, Policy, Template
@@ -86,7 +86,7 @@ def test_random_small_models_against_brute_force(objective: str) -> None:
 
 def test_where_mappings_are_too_many_the_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same small models, but treated as too large to look at every mapping."""
-    monkeypatch.setattr(mapping, "ENUMERATED_MAPPINGS", 0)
+    monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, gaps = Random(7), []
     for _ in range(150):
         profile, policy, nodes, microbatches = random_case(random, "iteration")
