@@ -19,7 +19,6 @@ from typing import Literal
 
 from scipy.integrate import quad
 from scipy.optimize import brentq
-from scipy.special import gammaln
 from scipy.stats import binom
 
 from planner.errors import InfeasibleError
@@ -46,17 +45,17 @@ class FailureLaw:
     @classmethod
     def of_mean(cls, mean_days: float, shape: float = 1.0) -> "FailureLaw":
         """The law with this mean time to failure."""
-        return cls(rate=math.exp(shape * (float(gammaln(1 + 1 / shape)) - math.log(mean_days))), shape=shape)
+        return cls(rate=_exp(shape * (math.lgamma(1 + 1 / shape) - math.log(mean_days))), shape=shape)
 
     def log_survival(self, days: float) -> float:
-        return -self.rate * days**self.shape
+        return -self.rate * math.pow(days, self.shape)
 
     @property
     def mean_days(self) -> float:
         """Mean time to failure, λ^(−1/c)·Γ(1 + 1/c)."""
         if not self.rate:
             return math.inf
-        return math.exp(float(gammaln(1 + 1 / self.shape)) - math.log(self.rate) / self.shape)
+        return _exp(math.lgamma(1 + 1 / self.shape) - math.log(self.rate) / self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +114,11 @@ class Protection:
         # log1p of the small complement: the sum itself is 1 in floating point long before it matters.
         too_many = float(binom.sf(min(self.losses, nodes - 1), nodes, failed))
         return math.log1p(-too_many) if too_many < 1 else -math.inf
+
+
+def _exp(exponent: float) -> float:
+    """e^x, and infinity where a float ends: a law whose mean is beyond all days is a law without failures."""
+    return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def safe_days(survival: Survival, threshold: float) -> float:
@@ -177,8 +181,8 @@ def loss_rate_per_day(nodes: int, tolerated: int, law: FailureLaw, repair_days: 
 def smallest_tolerance(
     nodes: int, law: FailureLaw, repair_days: float, horizon_days: float, threshold: float
 ) -> int | None:
-    """Oobleck's f to buy: the fewest simultaneous node failures to have to spare, so that ``horizon_days`` pass
-    without more of them with probability ``threshold``; ``None`` if ``MOST_TOLERATED`` are too few.
+    """Oobleck's f to buy: the fewest simultaneous node failures to have to spare, so that ``horizon_days``
+    pass without more of them with probability ``threshold``; ``None`` if ``MOST_TOLERATED`` are too few.
     """
     for tolerated in range(min(nodes - 1, MOST_TOLERATED) + 1):
         if math.exp(-horizon_days * loss_rate_per_day(nodes, tolerated, law, repair_days)) >= threshold:

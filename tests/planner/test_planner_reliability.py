@@ -90,6 +90,11 @@ def test_a_law_of_a_mean_has_that_mean(mean: float, shape: float) -> None:
     assert FailureLaw.of_mean(mean, shape).mean_days == pytest.approx(mean, rel=1e-9)
 
 
+def test_a_mean_beyond_all_days_is_for_ever() -> None:
+    assert FailureLaw(rate=1e-300, shape=0.1).mean_days == math.inf
+    assert FailureLaw.of_mean(1e-300, 5.0).rate == math.inf
+
+
 def test_the_mean_time_to_loss_of_one_node_is_its_mean() -> None:
     law = FailureLaw(rate=0.02, shape=0.7)
     alone = Protection(nodes=1, group=1, losses=0, hardware=law)
