@@ -5,6 +5,7 @@ PlanningError(ValueError)
 ├── BatchError           the batch cannot be distributed; carries the nearest batches that can
 ├── TooFewNodesError     not now: carries how many nodes are needed
 ├── StateLostError       no live device holds some layers: carries which
+├── RestoreError         what was precomputed does not belong to this job
 └── SolverError          the integer program was not solved; planning itself does not need it
 """
 
@@ -40,6 +41,10 @@ class StateLostError(PlanningError):
     def __init__(self, message: str, layers: tuple[int, ...]) -> None:
         super().__init__(message)
         self.layers = layers
+
+
+class RestoreError(PlanningError):
+    """Templates or instantiations that were saved do not fit the job: compute them anew."""
 
 
 class SolverError(PlanningError):

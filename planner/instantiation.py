@@ -99,6 +99,10 @@ class Instantiator:
             known = self._best[nodes] = found
         return known
 
+    def remember(self, nodes: int, found: Instantiation) -> None:
+        """``found`` is what ``best(nodes)`` answered before, perhaps in another process."""
+        self._best[nodes] = found
+
     def _best_of_exactly(self, nodes: int, fewest: int) -> Instantiation | None:
         found: Instantiation | None = None
         most = min(self._policy.microbatches, nodes // self._templates.n0)

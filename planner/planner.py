@@ -5,14 +5,15 @@ the steps of Oobleck §5.1 or the best instantiation say which templates, an ass
 The same situation always gives the same plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.assignment import Assigner, Masks, Position, natural_key, places_of
 from planner.batch import check_batch
 from planner.costs import StageCosts
-from planner.errors import TooFewNodesError
+from planner.errors import InfeasibleError, TooFewNodesError
 from planner.instantiation import Instantiation, Instantiator
+from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
 from planner.reconfiguration import reinstantiate
 from planner.templates import Templates, check_tolerance, smallest_pipeline
@@ -28,6 +29,9 @@ from planner.values import (
     StagePlacement,
     Template,
 )
+
+Told = Callable[[int, int], None]
+"""How far something is: done, of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,52 @@ class Planner:
         """
         check_tolerance(self.policy, self.n0, nodes)
 
-    def precompute(self, max_nodes: int) -> None:
+    def precompute(self, max_nodes: int, told: Told | None = None, *, present: int | None = None) -> None:
         """Make all templates and instantiations for up to ``max_nodes`` nodes.
 
+        Those for ``present`` nodes (default: all) come first, then those for fewer and fewer, then for more:
+        a loss is likelier than a join, and small ones likelier than large ones.
+
+        :param told: called with the number of instantiations made so far and of all, from (0, all), which
+            comes when the templates are made, to (all, all).
         :raises InfeasibleError: ``max_nodes`` nodes cannot hold one replica.
         """
         instantiator = self.instantiator(max_nodes)
-        for nodes in range(self.n0, max_nodes + 1):
+        now = min(max(present or max_nodes, self.n0), max_nodes)
+        counts = [*range(now, self.n0 - 1, -1), *range(now + 1, max_nodes + 1)]
+        for done, nodes in enumerate(counts):
+            if told is not None:
+                told(done, len(counts))
             instantiator.best(nodes)
+        if told is not None:
+            told(len(counts), len(counts))
+
+    def precomputed(self) -> Precomputed:
+        """What ``precompute`` made, for ``restore`` in another planner of the same job.
+
+        :raises InfeasibleError: nothing was precomputed.
+        """
+        if self._templates is None:
+            raise InfeasibleError("nothing was precomputed; call precompute first")
+        nodes = self._templates.nodes
+        instantiator = self.instantiator(nodes)
+        return Precomputed(
+            nodes=nodes,
+            templates=tuple(self._templates.by_nodes.values()),
+            instantiations={count: instantiator.best(count) for count in range(self.n0, nodes + 1)},
+        )
+
+    def restore(self, precomputed: Precomputed) -> None:
+        """Go on from what another planner of this job precomputed; what it lacks is made when it is needed.
+
+        :raises RestoreError: it is of another job; the planner is as it was.
+        """
+        check_precomputed(precomputed, self.costs, self.n0)
+        by_nodes = {template.nodes: template for template in precomputed.templates}
+        self._templates = Templates(self.costs, precomputed.nodes, by_nodes)
+        self._instantiator = Instantiator(self.costs, self._templates)
+        for nodes, found in precomputed.instantiations.items():
+            self._instantiator.remember(nodes, found)
 
     def templates(self, nodes: int) -> Templates:
         """The templates; made anew if the cluster has outgrown them.

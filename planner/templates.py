@@ -6,6 +6,8 @@ also needs its sums from n₀ on, and Theorem A.1 grants them for p > n₀ − 1
 to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
 """
 
+from collections.abc import Mapping
+
 from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping import Mapper
@@ -18,8 +20,13 @@ GIB = 1 << 30
 class Templates:
     """The templates of one job for clusters of up to ``nodes`` nodes; they never change while it trains."""
 
-    def __init__(self, costs: StageCosts, nodes: int) -> None:
-        """:raises InfeasibleError: no number of nodes can hold the model, or ``nodes`` cannot."""
+    def __init__(
+        self, costs: StageCosts, nodes: int, templates: Mapping[int, Template] | None = None
+    ) -> None:
+        """:param templates: those made before for the same costs and ``nodes``, by their nodes, ascending;
+            ``None`` makes them now.
+        :raises InfeasibleError: no number of nodes can hold the model, or ``nodes`` cannot.
+        """
         policy = costs.policy
         self.nodes = nodes
         self.n0 = smallest_pipeline(costs)
@@ -29,13 +36,13 @@ class Templates:
                 f"one replica of the model needs {self.n0} nodes of {policy.devices_per_node} devices, and "
                 f"there are {nodes}: {_tightest(costs, nodes)}; start {self.n0} nodes or more"
             )
+        self.by_nodes: dict[int, Template] = dict(templates or {})
+        if templates is not None:
+            return
         largest = max(nodes - policy.tolerate * self.n0, min(nodes, 2 * self.n0 - 1))
         mapper = Mapper(costs, min(largest, costs.most_nodes))
-        self.by_nodes: dict[int, Template] = {}
         for size in range(self.n0, min(largest, costs.most_nodes) + 1):
-            # What a pipeline of this size gets of the batch when all nodes work.
-            share = max(1, round(policy.microbatches * size / nodes))
-            template = mapper.template(size, share)
+            template = mapper.template(size, expected_share(policy, size, nodes))
             if template is not None:
                 self.by_nodes[size] = template
 
@@ -49,6 +56,11 @@ class Templates:
         """Theorem A.1's conditions: p > n₀ − 1 sizes, consecutive. Then no number ≥ n₀ leaves a node idle."""
         consecutive = self.sizes[-1] - self.sizes[0] + 1 == len(self.sizes)
         return consecutive and len(self.sizes) > self.n0 - 1
+
+
+def expected_share(policy: Policy, size: int, nodes: int) -> int:
+    """What a pipeline of ``size`` nodes gets of the batch's microbatches when all ``nodes`` work."""
+    return max(1, round(policy.microbatches * size / nodes))
 
 
 def smallest_pipeline(costs: StageCosts) -> int:

@@ -1,0 +1,82 @@
+"""What ``Planner.precompute`` found, as plain values: to be made in one process and used in another, or kept
+on disk under a key of all that it depends on.
+
+The checks here are cheap: they refuse what belongs to another job or another cluster, so that no plan is
+made of it. That templates and instantiations are the *best* is not checked again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.costs import StageCosts
+from planner.errors import RestoreError
+from planner.instantiation import Instantiation
+from planner.values import StageTemplate, Template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precomputed:
+    """All that planning for up to ``nodes`` nodes looks up."""
+
+    nodes: int
+    templates: tuple[Template, ...]
+    """Smallest first."""
+    instantiations: dict[int, Instantiation]
+    """The best for each number of nodes."""
+
+
+def check_precomputed(precomputed: Precomputed, costs: StageCosts, n0: int) -> None:
+    """Whether these are templates and instantiations of the job that ``costs`` is about.
+
+    :raises RestoreError: naming the first entry that does not fit.
+    """
+    _require(precomputed.nodes >= n0, f"it is for {precomputed.nodes} nodes and one replica needs {n0}")
+    sizes = [template.nodes for template in precomputed.templates]
+    _require(bool(sizes) and sizes[0] == n0, f"templates begin at {sizes[:1]} nodes and must at {n0}")
+    _require(all(a < b for a, b in pairwise(sizes)), f"template sizes {sizes} do not ascend")
+    for template in precomputed.templates:
+        _check_template(template, costs)
+    known = set(sizes)
+    for nodes, found in precomputed.instantiations.items():
+        name = f"instantiations[{nodes}]"
+        _require(n0 <= nodes <= precomputed.nodes, f"{name} is not among {n0} to {precomputed.nodes} nodes")
+        _require(set(found.sizes) <= known, f"{name} has pipelines of {found.sizes} nodes, without templates")
+        _require(0 < found.nodes <= nodes, f"{name} has pipelines of {found.nodes} nodes in all")
+        lengths = {len(found.sizes), len(found.microbatches), len(found.pipeline_ms)}
+        _require(lengths == {len(found.sizes)}, f"{name} has not one share and one time for each pipeline")
+        _require(list(found.sizes) == sorted(found.sizes, reverse=True), f"{name} is not largest first")
+        shared = sum(found.microbatches) == costs.policy.microbatches and min(found.microbatches) >= 1
+        _require(shared, f"{name} does not share out {costs.policy.microbatches} microbatches")
+
+
+def _check_template(template: Template, costs: StageCosts) -> None:
+    name = f"the template of {template.nodes} nodes"
+    stages = template.stages
+    edges = [*(stage.first_layer for stage in stages), costs.layers]
+    joined = all(stage.end_layer == next_first for stage, next_first in zip(stages, edges[1:], strict=True))
+    _require(edges[0] == 0 and joined, f"{name} has not each of {costs.layers} layers once and in order")
+    _require(all(s.first_layer < s.end_layer for s in stages), f"{name} has a stage without layers")
+    offsets = [stage.node_offset for stage in stages]
+    _require(offsets == sorted(offsets), f"{name} goes back and forth between nodes")
+    filled = [costs.devices_per_node] * template.nodes
+    _require(list(_devices_used(template)) == filled, f"{name} does not use all devices of its nodes")
+    for behind, stage in enumerate(reversed(stages)):
+        _require(stage.devices in costs.stage_devices, f"{name} has a stage of {stage.devices} devices")
+        _require(_fits(stage, behind, costs), f"{name} has a stage that is too large for a device's memory")
+
+
+def _devices_used(template: Template) -> Iterator[int]:
+    for offset in range(template.nodes):
+        yield sum(stage.devices for stage in template.stages if stage.node_offset == offset)
+
+
+def _fits(stage: StageTemplate, behind: int, costs: StageCosts) -> bool:
+    limit = costs.memory.limit_bytes
+    size = costs.memory.stage_bytes(stage.first_layer, stage.end_layer, stage.devices, behind)
+    return limit is None or size <= limit
+
+
+def _require(true: bool, otherwise: str) -> None:
+    if not true:
+        raise RestoreError(f"what was precomputed does not belong to this job: {otherwise}; compute it anew")
