@@ -51,6 +51,8 @@ class StepResult:
     """Somebody wants everybody to stop behind this step."""
     step_s: float
     bubble_s: float
+    microbatch_ms: float
+    """Computing alone, for one microbatch; 0 where this rank has none."""
 
 
 class Engine:
@@ -162,7 +164,11 @@ class Engine:
         vote, stop = self._ask(loss, stop_wanted())
         self._apply(vote)
         return StepResult(
-            vote=vote, stop=stop, step_s=time.monotonic() - started, bubble_s=self.pace.bubble_s
+            vote=vote,
+            stop=stop,
+            step_s=time.monotonic() - started,
+            bubble_s=self.pace.bubble_s,
+            microbatch_ms=executor.microbatch_ms(),
         )
 
     def digests(self) -> dict[int, str]:

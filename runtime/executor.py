@@ -30,6 +30,7 @@ from runtime.schedule import (
     SendGradient,
     one_f_one_b,
 )
+from runtime.stopwatch import Stopwatch
 from runtime.world import Route, Seat
 
 _PREFETCH = 2
@@ -59,6 +60,7 @@ class StageExecutor:
         self._communicator = communicator
         self._gradients = gradients
         self._pace = pace
+        self._stopwatch = Stopwatch(model.device, pace)
         # With fewer rows than devices some device of a stage has none, and nothing to do but to sync.
         self._operations = one_f_one_b(seat.stage, seat.stages, seat.microbatches) if seat.rows else ()
         self._last = max((o.microbatch for o in self._operations if isinstance(o, Backward)), default=-1)
@@ -86,6 +88,7 @@ class StageExecutor:
         self._indices = self._sampler.indices(step)
         self._to_post = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
         self._gradients.begin()
+        self._stopwatch.begin()
         for _ in range(_PREFETCH):
             self._post_receive()
         for operation in self._operations:
@@ -106,20 +109,25 @@ class StageExecutor:
                     self._send_gradient(microbatch)
         return float(self._loss)
 
+    def microbatch_ms(self) -> float:
+        """Of the last step: ``Stopwatch.microbatch_ms``."""
+        return self._stopwatch.microbatch_ms()
+
     # --- computing -----------------------------------------------------------------------------
 
     def _forward(self, microbatch: int) -> None:
         seat, model = self._seat, self._model
         row = (seat.first_microbatch + microbatch) * self._data.microbatch_rows + seat.first_row
         x = self._input(microbatch, row)
-        output = model.forward(seat.first_layer, seat.end_layer, x, step=self._step, row=row)
-        if seat.is_last:
-            loss = model.training.loss(output, self._targets.pop(microbatch)).squeeze()
-            loss = loss * (seat.rows / self._data.global_batch)
-            self._loss += loss.detach()
-            self._outputs[microbatch] = (loss,)
-        else:
-            self._outputs[microbatch] = flatten(output)
+        with self._stopwatch.computing(microbatch):
+            output = model.forward(seat.first_layer, seat.end_layer, x, step=self._step, row=row)
+            if seat.is_last:
+                loss = model.training.loss(output, self._targets.pop(microbatch)).squeeze()
+                loss = loss * (seat.rows / self._data.global_batch)
+                self._loss += loss.detach()
+                self._outputs[microbatch] = (loss,)
+            else:
+                self._outputs[microbatch] = flatten(output)
 
     def _input(self, microbatch: int, row: int) -> Activation:
         """What the stage's first layer takes: samples, or what the previous stage sent."""
@@ -146,7 +154,9 @@ class StageExecutor:
             arrived = iter(self._output_gradients.pop(microbatch))
             gradients = [next(arrived) if o.is_floating_point() else None for o in outputs]
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-        if pairs:
+        if not pairs:
+            return
+        with self._stopwatch.computing(microbatch):
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
     # --- talking to the neighbours ---------------------------------------------------------------

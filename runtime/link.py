@@ -24,6 +24,7 @@ from runtime.protocol import (
     Report,
     Resume,
     Sleep,
+    Slow,
     encode,
 )
 
@@ -49,13 +50,15 @@ class Mailbox:
 
     # --- control thread --------------------------------------------------------------------------
 
-    def deliver(self, instruction: Prepare | Quiesce | Resume | Sleep) -> None:
+    def deliver(self, instruction: Prepare | Quiesce | Resume | Sleep | Slow) -> None:
         with self._condition:
             match instruction:
                 case Prepare():
                     self._prepares.append(instruction)
                 case Sleep(seconds=seconds):
                     self._pace.request_sleep(seconds)
+                case Slow(factor=factor):
+                    self._pace.slowness = factor
                 case Resume(generation=generation):
                     if generation >= self._generation:
                         self._generation = generation

@@ -21,6 +21,8 @@ class Pace:
         self.waiting = False
         self.bubble_s = 0.0
         """Waited for peers since the owner last set it to zero."""
+        self.slowness = 1.0
+        """Chaos: computing takes so many times as long."""
         self._sleep_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:

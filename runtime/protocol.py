@@ -120,11 +120,17 @@ class Sleep(Frame, frozen=True, kw_only=True):
     seconds: float
 
 
+class Slow(Frame, frozen=True, kw_only=True):
+    """Chaos: from now on computing takes ``factor`` times as long; 1 ends it."""
+
+    factor: float
+
+
 class Exit(Frame, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Sleep | Exit
+Instruction = Prepare | Quiesce | Resume | Sleep | Slow | Exit
 
 # --- trainer → node ----------------------------------------------------------------------------
 
@@ -192,6 +198,8 @@ class Stepped(Frame, frozen=True, kw_only=True):
     step_s: float
     bubble_s: float
     """Time of this step that the main thread waited for peers."""
+    microbatch_ms: float = 0.0
+    """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
 
 
 class Beat(Frame, frozen=True, kw_only=True):

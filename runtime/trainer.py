@@ -141,6 +141,7 @@ class Trainer:
                     vote=result.vote,
                     step_s=result.step_s,
                     bubble_s=result.bubble_s,
+                    microbatch_ms=result.microbatch_ms,
                 )
             )
             if result.stop:

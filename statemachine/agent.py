@@ -230,6 +230,8 @@ class AgentMachine:
         a = self._a
         if a.resume is None or event.generation != a.resume.generation:
             return
+        if event.microbatch_ms > 0:
+            a.trainers[event.device].computed_ms.append(event.microbatch_ms)
         if a.committed is not None and event.step <= a.committed.step:
             return
         a.committed = CommittedStep(step=event.step, vote=event.vote)

@@ -91,7 +91,7 @@ def hello(a: Agent) -> None:
 
 
 def heartbeat(a: Agent) -> None:
-    a.say(Heartbeat(generation=a.generation, committed=a.committed))
+    a.say(Heartbeat(generation=a.generation, committed=a.committed, microbatch_ms=a.microbatch_ms()))
 
 
 def say_quiesced(a: Agent) -> None:
@@ -221,6 +221,7 @@ def resume(a: Agent, command: Resume) -> None:
     ranked = set(a.mine(command))
     a.committed = a.history.get(command.step) if ranked else None
     for trainer in a.trainers:
+        trainer.computed_ms.clear()
         trainer.phase = TrainerPhase.RESUMING if trainer.device in ranked else TrainerPhase.PARKED
         a.out.append(TrainerResume(cause=a.cause, device=trainer.device, resume=command))
     a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
 from planner.values import Device, ModelProfile
@@ -30,6 +31,8 @@ LEAVE = "leave"
 
 PERIODIC = frozenset({HEARTBEAT, HELLO, WATCH})
 STEPS_FOR_MEDIAN = 21
+STEPS_FOR_SPEED = 9
+FEWEST_FOR_SPEED = 3
 
 
 class TrainerPhase(StrEnum):
@@ -66,6 +69,8 @@ class Trainer:
     report: DeviceReport | None = None
     resumed: TrainerResumed | None = None
     digests: dict[int, str] | None = None
+    computed_ms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_SPEED))
+    """Computing one microbatch, in the last steps of the present group."""
     # --- hang detection ---
     beat_at: float = 0.0
     progress: int = -1
@@ -147,6 +152,16 @@ class Agent:
         """Rank 0 is here: this node reports the steps."""
         first: Device = resume.plan.devices[0]
         return first.node == self.name
+
+    def microbatch_ms(self) -> tuple[float, ...] | None:
+        """``Heartbeat.microbatch_ms``. Medians: a hiccup of one step is no slowness."""
+        if self.resume is None or self.resume.generation != self.generation:
+            return None
+        medians = tuple(
+            round(median(trainer.computed_ms), 3) if len(trainer.computed_ms) >= FEWEST_FOR_SPEED else 0.0
+            for trainer in self.trainers
+        )
+        return medians if any(medians) else None
 
     # --- verbs ---
 

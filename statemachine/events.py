@@ -61,6 +61,8 @@ class JobSubmitted(Event):
     request: str
     """Id under which the driver answers the client."""
     job: Job
+    profile: ModelProfile | None = None
+    """Of the job's layers, where the user has one; ``None``: a node measures them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,8 @@ class TrainerStepped(Event):
     step: int
     vote: Vote
     step_s: float
+    microbatch_ms: float = 0.0
+    """Computing one microbatch, waiting excluded; 0: this device computed none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

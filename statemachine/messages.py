@@ -44,6 +44,9 @@ class Heartbeat:
 
     generation: int
     committed: CommittedStep | None
+    microbatch_ms: tuple[float, ...] | None = None
+    """For each device: how long it computes on one microbatch (median of recent steps under ``generation``),
+    0 where that is not known. ``None`` while it is known of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
                 step=report.step,
                 vote=vote_of(report.vote),
                 step_s=report.step_s,
+                microbatch_ms=report.microbatch_ms,
             )
         case protocol.Beat():
             return TrainerBeat(**base, device=device, progress=report.progress, waiting=report.waiting)

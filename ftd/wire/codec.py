@@ -136,6 +136,8 @@ def _check_numbers(message: Any) -> None:
         value = getattr(message, name, 0)
         if value < 0:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
+    if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
+        raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
     if isinstance(message, _Hello):
         facts = message.facts
         if not 1 <= facts.devices <= 4096:

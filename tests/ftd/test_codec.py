@@ -162,6 +162,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     str | None: st.none() | names,
     float | None: st.none() | reals,
     int | None: st.none() | numbers,
+    tuple[float, ...] | None: st.none() | st.lists(st.floats(0, 1e9), max_size=3).map(tuple),
     tuple[DeviceReport, ...]: st.lists(reports, max_size=3).map(tuple),
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
@@ -220,6 +221,8 @@ def heartbeat(**changes: Any) -> dict[str, Any]:
         (msgspec.msgpack.encode(heartbeat(body={"generation": -1})), "generation is -1"),
         (msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1}})), "vote"),
         (msgspec.msgpack.encode(heartbeat(body={"generation": 1.5})), "Heartbeat"),
+        (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [1.0, -1.0]})), "microbatch_ms"),
+        (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [float("nan")]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(node="other")), "'n'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Real trainers, driven frame by frame: numerics of heterogeneous pipelines and of every kind of recovery."""
 
 import signal
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -246,4 +247,24 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
         trainer.send(cluster.resume_frame(rank, 2, split, report.committed_step, report.vote, transfers))
     cluster.resumed((idle, busy))
     assert idle.take(p.Stepped).step == report.committed_step + 1
+    finish(trainers)
+
+
+def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
+    """One of two stages becomes 20 times slower: it shows there, not at the other, and losses stay right."""
+    job = data(steps=16)
+    expected, _ = reference_run(load(job), job, 16)
+    trainers = start(cluster, 2, job)
+    stages = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+    cluster.resume(trainers, stages, step=0)
+    first, second = trainers
+    before = [second.take(p.Stepped, step=step) for step in range(1, 5)]
+    second.send(p.Slow(factor=20.0))
+    waiting = [first.take(p.Stepped, step=step) for step in range(1, 17)]
+    slow = [second.take(p.Stepped, step=step) for step in range(7, 17)]
+    assert [frame.vote.loss for frame in waiting] == pytest.approx(expected, rel=1e-9)
+    assert all(0 < frame.microbatch_ms <= 1e3 * frame.step_s for frame in (*before, *waiting, *slow))
+    usual_ms = statistics.median(frame.microbatch_ms for frame in before)
+    assert statistics.median(frame.microbatch_ms for frame in slow) > 5 * usual_ms
+    assert statistics.median(frame.microbatch_ms for frame in waiting[6:]) < 5 * usual_ms
     finish(trainers)

@@ -352,6 +352,42 @@ def test_the_heartbeat_carries_the_newest_step_of_the_living_trainers() -> None:
     assert d.signals() == [Heartbeat(generation=1, committed=None)]
 
 
+def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
+    d = running(devices=2)
+
+    def told() -> tuple[float, ...] | None:
+        d.fire("heartbeat")
+        [beat] = d.signals(Heartbeat)
+        return beat.microbatch_ms
+
+    def step(number: int, *computed_ms: float) -> None:
+        for device, value in enumerate(computed_ms):
+            d.feed(
+                TrainerStepped,
+                device=device,
+                generation=1,
+                step=number,
+                vote=vote(number),
+                step_s=0.1,
+                microbatch_ms=value,
+            )
+
+    step(2, 5.0, 0.0)
+    step(3, 5.0, 0.0)
+    assert told() is None, "two steps are too few"
+    step(4, 5.5, 0.0)
+    assert told() == (5.0, 0.0), "a device that computes nothing is not known"
+    step(5, 90.0, 7.0)
+    assert told() == (5.25, 0.0), "one slow step is a hiccup"
+    for number in range(6, 12):
+        step(number, 20.0, 7.0)
+    assert told() == (20.0, 7.0)
+    d.quiesced(2, 11)
+    assert told() is None, "the next group computes other layers"
+    d.resume(2, 11)
+    assert told() is None
+
+
 def test_the_end_gathers_the_digests_of_all_devices() -> None:
     d = running(devices=2)
     d.feed(TrainerDone, device=0, generation=1, step=10, digests={0: "aa", 1: "bb"})
