@@ -81,12 +81,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def fields_of(into: type[Any], path: Sequence[str]) -> list[str]:
-    """Names of the fields of the Struct that ``path`` leads to (msgspec's introspection)."""
+    """Names of the fields of the Struct that ``path`` leads to, also through tuples (``layers[3]``)."""
     described: Any = msgspec.inspect.type_info(into)
     for step in path:
-        described = next(f.type for f in described.fields if f.encode_name == step)
+        name = step.partition("[")[0]
+        described = next(f.type for f in described.fields if f.encode_name == name)
         if isinstance(described, msgspec.inspect.UnionType):
             described = next(t for t in described.types if isinstance(t, msgspec.inspect.StructType))
+        if isinstance(described, msgspec.inspect.VarTupleType):
+            described = described.item_type
     return [f.encode_name for f in described.fields]
 
 

@@ -1,0 +1,170 @@
+"""What the entries of a profile say together: each is possible by itself, and yet they may contradict.
+
+Every complaint is a ``ConfigurationError`` with the field's path; ``ftd.config.profile_file`` adds the file.
+"""
+
+import json
+import re
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from ftd.config.profile_document import (
+    MAX_DEVICES,
+    SCHEMA,
+    SCHEMA_NAME,
+    SCHEMA_VERSION,
+    LayerEntry,
+    ProfileDocument,
+    SpreadEntry,
+    TimedLayer,
+    TimedLayers,
+)
+from ftd.errors import ConfigurationError
+
+
+def check_schema(tree: dict[str, Any]) -> None:
+    """:raises ConfigurationError: no profile of ours, or one of a version that is not known here."""
+    if "schema" not in tree:
+        raise ConfigurationError(
+            "required, but missing",
+            field="schema",
+            remedy=f'this is no profile; one begins with "schema": "{SCHEMA}"',
+        )
+    written = tree["schema"]
+    match = re.fullmatch(rf"{SCHEMA_NAME}/([0-9]{{1,9}})", written) if isinstance(written, str) else None
+    if match and int(match[1]) > SCHEMA_VERSION:
+        raise ConfigurationError(
+            f"this profile has version {int(match[1])}, this ftd reads up to {SCHEMA_VERSION}",
+            field="schema",
+            remedy="use the ftd that wrote it or a newer one, or measure again: ftd profile JOB.toml",
+        )
+    if written != SCHEMA:
+        raise ConfigurationError(
+            f"{shown(written)} is not known", field="schema", remedy=f'known: "{SCHEMA}"'
+        )
+
+
+def check_document(document: ProfileDocument) -> None:
+    """:raises ConfigurationError: entries that are possible one by one contradict each other."""
+    _check_ascending(document.stage_devices or (), "stage_devices")
+    _check_some_time([(e.forward_ms, e.backward_ms) for e in document.layers])
+    for number, layer in enumerate(document.layers):
+        field = f"layers[{number}]"
+        _check_split(document, layer, field)
+        for index, entry in enumerate(layer.measured):
+            _check_spread(entry.forward, f"{field}.measured[{index}].forward")
+            _check_spread(entry.backward, f"{field}.measured[{index}].backward")
+        _check_measured(layer, document.microbatch_rows, field)
+    if document.network is not None:
+        for index, sent in enumerate(document.network.point_to_point):
+            _check_spread(sent.time, f"network.point_to_point[{index}].time")
+        for index, reduced in enumerate(document.network.all_reduce):
+            _check_spread(reduced.time, f"network.all_reduce[{index}].time")
+
+
+def _check_split(document: ProfileDocument, layer: LayerEntry, field: str) -> None:
+    devices = tuple(split.devices for split in layer.split)
+    _check_ascending(devices, f"{field}.split", " of devices")
+    rows, allowed = document.microbatch_rows, document.stage_devices
+    for index, count in enumerate(devices):
+        name = f"{field}.split[{index}].devices"
+        if allowed is None and count > rows:
+            refuse(name, count, f"at most microbatch_rows, {rows}: a microbatch is split by rows")
+        if allowed is not None and count not in allowed:
+            refuse(name, count, "one of stage_devices, " + ", ".join(map(str, allowed)))
+    missing = [d for d in allowed or () if d > rows and d > 1 and d not in devices]
+    if missing:
+        raise ConfigurationError(
+            f"nothing says how long {missing[0]} devices take, and {rows} rows cannot be split over them",
+            field=f"{field}.split",
+            remedy=f"add an entry for {missing[0]} devices, or take {missing[0]} out of stage_devices",
+        )
+
+
+def _check_measured(layer: LayerEntry, rows: int, field: str) -> None:
+    for entry in layer.measured:
+        if entry.rows != rows:
+            continue
+        for name, spread in (("forward_ms", entry.forward), ("backward_ms", entry.backward)):
+            value = getattr(layer, name)
+            low, high = spread.minimum_ms, spread.maximum_ms
+            if not low <= value <= high:
+                refuse(f"{field}.{name}", value, f"between {low} and {high}, which is what was measured")
+
+
+def _check_spread(spread: SpreadEntry, field: str) -> None:
+    names = ("minimum_ms", "lower_quartile_ms", "median_ms", "upper_quartile_ms", "maximum_ms")
+    for low, high in pairwise(names):
+        if getattr(spread, low) > getattr(spread, high):
+            refuse(f"{field}.{high}", getattr(spread, high), f"at least {low}, {getattr(spread, low)}")
+
+
+def check_timed(timed: TimedLayers) -> None:
+    """:raises ConfigurationError: layers that list different numbers of devices, or times that are none."""
+    counts = counts_of(timed.layers[0])
+    for number, layer in enumerate(timed.layers):
+        field = f"layers[{number}].allreduce_in_node_ms"
+        for name, value in layer.allreduce_in_node_ms.items():
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", name) or int(name) > MAX_DEVICES:
+                raise ConfigurationError(
+                    f"{shown(name)} is no number of devices", field=field, remedy=f"write 1 to {MAX_DEVICES}"
+                )
+            usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e9
+            if not usable:
+                refuse(f"{field}.{name}", value, "a number from 0 to 1e9")
+        here = counts_of(layer)
+        if here != counts:
+            raise ConfigurationError(
+                f"lists {_listed(here)} devices, layer 0 lists {_listed(counts)}",
+                field=field,
+                remedy="list the same numbers of devices in all layers",
+            )
+    if 1 not in counts:
+        raise ConfigurationError(
+            'required, but missing: "1"', field="layers[0].allreduce_in_node_ms", remedy='add "1": 0 to all'
+        )
+    _check_some_time([(layer.forward_ms, layer.backward_ms) for layer in timed.layers])
+
+
+def counts_of(layer: TimedLayer) -> tuple[int, ...]:
+    """The numbers of devices that a layer lists, ascending; names that are no numbers are left out."""
+    return tuple(sorted(int(n) for n in layer.allreduce_in_node_ms if re.fullmatch(r"[1-9][0-9]{0,3}", n)))
+
+
+def _check_some_time(times_ms: list[tuple[float, float]]) -> None:
+    if not any(forward + backward > 0 for forward, backward in times_ms):
+        raise ConfigurationError(
+            "all layers take 0 ms", field="layers", remedy="nothing can be planned by that: measure them"
+        )
+
+
+def _check_ascending(counts: tuple[int, ...], field: str, what: str = "") -> None:
+    for low, high in pairwise(counts):
+        if low >= high:
+            raise ConfigurationError(
+                f"{high} stands behind {low}",
+                field=field,
+                remedy=f"list each number{what} once, ascending",
+            )
+
+
+def refuse(field: str, value: Any, wanted: str) -> NoReturn:
+    """:raises ConfigurationError: with the value and what to write instead."""
+    raise ConfigurationError(f"{shown(value)} is not allowed", field=field or None, remedy=f"write {wanted}")
+
+
+def _listed(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts)) or "no"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and as JSON has it."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def joined(field: str, name: str) -> str:
+    """The path of ``name`` in the object at ``field``."""
+    return f"{field}.{name}" if field else name

@@ -1,0 +1,288 @@
+"""Profile files: read, checked to the last entry, and written.
+
+``load_profile`` knows two formats, both JSON: ftd's own (``ProfileDocument``) and bare layer times
+(``TimedLayers``). Whatever is wrong with a file is a ``ConfigurationError`` that names the field.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftd.config.profile_checks import (
+    check_document,
+    check_schema,
+    check_timed,
+    counts_of,
+    joined,
+    refuse,
+    shown,
+)
+from ftd.config.profile_document import (
+    SCHEMA,
+    LayerEntry,
+    LinkEntry,
+    ProfileDocument,
+    TimedLayer,
+    TimedLayers,
+)
+from ftd.config.reading import convert
+from ftd.errors import ConfigurationError
+from planner.values import LayerProfile, Link, ModelProfile, SplitTime
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+_REMEDY = "correct it, or measure a profile: ftd profile JOB.toml"
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")
+
+
+def load_profile(path: Path) -> ModelProfile:
+    """The profile in a file of either format.
+
+    A file of bare layer times has no sizes and a free network, and its times are those of one row.
+
+    :raises ConfigurationError: names the file, the field and the remedy.
+    """
+    found = load_document(path)
+    return timed_profile(found) if isinstance(found, TimedLayers) else model_profile(found)
+
+
+def load_document(path: Path) -> ProfileDocument | TimedLayers:
+    """All that a file says, checked.
+
+    :raises ConfigurationError: names the file, the field and the remedy.
+    """
+    tree = _read_json(path)
+    try:
+        _check_tree(tree)
+        if not isinstance(tree, dict):
+            raise ConfigurationError(
+                f"a profile is a JSON object, this is {shown(tree)}",
+                remedy="write one: ftd profile JOB.toml",
+            )
+        if "schema" not in tree and _has_bare_times(tree):
+            timed = _convert(tree, TimedLayers)
+            check_timed(timed)
+            return timed
+        check_schema(tree)
+        document = _convert(tree, ProfileDocument)
+        check_document(document)
+    except ConfigurationError as error:
+        field = f"{path.name}: {error.field}" if error.field else path.name
+        raise ConfigurationError(error.problem, field=field, remedy=error.remedy or _REMEDY) from None
+    return document
+
+
+def save_profile(path: Path, document: ProfileDocument) -> None:
+    """Write a profile; what was there before is replaced as a whole or not at all.
+
+    :raises ConfigurationError: the file cannot be written, or the profile could not be read back.
+    """
+    check_document(document)
+    text = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        try:
+            beside.write_bytes(text)
+            beside.replace(path)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error}", remedy="name a file in a directory that you may write to"
+        ) from None
+
+
+def model_profile(document: ProfileDocument) -> ModelProfile:
+    """What the planner takes of a profile file."""
+    link = _link(document.link) if document.link else Link()
+    return ModelProfile(
+        layers=tuple(_layer(entry) for entry in document.layers),
+        microbatch_rows=document.microbatch_rows,
+        device_memory_bytes=document.device_memory_bytes,
+        stage_devices=document.stage_devices,
+        link=link,
+        ring=_link(document.ring) if document.ring else link,
+    )
+
+
+def profile_document(profile: ModelProfile) -> ProfileDocument:
+    """A profile as a file would have it, without measurements and provenance."""
+    return ProfileDocument(
+        schema=SCHEMA,
+        microbatch_rows=profile.microbatch_rows,
+        layers=tuple(msgspec.convert(msgspec.to_builtins(layer), LayerEntry) for layer in profile.layers),
+        device_memory_bytes=profile.device_memory_bytes,
+        stage_devices=profile.stage_devices,
+        link=LinkEntry(latency_ms=profile.link.latency_ms, bytes_per_s=profile.link.bytes_per_s),
+        ring=LinkEntry(latency_ms=profile.ring.latency_ms, bytes_per_s=profile.ring.bytes_per_s),
+    )
+
+
+def timed_profile(timed: TimedLayers) -> ModelProfile:
+    """Layer times as a profile: d devices take forward/d + a[d] and backward/d + a[d]."""
+    counts = counts_of(timed.layers[0])
+    free = Link(latency_ms=0.0)
+    return ModelProfile(
+        layers=tuple(_timed_layer(layer, counts) for layer in timed.layers),
+        microbatch_rows=1,
+        stage_devices=counts,
+        link=free,
+        ring=free,
+    )
+
+
+def _layer(entry: LayerEntry) -> LayerProfile:
+    return LayerProfile(
+        forward_ms=entry.forward_ms,
+        backward_ms=entry.backward_ms,
+        parameter_bytes=entry.parameter_bytes,
+        gradient_bytes=entry.gradient_bytes,
+        optimizer_bytes=entry.optimizer_bytes,
+        activation_bytes=entry.activation_bytes,
+        output_bytes=entry.output_bytes,
+        split=tuple(
+            SplitTime(devices=s.devices, forward_ms=s.forward_ms, backward_ms=s.backward_ms)
+            for s in entry.split
+        ),
+    )
+
+
+def _link(entry: LinkEntry) -> Link:
+    return Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
+
+
+def _timed_layer(layer: TimedLayer, counts: tuple[int, ...]) -> LayerProfile:
+    extra_ms = {d: float(layer.allreduce_in_node_ms[str(d)]) for d in counts}
+    return LayerProfile(
+        forward_ms=layer.forward_ms,
+        backward_ms=layer.backward_ms,
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=0,
+        output_bytes=0,
+        split=tuple(
+            SplitTime(
+                devices=d,
+                forward_ms=layer.forward_ms / d + extra_ms[d],
+                backward_ms=layer.backward_ms / d + extra_ms[d],
+            )
+            for d in counts
+            if d > 1
+        ),
+    )
+
+
+# --- JSON --------------------------------------------------------------------------------------
+
+
+class _Twice:
+    """Stands in a tree where an object has the same key twice, which JSON parsers pass over."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _read_json(path: Path) -> Any:
+    """:raises ConfigurationError: there is no file, or no JSON in it."""
+    try:
+        if path.is_dir():
+            raise ConfigurationError(f"{path} is a directory", remedy="name the profile in it")
+        if not path.exists():
+            raise ConfigurationError(f"{path} does not exist", remedy="check the path")
+        if not path.is_file():
+            raise ConfigurationError(f"{path} is not a regular file", remedy="name a JSON file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}", remedy="check its permissions") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigurationError(
+            f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="is it the right file?"
+        )
+    try:
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {error}", remedy=_REMEDY) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    names = [name for name, _ in pairs]
+    return _Twice(next(name for name in names if names.count(name) > 1))
+
+
+def _check_tree(tree: Any) -> None:
+    """What msgspec does not look at.
+
+    :raises ConfigurationError: a key that is there twice, a number that is not finite, broken text.
+    """
+    for field, value in _leaves(tree):
+        if isinstance(value, _Twice):
+            raise ConfigurationError(
+                "is there twice", field=joined(field, value.name), remedy="keep one of the two"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(field, value, "a finite number")
+        if isinstance(value, str) and not _is_text(value):
+            raise ConfigurationError(f"{value!a} is no valid text", field=field or None, remedy=_REMEDY)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and every value that is no object and no list, with its path. Not recursive: a file may nest
+    as deep as the parser lets it."""
+    stack: list[tuple[str, Any]] = [("", tree)]
+    while stack:
+        field, value = stack.pop()
+        if isinstance(value, dict):
+            for key in value:
+                yield field, key
+            stack += [(joined(field, key), below) for key, below in value.items()]
+        elif isinstance(value, list):
+            stack += [(f"{field}[{index}]", below) for index, below in enumerate(value)]
+        else:
+            yield field, value
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _convert(tree: dict[str, Any], into: type[T]) -> T:
+    """:raises ConfigurationError: a field is missing, unknown, or not what it must be."""
+    try:
+        return convert(tree, into)
+    except ConfigurationError as error:
+        if error.remedy is not None or error.field is None:
+            raise
+        value = _at(tree, error.field)
+        if isinstance(value, dict | list):
+            raise
+        said = error.problem[:1].lower() + error.problem[1:]
+        raise ConfigurationError(f"{shown(value)} is not allowed: {said}", field=error.field) from None
+
+
+def _at(tree: Any, field: str) -> Any:
+    for name, index in _STEP.findall(field):
+        tree = tree[name] if name else tree[int(index)]
+    return tree
+
+
+def _has_bare_times(tree: dict[str, Any]) -> bool:
+    layers = tree.get("layers")
+    first = layers[0] if isinstance(layers, list) and layers else None
+    return "kind" in tree or (isinstance(first, dict) and "allreduce_in_node_ms" in first)
