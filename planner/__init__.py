@@ -4,6 +4,7 @@ values, errors      what goes in and comes out
 memory, costs       bytes and seconds of every possible stage
 makespan            the 1F1B recurrence, its bounds, the paper's formula
 additive, enumeration, iteration, mapping    layers and devices of each stage of a template
+recut               new layers for stages whose devices are given and differ in speed
 precomputed         what was found before the first failure, as values
 templates           which template sizes there are
 batch, instantiation              which pipelines, and how many microbatches each

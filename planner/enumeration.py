@@ -65,11 +65,13 @@ def feasible(costs: StageCosts, cuts: Ints, devices: Ints) -> NDArray[np.bool_]:
 
 
 def quickest(
-    costs: StageCosts, cuts: Ints, devices: Ints, microbatches: int
+    costs: StageCosts, cuts: Ints, devices: Ints, microbatches: int, slowness: Floats | None = None
 ) -> tuple[float, tuple[StageTemplate, ...]] | None:
     """The mapping with the least makespan among these that fit into memory, and that makespan.
 
     Simulated in the order of their lower bounds, until no bound is below the best makespan.
+
+    :param slowness: how many times as long as the profile says each stage takes, shape (S,).
     """
     kept = feasible(costs, cuts, devices)
     cuts, devices = cuts[kept], devices[kept]
@@ -77,6 +79,8 @@ def quickest(
         return None
     forward_ms = costs.forward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
     backward_ms = costs.backward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
+    if slowness is not None:
+        forward_ms, backward_ms = forward_ms * slowness, backward_ms * slowness
     link_ms: Floats = costs.link_ms[cuts[:, 1:-1]]
     bounds = path_bounds(forward_ms, backward_ms, link_ms, microbatches)
     order = np.argsort(bounds, kind="stable")

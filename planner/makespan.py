@@ -85,27 +85,33 @@ class PipelineClock:
 
 
 def makespans(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:
-    """``PipelineClock.makespan_ms`` of C pipelines of S stages at once.
+    """``PipelineClock.makespan_ms`` of C pipelines of S stages at once, to the last bit.
 
-    Shapes (C, S), (C, S) and (C, S − 1); the answer has shape (C,). In round m every stage s does
-    B(s, m − S + s) and then F(s, m), as far as they exist.
+    Shapes (C, S), (C, S) and (C, S − 1); the answer has shape (C,).
+
+    In waves: F(s, m) is done in wave 2m + s and B(s, i) in wave 2i + 2S − 1 − s. Then a wave has at most one
+    operation of each stage, and all that it waits for are the operations that this stage and its neighbour
+    did last: the forwards of every other stage and the backwards of those between.
     """
     count, stages = forward_ms.shape
-    free, done_back = np.zeros((count, stages)), np.zeros((count, stages))
-    for m in range(microbatches + stages):
-        low, high = max(0, stages - m), min(stages, microbatches + stages - m)
-        inner = min(high, stages - 1)
-        start = free[:, low:high].copy()
-        if inner > low:
-            arrived = done_back[:, low + 1 : inner + 1] + link_ms[:, low:inner]
-            start[:, : inner - low] = np.maximum(start[:, : inner - low], arrived)
-        free[:, low:high] = done_back[:, low:high] = start + backward_ms[:, low:high]
-        if m < microbatches:
-            free[:, 0] += forward_ms[:, 0]
-            for stage in range(1, stages):
-                crossed = free[:, stage - 1] + link_ms[:, stage - 1]
-                free[:, stage] = np.maximum(free[:, stage], crossed) + forward_ms[:, stage]
-    return free[:, 0]
+    # Row s + 1 is stage s; whoever waits for a stage that is not there does not wait.
+    free = np.full((stages + 2, count), -np.inf)
+    free[1:-1] = 0.0
+    forward, backward = forward_ms.T.copy(), backward_ms.T.copy()
+    link = np.zeros((stages + 1, count))
+    link[1:-1] = link_ms.T
+    last = 2 * (microbatches - 1)
+    for wave in range(last + 2 * stages):
+        low, high = max(wave % 2, wave - last), min(wave + 1, stages)
+        ahead = slice(low, high, 2), slice(low + 1, high + 1, 2)
+        low, high = max((wave + 1) % 2, 2 * stages - 1 - wave), min(stages, last + 2 * stages - wave)
+        back = slice(low, high, 2), slice(low + 1, high + 1, 2), slice(low + 2, high + 2, 2)
+        forwarded = np.maximum(free[ahead[1]], free[ahead[0]] + link[ahead[0]])
+        backwarded = np.maximum(free[back[1]], free[back[2]] + link[back[1]])
+        free[ahead[1]] = forwarded + forward[ahead[0]]
+        free[back[1]] = backwarded + backward[back[0]]
+    done: Floats = free[1]
+    return done
 
 
 def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:

@@ -1,0 +1,148 @@
+"""The best cuts for stages whose devices are given, each with its own speed (stragglers).
+
+Few cuts are all looked at. Of more, those that are best for several limits on the slowest stage's time are
+candidates, and a local search goes on from the best one.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from math import comb, isfinite
+
+import numpy as np
+
+from planner.costs import StageCosts
+from planner.enumeration import Ints, quickest
+from planner.errors import InfeasibleError
+from planner.makespan import Floats
+from planner.values import StageTemplate
+
+ENUMERATED_CUTS = 5_000
+"""Up to so many cuts are all looked at: about ten milliseconds."""
+LIMITS = 24
+"""Limits on the slowest stage's time, from the least possible one upwards, that give a candidate each."""
+LONGEST_SHIFT = 8
+"""Cuts next to each other that move together in one step of the local search."""
+
+
+def recut(
+    costs: StageCosts, stages: Sequence[StageTemplate], slowness: Sequence[float], microbatches: int
+) -> tuple[StageTemplate, ...]:
+    """The same devices in the same order with the layers that make ``microbatches`` take least time.
+
+    Never slower than ``stages`` as they are, and optimal up to ``ENUMERATED_CUTS`` possible cuts.
+
+    :param stages: a mapping that fits into memory; every stage keeps its devices and node.
+    :param slowness: by how much forward and backward of each stage are multiplied, > 0: 2 takes twice as
+        long as the profile says.
+    :raises InfeasibleError: ``slowness`` is not one positive number for each stage.
+    """
+    if len(slowness) != len(stages) or not all(isfinite(factor) and factor > 0 for factor in slowness):
+        raise InfeasibleError(
+            f"slowness is {list(slowness)} for {len(stages)} stages; it must be a number > 0 for each"
+        )
+    search = _Recut(costs, stages, slowness, microbatches)
+    cuts = search.best()
+    return tuple(
+        StageTemplate(first_layer=first, end_layer=end, node_offset=stage.node_offset, devices=stage.devices)
+        for (first, end), stage in zip(pairwise(cuts), stages, strict=True)
+    )
+
+
+class _Recut:
+    def __init__(
+        self, costs: StageCosts, stages: Sequence[StageTemplate], slowness: Sequence[float], microbatches: int
+    ) -> None:
+        self._costs, self._microbatches = costs, microbatches
+        self._devices: Ints = np.array([stage.devices for stage in stages], dtype=np.int64)
+        self._slowness: Floats = np.array(slowness, dtype=np.float64)
+        self._given = [stage.first_layer for stage in stages] + [costs.layers]
+        self._best_ms = np.inf
+        self._cuts = self._given
+
+    def best(self) -> list[int]:
+        layers, stages = self._costs.layers, len(self._devices)
+        if comb(layers - 1, stages - 1) <= ENUMERATED_CUTS:
+            self._offer([[0, *inner, layers] for inner in combinations(range(1, layers), stages - 1)])
+            return self._cuts
+        self._offer([self._given, *self._candidates()])
+        while self._offer(_shifted(self._cuts)):
+            pass
+        return self._cuts
+
+    def _offer(self, rows: list[list[int]]) -> bool:
+        """Whether one of these cuts is quicker than the best so far."""
+        if not rows:
+            return False
+        cuts = np.array(rows, dtype=np.int64)
+        devices = np.broadcast_to(self._devices, (len(rows), len(self._devices)))
+        found = quickest(self._costs, cuts, devices, self._microbatches, self._slowness)
+        if found is None or found[0] >= self._best_ms:
+            return False
+        self._best_ms = found[0]
+        self._cuts = [stage.first_layer for stage in found[1]] + [self._costs.layers]
+        return True
+
+    def _candidates(self) -> list[list[int]]:
+        """Least work in front of and least twice the work behind the slowest stage, for several limits.
+
+        The path of ``path_bounds`` for a slowest stage k in time B: Σ t + Σ_{j>k} (t_j − B) + (N − 1)·B.
+        """
+        stages = len(self._devices)
+        time_ms = self._costs.time_ms[self._devices] * self._slowness[:, None, None]
+        for stage, devices in enumerate(self._devices):
+            fits = self._costs.fits(int(devices), stages - 1 - stage)
+            time_ms[stage] = np.where(fits, time_ms[stage], np.inf)
+        least = _least(time_ms, np.maximum)
+        if least is None:
+            return []
+        slowest_ms = max(float(time_ms[s, u, v]) for s, (u, v) in enumerate(pairwise(least)))
+        limits = np.unique(time_ms)
+        limits = limits[np.isfinite(limits) & (limits >= slowest_ms)][:LIMITS]
+        links = 2 * self._costs.link_ms
+        found = [least]
+        for limit in limits:
+            within = np.where(time_ms <= limit, time_ms + links, np.inf)
+            # As if the slowest stage were the last one, or the first.
+            for sums in (within, within + time_ms):
+                cuts = _least(sums, np.add)
+                if cuts is not None:
+                    found.append(cuts)
+        return found
+
+
+def _least(stage_ms: Floats, together: np.ufunc) -> list[int] | None:
+    """Cuts that minimise the sum (or maximum) over stages of ``stage_ms[s, u, v]``, shape (S, L + 1, L + 1).
+
+    ``None`` if every choice of cuts is infinite.
+    """
+    stages, width = stage_ms.shape[:2]
+    rest = np.full(width, np.inf)
+    rest[-1] = 0.0
+    ends: list[Ints] = []
+    for stage in reversed(range(stages)):
+        sums = together(stage_ms[stage], rest)
+        chosen = sums.argmin(axis=1)
+        ends.append(chosen)
+        rest = sums[np.arange(width), chosen]
+    if not np.isfinite(rest[0]):
+        return None
+    cuts = [0]
+    for chosen in reversed(ends):
+        cuts.append(int(chosen[cuts[-1]]))
+    return cuts
+
+
+def _shifted(cuts: list[int]) -> list[list[int]]:
+    """Cuts one move away: a run of neighbouring cuts goes up or down by one layer, or one cut by some."""
+    rows: list[list[int]] = []
+    stages = len(cuts) - 1
+    for first in range(1, stages):
+        for after in range(first + 1, min(first + LONGEST_SHIFT, stages) + 1):
+            for step in (-1, 1):
+                moved = [*cuts[:first], *(cut + step for cut in cuts[first:after]), *cuts[after:]]
+                if moved[first] > moved[first - 1] and moved[after] > moved[after - 1]:
+                    rows.append(moved)
+        for cut in range(cuts[first - 1] + 1, cuts[first + 1]):
+            if abs(cut - cuts[first]) > 1:
+                rows.append([*cuts[:first], cut, *cuts[first + 1 :]])
+    return rows
