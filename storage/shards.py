@@ -1,0 +1,149 @@
+"""What an owner keeps of a bucket, in bytes: from a code's cells to copies and XORs of byte ranges.
+
+A bucket is a run of bytes; it is thought to be continued by zeros to a whole number of cells. A *shard* is
+what one owner keeps: its segment, then its extra cells. Every step of making one is a short list of byte
+ranges, so that it can be done in slices of any size, at any time, in any order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.codes import Code, Stored, recipe
+
+Bytes = NDArray[np.uint8]
+ALIGNMENT_BYTES = 64
+"""Cells begin at multiples: XOR runs over whole words, and whole cache lines."""
+
+
+class LostError(RuntimeError):
+    """More owners are lost than the code withstands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """``size_bytes`` bytes of a shard from ``offset``: the XOR of the bucket's bytes from each source on.
+
+    One source is a copy.
+    """
+
+    offset: int
+    size_bytes: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """Where the bytes of one bucket are in the shards of its owners."""
+
+    code: Code
+    bucket_bytes: int
+
+    @property
+    def cell_bytes(self) -> int:
+        cells = self.code.owners * self.code.cells
+        return -(-max(1, self.bucket_bytes) // (cells * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+
+    def shard_bytes(self, owner: int) -> int:
+        return (self.code.cells + len(self.code.extra[owner])) * self.cell_bytes
+
+    def pieces(self, owner: int) -> tuple[Piece, ...]:
+        """How the owner makes its shard out of the bucket: its segment, then its extra cells."""
+        size, cells = self.cell_bytes, self.code.cells
+        segment = Piece(offset=0, size_bytes=cells * size, sources=(owner * cells * size,))
+        extra = [
+            Piece(
+                offset=(cells + index) * size, size_bytes=size, sources=tuple(c * size for c in sorted(kept))
+            )
+            for index, kept in enumerate(self.code.extra[owner])
+        ]
+        return (segment, *extra)
+
+    def offset_of(self, stored: Stored) -> int:
+        """Where a stored cell begins in its owner's shard."""
+        return stored.index * self.cell_bytes
+
+
+def make_shard(layout: ShardLayout, owner: int, bucket: Bytes, shard: Bytes) -> None:
+    """Fill ``shard``, of ``layout.shard_bytes(owner)`` bytes, from the whole bucket."""
+    for piece in layout.pieces(owner):
+        target = shard[piece.offset : piece.offset + piece.size_bytes]
+        for number, start in enumerate(piece.sources):
+            source = bucket[start : start + piece.size_bytes]
+            if number == 0:
+                target[: len(source)] = source
+                target[len(source) :] = 0
+            else:
+                xor_into(target, source)
+
+
+def xor_into(target: Bytes, source: Bytes) -> None:
+    """``target ^= source``, over the source's length; in words where both are aligned."""
+    words = len(source) // 8 * 8
+    if words and target.ctypes.data % 8 == 0 and source.ctypes.data % 8 == 0:
+        wide = target[:words].view(np.uint64)
+        np.bitwise_xor(wide, source[:words].view(np.uint64), out=wide)
+    else:
+        words = 0
+    rest = target[words : len(source)]
+    np.bitwise_xor(rest, source[words:], out=rest)
+
+
+Fetch = Callable[[int, int, int], Bytes]
+"""Bytes of the shard of an owner, from an offset, so many."""
+
+
+def restore(
+    layout: ShardLayout, present: frozenset[int], fetch: Fetch, bucket: Bytes, first: int = 0
+) -> None:
+    """Fill ``bucket`` with the bucket's bytes from ``first`` on, from the shards of the owners ``present``.
+
+    :raises LostError: what is left does not say what the lost owners kept.
+    """
+    code, size = layout.code, layout.cell_bytes
+    lost = frozenset(range(code.owners)) - present
+    made = recipe(code, lost)
+    if made is None:
+        raise LostError(
+            f"owners {sorted(lost)} of {code.owners} are lost, and the others cannot make up for them"
+        )
+    end = min(first + len(bucket), layout.bucket_bytes)
+    for cell in range(first // size, -(-end // size)):
+        low, high = max(first, cell * size), min(end, (cell + 1) * size)
+        within, target = low - cell * size, bucket[low - first : high - first]
+        stored = made.get(cell) or (Stored(owner=cell // code.cells, index=cell % code.cells),)
+        for number, source in enumerate(stored):
+            found = fetch(source.owner, layout.offset_of(source) + within, high - low)
+            if number == 0:
+                target[:] = found
+            else:
+                xor_into(target, found)
+
+
+def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
+    """For shards that are all here."""
+    return lambda owner, offset, size: shards[owner][offset : offset + size]
+
+
+def needed(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> dict[int, list[range]]:
+    """Which byte ranges of which shards ``restore`` reads for the bucket's bytes [first, end), merged."""
+    ranges: dict[int, list[range]] = {}
+
+    def note(owner: int, offset: int, size: int) -> Bytes:
+        ranges.setdefault(owner, []).append(range(offset, offset + size))
+        return np.zeros(size, dtype=np.uint8)
+
+    restore(layout, present, note, np.zeros(end - first, dtype=np.uint8), first)
+    return {owner: _merged(some) for owner, some in ranges.items()}
+
+
+def _merged(ranges: Sequence[range]) -> list[range]:
+    merged: list[range] = []
+    for one in sorted(ranges, key=lambda r: r.start):
+        if merged and one.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, one.stop))
+        else:
+            merged.append(one)
+    return merged

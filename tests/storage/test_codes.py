@@ -1,0 +1,158 @@
+"""Codes against the bytes: whatever is lost within the guarantee comes back exactly, beyond it it is said."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.codes import Code, make_code, parse_scheme, recipe
+from storage.shards import Bytes, LostError, ShardLayout, fetch_from, make_shard, needed, restore, xor_into
+
+SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
+
+
+def shards_of(layout: ShardLayout, bucket: Bytes) -> dict[int, Bytes]:
+    made = {}
+    for owner in range(layout.code.owners):
+        # Not zeros: whatever is not written would show.
+        made[owner] = np.full(layout.shard_bytes(owner), 0xAA, dtype=np.uint8)
+        make_shard(layout, owner, bucket, made[owner])
+    return made
+
+
+def random_bucket(size: int) -> Bytes:
+    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("owners", range(1, 7))
+@pytest.mark.parametrize("size", [0, 1, 63, 1000, 40_001])
+def test_every_loss_within_the_guarantee_is_decoded_exactly(scheme: str, owners: int, size: int) -> None:
+    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
+    bucket = random_bucket(size)
+    shards = shards_of(layout, bucket)
+    everybody = frozenset(range(owners))
+    for losses in range(layout.code.guarantee + 1):
+        for lost in combinations(everybody, losses):
+            left = {owner: shard for owner, shard in shards.items() if owner not in lost}
+            found = np.zeros(size, dtype=np.uint8)
+            restore(layout, frozenset(left), fetch_from(left), found)
+            assert np.array_equal(found, bucket), (lost, losses)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "owners", "guarantee"),
+    [
+        ("none", 5, 0),
+        ("arc:1", 2, 1),
+        ("arc:2", 5, 2),
+        ("arc:4", 3, 2),
+        *[("aec", m, 1) for m in range(2, 9)],
+        *[("aec2", m, 2) for m in range(3, 9)],
+        ("aec2", 2, 1),
+        *[("aec+arc:1", m, 2) for m in range(3, 9)],
+        ("aec2+arc:1", 5, 3),
+        ("aec2", 1, 0),
+    ],
+)
+def test_the_guarantee(scheme: str, owners: int, guarantee: int) -> None:
+    assert make_code(scheme, owners).guarantee == guarantee
+
+
+@pytest.mark.parametrize("owners", range(3, 9))
+def test_what_a_scheme_costs(owners: int) -> None:
+    assert make_code("aec", owners).overhead == pytest.approx(1 / (owners - 1))
+    assert make_code("aec2", owners).overhead == pytest.approx(2 / (owners - 2))
+    assert make_code("arc:2", owners).overhead == 2
+
+
+@pytest.mark.parametrize("scheme", ["aec", "aec2"])
+@pytest.mark.parametrize("owners", range(3, 8))
+def test_each_owner_keeps_equally_much_and_nobody_parity_of_its_own(scheme: str, owners: int) -> None:
+    """Parity of one's own cells would be lost with them."""
+    code = make_code(scheme, owners)
+    assert len({len(kept) for kept in code.extra}) == 1
+    for owner, kept in enumerate(code.extra):
+        if scheme == "aec":
+            assert not any(cell in code.segment(owner) for cells in kept for cell in cells)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> None:
+    layout = ShardLayout(code=make_code(scheme, 5), bucket_bytes=5000)
+    bucket = random_bucket(5000)
+    shards = shards_of(layout, bucket)
+    refused = 0
+    for losses in range(layout.code.guarantee + 1, 6):
+        for lost in combinations(range(5), losses):
+            left = {owner: shard for owner, shard in shards.items() if owner not in lost}
+            found = np.zeros(5000, dtype=np.uint8)
+            try:
+                restore(layout, frozenset(left), fetch_from(left), found)
+            except LostError as error:
+                refused += 1
+                assert str(sorted(lost)) in str(error)
+            else:
+                assert np.array_equal(found, bucket)
+    assert refused
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from(SCHEMES[1:]),
+    owners=st.integers(2, 6),
+    size=st.integers(1, 3000),
+    data=st.data(),
+)
+def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
+    scheme: str, owners: int, size: int, data: st.DataObject
+) -> None:
+    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
+    bucket = random_bucket(size)
+    shards = shards_of(layout, bucket)
+    lost = data.draw(st.sets(st.integers(0, owners - 1), max_size=layout.code.guarantee))
+    present = frozenset(range(owners)) - lost
+    first = data.draw(st.integers(0, size - 1))
+    end = data.draw(st.integers(first + 1, size))
+    announced = needed(layout, present, first, end)
+    assert set(announced) <= present
+
+    def fetch(owner: int, offset: int, length: int) -> Bytes:
+        assert any(offset in r and offset + length <= r.stop for r in announced[owner])
+        return shards[owner][offset : offset + length]
+
+    found = np.zeros(end - first, dtype=np.uint8)
+    restore(layout, present, fetch, found, first)
+    assert np.array_equal(found, bucket[first:end])
+
+
+def test_a_recipe_never_reads_from_the_lost() -> None:
+    code: Code = make_code("aec2", 6)
+    for lost in combinations(range(6), 2):
+        made = recipe(code, frozenset(lost))
+        assert made is not None
+        assert not any(stored.owner in lost for sources in made.values() for stored in sources)
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 64), (1, 63), (3, 1), (8, 0), (0, 9)])
+def test_xor_of_any_alignment(start: int, size: int) -> None:
+    target, source = random_bucket(100), random_bucket(101)[1:]
+    expected = target.copy()
+    expected[start : start + size] ^= source[:size]
+    xor_into(target[start : start + size], source[:size])
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    "written", ["", "arc", "arc:0", "arc:x", "aec:1", "raid6", "none+aec", "aec++arc:1", "AEC"]
+)
+def test_an_unknown_scheme_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match="none"):
+        parse_scheme(written)
+
+
+def test_too_many_owners_for_two_losses_are_refused() -> None:
+    with pytest.raises(ValueError, match="up to 16 owners"):
+        make_code("aec2", 17)
