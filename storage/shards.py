@@ -12,14 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.codes import Code, Stored, recipe
+from storage.errors import LostError
 
 Bytes = NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
 """Cells begin at multiples: XOR runs over whole words, and whole cache lines."""
-
-
-class LostError(RuntimeError):
-    """More owners are lost than the code withstands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.codes import Code, make_code, parse_scheme, recipe
-from storage.shards import Bytes, LostError, ShardLayout, fetch_from, make_shard, needed, restore, xor_into
+from storage.errors import LostError
+from storage.shards import Bytes, ShardLayout, fetch_from, make_shard, needed, restore, xor_into
 
 SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
 

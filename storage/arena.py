@@ -1,0 +1,197 @@
+"""The arena: where snapshots live in host memory, outside of the processes that train (REFT §4, design §7).
+
+A directory of a memory file system with up to three *slots*, each one file that is mapped, and a manifest
+for each snapshot that is complete. A snapshot is written into a slot that no manifest names; then its
+manifest is written, which commits it; then older ones may be released. So whoever dies at whatever moment,
+the last complete snapshot is there: one slot holds it, one is written, and the third is used only while one
+snapshot waits to be complete everywhere. Slots stay allocated and mapped: their pages are touched once.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import ArenaFullError, DamagedError
+from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, write_record
+
+Bytes = NDArray[np.uint8]
+
+SLOTS = 3
+"""REFT's bound: never more than three times what is kept."""
+_PAGE_BYTES = mmap.PAGESIZE
+_MANIFEST = "step-{:012d}.json"
+
+
+@dataclass(slots=True)
+class Slot:
+    """A buffer that is being written. ``view`` is its memory, ``size_bytes`` long."""
+
+    number: int
+    view: Bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Arena:
+    """:param limit_bytes: of all slots together; ``None`` leaves it to the file system."""
+
+    directory: Path
+    limit_bytes: int | None = None
+    problems: list[str] = field(default_factory=list)
+    """What was found damaged when the arena was opened, in words; it was put away."""
+    _kept: dict[int, Manifest] = field(default_factory=dict)
+    _maps: dict[int, mmap.mmap] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path, *, limit_bytes: int | None = None) -> "Arena":
+        """Make the directory, or find what is in it.
+
+        :raises OSError: the directory cannot be made or read.
+        """
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        arena = cls(directory=directory, limit_bytes=limit_bytes)
+        arena._find()
+        return arena
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> tuple[Manifest, ...]:
+        """Complete ones, the newest first."""
+        return tuple(self._kept[step] for step in sorted(self._kept, reverse=True))
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self._slot_bytes(number) for number in range(SLOTS))
+
+    def bytes_of(self, manifest: Manifest, part: Part) -> Bytes:
+        """The part's memory itself; valid until its snapshot is released."""
+        return self._view(manifest.slot)[part.offset : part.offset + part.size_bytes]
+
+    def damaged(self, manifest: Manifest) -> tuple[str, ...]:
+        """Names of the parts whose bytes are not what was written."""
+        return tuple(p.name for p in manifest.parts if digest_of(self.bytes_of(manifest, p)) != p.digest)
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def begin(self, size_bytes: int) -> Slot:
+        """A slot for a snapshot of so many bytes: what it held was released.
+
+        :raises ArenaFullError: it cannot be made large enough; complete snapshots stay.
+        """
+        used = {manifest.slot for manifest in self._kept.values()}
+        free = [number for number in range(SLOTS) if number not in used]
+        if not free:
+            raise ArenaFullError(
+                f"all {SLOTS} slots hold snapshots that are not released",
+                needed_bytes=size_bytes,
+                free_bytes=0,
+            )
+        # The largest that is there: growing costs fresh pages.
+        number = max(free, key=lambda n: (self._slot_bytes(n), -n))
+        if self._slot_bytes(number) < size_bytes:
+            self._grow(number, size_bytes)
+        return Slot(number, self._view(number)[:size_bytes])
+
+    def commit(self, manifest: Manifest) -> None:
+        """The snapshot is complete: from now on it is what is found here.
+
+        :raises OSError: the manifest cannot be written; the snapshot is not complete.
+        """
+        write_record(self.directory / _MANIFEST.format(manifest.step), manifest)
+        self._kept[manifest.step] = manifest
+
+    def release(self, steps: Sequence[int]) -> None:
+        """These snapshots are not needed any more; their slots may be written again."""
+        for step in steps:
+            (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
+            self._kept.pop(step, None)
+
+    def close(self) -> None:
+        """Forget the mappings; what is stored stays. Views that are still in use keep theirs alive."""
+        for mapping in self._maps.values():
+            with contextlib.suppress(BufferError):
+                mapping.close()
+        self._maps.clear()
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        self.close()
+        self._kept.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    # --- slots -----------------------------------------------------------------------------------
+
+    def _slot_path(self, number: int) -> Path:
+        return self.directory / f"slot-{number}"
+
+    def _slot_bytes(self, number: int) -> int:
+        try:
+            return self._slot_path(number).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _view(self, number: int) -> Bytes:
+        mapping = self._maps.get(number)
+        size = self._slot_bytes(number)
+        if mapping is None or len(mapping) != size:
+            with self._slot_path(number).open("r+b") as file:
+                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+        return np.frombuffer(mapping, dtype=np.uint8)
+
+    def _grow(self, number: int, size_bytes: int) -> None:
+        """Allocate and touch the pages now, so that no snapshot meets a page fault, or a full memory."""
+        here = self._slot_bytes(number)
+        wanted = -(-max(1, size_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        if self.limit_bytes is not None:
+            free = self.limit_bytes - self.allocated_bytes + here
+            if wanted > free:
+                raise ArenaFullError(
+                    f"a snapshot of {wanted} bytes needs a slot, and the arena's limit of {self.limit_bytes} "
+                    f"bytes leaves {free}",
+                    needed_bytes=wanted,
+                    free_bytes=free,
+                )
+        self._maps.pop(number, None)
+        path = self._slot_path(number)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, wanted)
+        except OSError as error:
+            # A file that was half allocated would be found with its full size.
+            os.ftruncate(descriptor, here)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            free = shutil.disk_usage(self.directory).free
+            raise ArenaFullError(
+                f"a snapshot needs a slot of {wanted} bytes, and {self.directory} has {free} free",
+                needed_bytes=wanted,
+                free_bytes=free,
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    def _find(self) -> None:
+        """Manifests that are whole and whose slots are there; others are put away and named."""
+        for path in sorted(self.directory.glob("step-*.json")):
+            try:
+                manifest = read_record(path, Manifest)
+                if not 0 <= manifest.slot < SLOTS or path.name != _MANIFEST.format(manifest.step):
+                    raise DamagedError(f"{path} names slot {manifest.slot} and step {manifest.step}")
+                check_parts(manifest, self._slot_bytes(manifest.slot))
+            except (DamagedError, OSError) as error:
+                self.problems.append(str(error))
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                continue
+            self._kept[manifest.step] = manifest
+        for draft in self.directory.glob(".step-*"):
+            with contextlib.suppress(OSError):
+                draft.unlink()

@@ -1,0 +1,186 @@
+"""The arena: what is complete stays, whoever dies and whatever is full."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.arena import SLOTS, Arena, Slot
+from storage.errors import ArenaFullError
+from storage.manifest import Manifest, Part, digest_of
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = SHM / f"ftd-test-arena-{os.getpid()}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def fill(slot: Slot, value: int) -> None:
+    slot.view[:] = value
+
+
+def manifest_of(slot: Slot, step: int, *sizes: int) -> Manifest:
+    """Parts ``p0``, ``p1``, … one after the other."""
+    parts, end = [], 0
+    for index, size in enumerate(sizes or (len(slot.view),)):
+        digest = digest_of(slot.view[end : end + size])
+        parts.append(Part(name=f"p{index}", offset=end, size_bytes=size, digest=digest))
+        end += size
+    return Manifest(
+        job_id="job", step=step, generation=1, slot=slot.number, parts=tuple(parts), layout={"of": "test"}
+    )
+
+
+def snapshot(arena: Arena, step: int, size: int = 10_000) -> Manifest:
+    slot = arena.begin(size)
+    fill(slot, step % 251)
+    manifest = manifest_of(slot, step)
+    arena.commit(manifest)
+    return manifest
+
+
+def test_a_snapshot_is_found_again_by_another_process_of_the_same_host(directory: Path) -> None:
+    written = snapshot(Arena.open(directory), 7)
+    found = Arena.open(directory)
+    assert found.snapshots == (written,) and found.problems == []
+    assert found.damaged(written) == ()
+    assert (found.bytes_of(written, written.part("p0")) == 7).all()
+
+
+def test_two_slots_are_enough_and_the_third_is_for_one_that_waits(directory: Path) -> None:
+    arena = Arena.open(directory)
+    for step in range(1, 20):
+        snapshot(arena, step)
+        arena.release([s.step for s in arena.snapshots[1:]])
+    assert sorted(p.name for p in directory.glob("slot-*")) == ["slot-0", "slot-1"]
+    snapshot(arena, 20)
+    snapshot(arena, 21)
+    assert len(list(directory.glob("slot-*"))) == SLOTS
+    with pytest.raises(ArenaFullError, match="not released"):
+        arena.begin(1)
+    arena.release([19])
+    assert snapshot(arena, 22).slot not in {s.slot for s in arena.snapshots[1:]}
+    assert all(arena.damaged(s) == () for s in arena.snapshots)
+
+
+def test_what_was_begun_and_not_committed_is_not_there(directory: Path) -> None:
+    arena = Arena.open(directory)
+    kept = snapshot(arena, 1)
+    fill(arena.begin(10_000), 99)
+    found = Arena.open(directory)
+    assert found.snapshots == (kept,) and found.damaged(kept) == ()
+
+
+def test_a_step_that_is_done_again_replaces_its_snapshot(directory: Path) -> None:
+    arena = Arena.open(directory)
+    first, second = snapshot(arena, 5), snapshot(arena, 5)
+    assert first.slot != second.slot
+    assert Arena.open(directory).snapshots == (second,)
+
+
+def test_a_flipped_bit_is_found_in_its_part(directory: Path) -> None:
+    arena = Arena.open(directory)
+    slot = arena.begin(3000)
+    fill(slot, 1)
+    manifest = manifest_of(slot, 1, 1000, 1000, 1000)
+    arena.commit(manifest)
+    slot.view[1500] ^= 4
+    assert Arena.open(directory).damaged(manifest) == ("p1",)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no_slot", "short_slot", "renamed", "other"])
+def test_a_damaged_manifest_is_put_away_and_said_and_the_others_stay(directory: Path, damage: str) -> None:
+    arena = Arena.open(directory)
+    kept, bad = snapshot(arena, 1), snapshot(arena, 2)
+    path = directory / "step-000000000002.json"
+    text = path.read_bytes()
+    match damage:
+        case "cut":
+            path.write_bytes(text[:-20])
+        case "changed":
+            path.write_bytes(text.replace(b'"step":2', b'"step":3'))
+        case "empty":
+            path.write_bytes(b"")
+        case "no_slot":
+            (directory / f"slot-{bad.slot}").unlink()
+        case "short_slot":
+            os.truncate(directory / f"slot-{bad.slot}", 100)
+        case "renamed":
+            path.rename(directory / "step-000000000003.json")
+        case "other":
+            body = b'{"job_id":"x"}'
+            path.write_bytes(digest_of(body).encode() + b"\n" + body)
+    found = Arena.open(directory)
+    assert found.snapshots == (kept,) and len(found.problems) == 1
+    assert snapshot(found, 3) in found.snapshots
+
+
+def test_the_limit_is_kept_and_what_is_complete_stays(directory: Path) -> None:
+    arena = Arena.open(directory, limit_bytes=3 * 4096)
+    kept = snapshot(arena, 1, 8192)
+    with pytest.raises(ArenaFullError, match="limit of 12288") as caught:
+        arena.begin(8192)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (8192, 4096)
+    assert arena.snapshots == (kept,) and arena.damaged(kept) == ()
+    assert arena.allocated_bytes == 8192
+    snapshot(arena, 2, 4096)
+
+
+def test_a_full_memory_file_system_is_said_with_the_bytes() -> None:
+    directory = SHM / f"ftd-test-{os.getpid()}"
+    arena = Arena.open(directory)
+    try:
+        kept = snapshot(arena, 1)
+        free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+        with pytest.raises(ArenaFullError, match=f"{directory} has"):
+            arena.begin(free + (1 << 30))
+        assert Arena.open(directory).snapshots == (kept,)
+        assert arena.allocated_bytes < 1 << 20
+    finally:
+        arena.remove()
+    assert not directory.exists()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from storage.arena import Arena
+sys.path.insert(0, sys.argv[2])
+from test_arena import snapshot
+arena = Arena.open(Path(sys.argv[1]))
+print("ready", flush=True)
+for step in range(1, 100_000):
+    snapshot(arena, step, 200_000)
+    arena.release([s.step for s in arena.snapshots[1:]])
+"""
+
+
+def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(directory: Path) -> None:
+    newest = 0
+    for delay_s in np.linspace(0.001, 0.05, 8).tolist():
+        command = [sys.executable, "-c", WRITER, str(directory), str(Path(__file__).parent)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        arena = Arena.open(directory)
+        assert arena.problems == []
+        for manifest in arena.snapshots:
+            assert arena.damaged(manifest) == ()
+            assert (arena.bytes_of(manifest, manifest.part("p0")) == manifest.step % 251).all()
+        newest = max(newest, *(m.step for m in arena.snapshots), 0)
+        arena.release([m.step for m in arena.snapshots])
+    assert newest > 10
