@@ -6,9 +6,9 @@ Nothing is printed here.
 from dataclasses import dataclass
 from functools import partial
 
-from planner.batch import distribute_by_model
 from planner.costs import StageCosts
 from planner.planner import Planner
+from planner.programs import distribute_by_model
 from planner.values import PipelinePlacement, Plan, Template
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from planner.batch import check_batch, distribute, largest_share
+from planner.batch import check_batch, distribute_for, largest_share
 from planner.costs import StageCosts
 from planner.makespan import PipelineClock
 from planner.templates import Templates
@@ -66,16 +66,17 @@ class Instantiator:
         return min(self._policy.tolerate + 1, nodes // self._templates.n0, self._policy.microbatches)
 
     def of(self, sizes: Sequence[int]) -> Instantiation:
-        """These pipelines with the best shares.
+        """These pipelines with the shares that are best by ``Policy.batch_objective``.
 
         :raises BatchError: more pipelines than microbatches.
         """
         ordered = tuple(sorted(sizes, reverse=True))
         known = self._of.get(ordered)
         if known is None:
-            costs = [partial(self.cost_ms, size, len(ordered)) for size in ordered]
+            per_size = {size: partial(self.cost_ms, size, len(ordered)) for size in set(ordered)}
+            costs = [per_size[size] for size in ordered]
             check_batch(self._policy.global_batch, self._policy.microbatch_rows, len(ordered))
-            shares = distribute(costs, self._policy.microbatches)
+            shares = distribute_for(self._policy.batch_objective, costs, self._policy.microbatches)
             known = self._of[ordered] = Instantiation(
                 sizes=ordered,
                 microbatches=shares,
@@ -99,9 +100,14 @@ class Instantiator:
             known = self._best[nodes] = found
         return known
 
+    @property
+    def known(self) -> dict[int, Instantiation]:
+        """What ``best`` has answered so far."""
+        return dict(self._best)
+
     def remember(self, nodes: int, found: Instantiation) -> None:
         """``found`` is what ``best(nodes)`` answered before, perhaps in another process."""
-        self._best[nodes] = found
+        self._best[nodes] = self._of[found.sizes] = found
 
     def _best_of_exactly(self, nodes: int, fewest: int) -> Instantiation | None:
         found: Instantiation | None = None

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 from oracles import shares
 
-from planner.batch import Cost, check_batch, distribute, distribute_by_model
+from planner.batch import Cost, check_batch, distribute
 from planner.errors import BatchError
 from planner.makespan import PipelineClock
+from planner.programs import distribute_by_model
 
 
 def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:
