@@ -68,7 +68,7 @@ class Trainer:
         data = prepare.training
         engine = Engine(data, torch_device(data.backend, self._device), self._pace)
         self._pace.tick()
-        profile: ProfileData | None = measure(engine.model, data) if prepare.profile else None
+        profile: ProfileData | None = measure(engine.model, data).profile if prepare.profile else None
         self._engine = engine
         # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
         # must not have to pay. What is here now stays anyway.

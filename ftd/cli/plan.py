@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ftd.cli.options import JsonOption, print_json, print_rich
-from ftd.errors import ConfigurationError, InternalError
+from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from planner.describe import CrossCheck, Description
     from planner.errors import SolverError
-    from planner.values import ModelProfile
     from statemachine.values import Job
 
 
@@ -33,44 +32,16 @@ def plan(
     Example: ftd plan examples/gpt.toml --nodes 13
     """
     from ftd.config.job import load_job
+    from ftd.profiling.layers import measured_profile
 
     loaded = load_job(job, devices_per_node=devices_per_node)
-    description, check = planned(loaded, profiled(loaded), nodes)
+    description, check = planned(loaded, measured_profile(loaded), nodes)
     if as_json:
         print_json(_as_json(description, check))
         return
     from ftd.view.plan import render_plan
 
     print_rich(render_plan(description, check, policy=loaded.policy))
-
-
-def profiled(job: "Job") -> "ModelProfile":
-    """Measure the job's layers, in a process of its own: this one never loads torch.
-
-    :raises ConfigurationError: the training function, or what it returns, cannot be used.
-    """
-    import subprocess
-    import sys
-
-    import msgspec
-
-    from planner.values import ModelProfile
-    from runtime.protocol import ProfileData
-
-    done = subprocess.run(
-        # Safe path: a planner.py in the current directory must not be imported for ours.
-        [sys.executable, "-P", "-m", "runtime.profile"],
-        input=msgspec.json.encode(job.training),
-        capture_output=True,
-        check=False,
-    )
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == 2:
-        raise ConfigurationError(said.splitlines()[-1] if said else "it failed", field="training")
-    if done.returncode != 0:
-        raise InternalError(f"measuring the model failed (exit code {done.returncode}):\n{said}")
-    data = msgspec.json.decode(done.stdout, type=ProfileData)
-    return msgspec.convert(msgspec.to_builtins(data), ModelProfile)
 
 
 def planned(
