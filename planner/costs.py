@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
+from planner.layers import layer_ms
 from planner.makespan import Floats, PipelineClock, paper_objective_ms
-from planner.memory import MemoryModel, rows_on_one
+from planner.memory import MemoryModel
 from planner.values import LayerProfile, ModelProfile, Policy, StageTemplate
 
 
@@ -37,7 +38,7 @@ class StageCosts:
         shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
         self.forward_ms, self.backward_ms, self.time_ms = (np.full(shape, np.inf) for _ in range(3))
         for devices in self.stage_devices:
-            times = [self._layer_ms(layer, devices) for layer in profile.layers]
+            times = [layer_ms(profile, policy, layer, devices) for layer in profile.layers]
             _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
             _sum_ranges(self.backward_ms[devices], [backward for _, backward in times])
             _sum_ranges(self.time_ms[devices], [forward + backward for forward, backward in times])
@@ -45,18 +46,6 @@ class StageCosts:
         crossing = [profile.link.time_ms(size) for size in outputs]
         self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
         """Time from a stage that ends before layer v to the one that begins there; 0 at both ends."""
-
-    def _layer_ms(self, layer: LayerProfile, devices: int) -> tuple[float, float]:
-        """Forward and backward of one microbatch of one layer on so many devices."""
-        measured = next((split for split in layer.split if split.devices == devices), None)
-        if measured is None:
-            share = rows_on_one(devices, self.policy.microbatch_rows) / self.policy.microbatch_rows
-            forward_ms, backward_ms = layer.forward_ms * share, layer.backward_ms * share
-        else:
-            forward_ms, backward_ms = measured.forward_ms, measured.backward_ms
-        if self.policy.checkpoint_activations:
-            backward_ms += forward_ms
-        return forward_ms * self._scale, backward_ms * self._scale
 
     def can_start(self, position: int, devices: int) -> bool:
         """Whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
@@ -133,11 +122,11 @@ class StageCosts:
         return slowest_ms
 
 
-def _sum_ranges(table: Floats, layer_ms: list[float]) -> None:
-    """Write the sum of ``layer_ms[u:v]`` to ``table[u, v]``, for all u < v."""
-    for first in range(len(layer_ms)):
+def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
+    """Write the sum of ``times_ms[u:v]`` to ``table[u, v]``, for all u < v."""
+    for first in range(len(times_ms)):
         # Summed afresh from each start: equal layers give equal stages to the last bit.
-        table[first, first + 1 :] = np.cumsum(layer_ms[first:])
+        table[first, first + 1 :] = np.cumsum(times_ms[first:])
 
 
 def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
