@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs import StageCosts
+from planner.feasibility import memory_ends, sizes_allowed
 from planner.makespan import Floats
 from planner.values import StageTemplate
 
@@ -69,14 +70,9 @@ class AdditiveMapping:
         self.prefix_ms: Floats = np.concatenate((np.zeros((len(self.sizes), 1)), table_ms[:, 0, 1:]), axis=1)
         """Time of layers [0, v) on each number of devices, shape (D, L + 1)."""
         self.rounding_ms = 4 * np.finfo(float).eps * costs.layers * float(self.prefix_ms[:, -1].max())
-        """Rounding alone may change ``minimum`` by so much; 0 for what a double holds exactly."""
-        positions = [-g % costs.devices_per_node for g in range(costs.devices_per_node)]
-        self.allowed = [sum(costs.can_start(p, d) for d in costs.stage_devices) for p in positions]
-        """How many sizes a stage can have that is the first of the last g devices, by g modulo a node's.
-        Smaller stages can start wherever larger ones can, so they are the first of ``sizes``."""
-        self.memory_ends = self._memory_ends()
-        """Last end of a stage from u that fits, shape (rows, D, L + 1); row r has r stages behind it, the
-        last row that or more."""
+        """How much of a sum may be lost where other numbers of devices take far longer."""
+        self.allowed = sizes_allowed(costs)
+        self.memory_ends = memory_ends(costs, nodes)
         self.batch = max(1, BATCH_CELLS // (3 * self.memory_ends.size))
         """Intervals that are evaluated together."""
         self._minima: dict[tuple[Weights, Interval], Floats] = {}
@@ -133,24 +129,6 @@ class AdditiveMapping:
             further = np.minimum(ends + step, width)
             ends = np.where(ranks[row + further] <= limit, further, ends)
         return ends
-
-    def _memory_ends(self) -> Ints:
-        """As many rows as make a difference."""
-        costs = self.costs
-        starts = np.arange(costs.layers + 1)
-        if costs.memory.limit_bytes is None:
-            return np.full((1, len(self.sizes), costs.layers + 1), costs.layers, dtype=np.int64)
-        most = min(self.nodes * costs.devices_per_node, costs.layers, costs.policy.microbatches)
-        behind = starts[None, :] > starts[:, None]
-        ends: Ints = np.array(
-            [
-                # A longer stage needs no less memory, so the ends that fit are a run.
-                [starts + (costs.fits(int(d), depth) & behind).sum(axis=1) for d in self.sizes]
-                for depth in range(most)
-            ]
-        )
-        changes = (ends[1:] != ends[:-1]).any(axis=(1, 2)).nonzero()[0]
-        return ends[: int(changes[-1]) + 2 if len(changes) else 1]
 
 
 class _Run:
@@ -243,12 +221,9 @@ class _Run:
         """Write the minima by kind of stage, shape (3, K, rows, L + 1), with one stage more."""
         np.minimum(sums[AT], sums[DONE], out=sums[DONE])
         best = self.best[g]
-        if self._rows > 1:
-            best[DONE, :, 1:], best[AFTER, :, 1:] = sums[DONE, :, :-1], sums[AFTER, :, :-1]
-            for kind in (AFTER, DONE):
-                np.minimum(best[kind, :, -1], sums[kind, :, -1], out=best[kind, :, -1])
-        else:
-            best[DONE], best[AFTER] = sums[DONE], sums[AFTER]
+        for kind in (AFTER, DONE):
+            best[kind, :, 1:] = sums[kind, :, :-1]
+            np.minimum(best[kind, :, -1], sums[kind, :, -1], out=best[kind, :, -1])
         best[AT] = best[AFTER]
 
     def minima(self) -> Floats:

@@ -6,9 +6,8 @@ it finds 682, there is 646), because the best part of a mapping depends on where
 """
 
 from collections.abc import Mapping
-from math import inf
 
-from planner.additive import PAPER, AdditiveMapping
+from planner.additive import AdditiveMapping
 from planner.costs import StageCosts
 from planner.iteration import IterationMapper
 from planner.paper import paper_templates
@@ -43,8 +42,3 @@ class Mapper:
             assert found is not None, "the paper's mapping fits"
             templates[nodes] = found
         return templates
-
-    def fits(self, nodes: int) -> bool:
-        """Whether any mapping for ``nodes`` nodes fits into memory."""
-        times_ms = self._additive.times_ms
-        return self._additive.minimum(PAPER, float(times_ms[0]), float(times_ms[-1]), nodes) < inf
