@@ -11,6 +11,7 @@ from ftd.errors import ConfigurationError
 if TYPE_CHECKING:
     from planner.describe import CrossCheck, Description
     from planner.errors import SolverError
+    from planner.values import ModelProfile
     from statemachine.values import Job
 
 

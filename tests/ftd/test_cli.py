@@ -25,6 +25,7 @@ COMMANDS = [
     "drain",
     "stop",
     "plan",
+    "profile",
     "chaos",
 ]
 
