@@ -8,8 +8,9 @@ recut               new layers for stages whose devices are given and differ in 
 precomputed         what was found before the first failure, as values
 templates           which template sizes there are
 batch, instantiation              which pipelines, and how many microbatches each
-reconfiguration     Oobleck's steps after a failure
-assignment, transfers             which node takes which place, and what must move
+reconfiguration, candidates       Oobleck's steps after a failure, and other layouts
+tradeoff            a better plan against fewer bytes moved
+assignment, cover, placement, transfers    which node takes which place, and what must move
 reasons, describe   for people
 reliability         how long state in memory is safe, and which f to buy
 """
