@@ -3,7 +3,7 @@
 values, errors      what goes in and comes out
 memory, costs       bytes and seconds of every possible stage
 makespan            the 1F1B recurrence, its bounds, the paper's formula
-additive, enumeration, iteration, mapping    layers and devices of each stage of a template
+mapping: paper (additive), iteration (paths, descent, enumeration)    layers and devices of each stage
 recut               new layers for stages whose devices are given and differ in speed
 precomputed         what was found before the first failure, as values
 templates           which template sizes there are

@@ -49,8 +49,6 @@ class Weights:
 
 
 PAPER = Weights(before_b=4, after_t=2, after_b=3, links=False)
-DEEP = Weights(before_b=0, after_t=2, after_b=-1, links=True)
-SHALLOW = Weights(before_b=0, after_t=1, after_b=0, links=True)
 
 
 class AdditiveMapping:

@@ -20,7 +20,7 @@ class Mapper:
     def __init__(self, costs: StageCosts, nodes: int) -> None:
         self._costs = costs
         self._additive = AdditiveMapping(costs, nodes)
-        self._iteration = IterationMapper(costs, self._additive)
+        self._iteration = IterationMapper(costs)
 
     def template(self, nodes: int, microbatches: int) -> Template | None:
         """The best mapping for ``nodes`` nodes, ``None`` if none fits into memory.
