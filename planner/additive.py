@@ -1,13 +1,10 @@
 """The best mapping for one time of the slowest stage: an additive problem, solved by dynamic programming.
 
-Write B for the slowest stage's time and k* for its place. Both objectives are sums over stages then:
+Write B for the slowest stage's time and k* for its place. The paper's objective (N_b = 4S) is a sum then:
 
-    paper (N_b = 4S)      Σ_{k<k*} (t_k + 4B) + 4B  + Σ_{k>k*} (2 t_k + 3B)
-    iteration, N ≥ S      Σ_{k<k*}  t_k       + N·B + Σ_{k>k*} (2 t_k −  B)  + 2 Σ links     (a lower bound)
-    iteration, N < S      Σ_{k<k*}  t_k + (N+1)/2·B + Σ_{k>k*}    t_k        + 2 Σ links     (a lower bound)
+    Σ_{k<k*} (t_k + 4B) + 4B + Σ_{k>k*} (2 t_k + 3B)
 
-so neither S nor k* is part of the state. The bounds are paths through the 1F1B schedule (``path_bounds``).
-With an interval [low, high] in the place of B, high as the cap on stage times and low in the weights, the
+so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval [low, high] in the place of B, high as the cap on stage times and low in the weights, the
 minimum is a lower bound for every mapping whose slowest stage is in the interval (each coefficient of B is
 ≥ 0); at a single value it is exact.
 
