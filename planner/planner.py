@@ -17,6 +17,7 @@ from planner.instantiation import Instantiator
 from planner.placement import placed
 from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
+from planner.stragglers import estimates_s, notable, rebalance, still_true
 from planner.templates import Templates, check_tolerance, smallest_pipeline
 from planner.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.transfers import transfers
@@ -145,7 +146,7 @@ class Planner:
             )
         masks = self._assigner.masks(nodes, self.policy.devices_per_node, situation.holdings)
         unchanged = self._unchanged(situation, nodes, masks)
-        if unchanged is not None:
+        if unchanged is not None and still_true(self.costs, unchanged.pipelines, situation.speeds):
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
         by_nodes = self.templates(len(nodes)).by_nodes
@@ -162,7 +163,23 @@ class Planner:
         )
         placements = placed(weighed[0], by_nodes, self._assigner, masks)
         considered = tuple(each.considered for each in weighed)
+        if unchanged is not None:
+            starts, considered = [unchanged.pipelines, placements], ()
+        else:
+            starts = [placements]
+        if unchanged is not None or notable(situation.speeds, nodes):
+            placements = rebalance(self.costs, starts, situation.speeds, masks, horizon_s)
         return self._as_plan(placements, situation, nodes, masks, considered, horizon_s)
+
+    def weigh(self, situation: Situation) -> tuple[float, float]:
+        """Seconds of a step under the previous plan as it is, and under the one that ``plan`` would make.
+
+        :raises TooFewNodesError, StateLostError: as ``plan``.
+        """
+        assert situation.previous is not None, "there is a plan to compare with"
+        possible = self.plan(situation)
+        present_s = max(estimates_s(self.costs, situation.previous.pipelines, situation.speeds))
+        return present_s, possible.estimated_iteration_s
 
     def _unchanged(self, situation: Situation, nodes: list[str], masks: Masks) -> Plan | None:
         """The previous plan, if its nodes are all there, nobody joined, and they hold every layer."""
@@ -200,7 +217,7 @@ class Planner:
         considered: tuple[Considered, ...],
         horizon_s: float,
     ) -> Plan:
-        """:param considered: empty where the previous plan goes on."""
+        """:param considered: empty where the previous plan goes on, as it is or with other shares."""
         moves = transfers(self.profile, placements, masks)
         assert moves is not None, "the nodes were chosen so that they hold every layer"
         taken = [placement.nodes for placement in placements]
@@ -210,9 +227,11 @@ class Planner:
         known = {*previous.nodes, *previous.idle_nodes} if previous is not None else set(nodes)
         lost = sorted(known.difference(nodes), key=natural_key)
         joined = [node for node in nodes if node not in known]
-        method = considered[0].method if considered else "unchanged"
+        same = previous is not None and placements == previous.pipelines
+        method = considered[0].method if considered else "unchanged" if same else "rebalance"
+        slow = {node: speed for node, speed in situation.speeds.items() if node in used and speed < 1}
         sizes = [len(of_pipeline) for of_pipeline in taken]
-        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s)
+        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow)
         return Plan(
             pipelines=placements,
             transfers=moves,
