@@ -21,7 +21,7 @@ def profile(
     job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the profile here.", metavar="FILE", show_default="NAME-profile.json, here"),
+        typer.Option(help="Write the profile here.", metavar="FILE", show_default="NAME.profile.json, here"),
     ] = None,
     devices_per_node: Annotated[
         int, typer.Option(min=1, max=1024, help="Measure the split of a microbatch over up to so many, too.")
@@ -41,7 +41,7 @@ def profile(
     from ftd.view.profile import render_profile
 
     loaded = load_job(job, devices_per_node=devices_per_node)
-    path = output if output is not None else Path(f"{loaded.name}-profile.json")
+    path = output if output is not None else Path(f"{loaded.name}.profile.json")
     _check_output(path)
     document = run_async(_measured(loaded, network=network))
     save_profile(path, document)

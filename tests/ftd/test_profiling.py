@@ -229,9 +229,9 @@ def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> Non
     done = ftd("profile", job, "--devices-per-node", "2", directory=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 Linear" in done.stdout and "all-reduce of 3" in done.stdout
-    assert "saved as mlp-profile.json" in done.stdout
+    assert "saved as mlp.profile.json" in done.stdout
     assert "⌈4 / d⌉ / 4" in done.stdout, "what was not measured is said"
-    document = load_document(tmp_path / "mlp-profile.json")
+    document = load_document(tmp_path / "mlp.profile.json")
     assert isinstance(document, ProfileDocument)
     assert [layer.name for layer in document.layers] == ["Sequential"] * 4 + ["Linear"]
     assert [layer.parameter_bytes for layer in document.layers] == [768, 8448, 8448, 8448, 792]
@@ -242,7 +242,7 @@ def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> Non
     assert {entry.members for entry in network.all_reduce} == {2, 3, 4}
     assert len(network.point_to_point) >= 2 and all(e.time.repeats >= 3 for e in network.all_reduce)
     assert 0 <= network.link_error < 100 and document.ring.bytes_per_s > 1e5
-    profile = load_profile(tmp_path / "mlp-profile.json")
+    profile = load_profile(tmp_path / "mlp.profile.json")
     policy = Policy(devices_per_node=2, global_batch=48, microbatch_rows=4)
     two_ms = StageCosts(profile, policy).time_ms[2, 0, 5]
     assert two_ms == pytest.approx(sum(s.forward_ms + s.backward_ms for e in profile.layers for s in e.split))
@@ -285,4 +285,4 @@ def test_a_training_function_that_fails_is_told(tmp_path: Path) -> None:
     done = ftd("profile", "job.toml", directory=tmp_path)
     assert done.returncode == 2
     assert "no data" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "x-profile.json").exists()
+    assert not (tmp_path / "x.profile.json").exists()
