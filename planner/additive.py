@@ -4,9 +4,9 @@ Write B for the slowest stage's time and k* for its place. The paper's objective
 
     Σ_{k<k*} (t_k + 4B) + 4B + Σ_{k>k*} (2 t_k + 3B)
 
-so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval [low, high] in the place of B, high as the cap on stage times and low in the weights, the
-minimum is a lower bound for every mapping whose slowest stage is in the interval (each coefficient of B is
-≥ 0); at a single value it is exact.
+so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval
+[low, high] in the place of B, high as the cap on stage times and low in the weights, the minimum is a lower
+bound for every mapping whose slowest stage is in the interval; at a single value it is exact.
 
 A stage's time is a difference of prefix sums, and the ends v that a stage [u, v) may have under a cap are a
 run of layers, as are those that fit into memory. So one step of the program is a minimum over a window,
@@ -15,7 +15,6 @@ each allowed number of devices (design §6). Several intervals are evaluated sid
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +25,16 @@ from planner.makespan import Floats
 from planner.values import StageTemplate
 
 Ints = NDArray[np.int64]
-Interval = tuple[float, float]
-"""(low_ms, high_ms), both included."""
+Range = tuple[int, int]
+"""An interval of B: indices of ``times_ms``, both included."""
 AFTER, AT, DONE = range(3)
 """What a stage is: behind the slowest stage, the slowest, in front of it."""
 BATCH_CELLS = 20_000
 """Cells of an array of one step of a run: enough to outweigh numpy's cost per call, and still in cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A stage in front of the slowest costs ``t + before_b·B``, one behind ``after_t·t + after_b·B``."""
-
-    before_b: float
-    after_t: float
-    after_b: float
-    links: bool
-    """Whether crossing to the next stage, and back, costs time."""
-
-
-PAPER = Weights(before_b=4, after_t=2, after_b=3, links=False)
+TIME_WEIGHTS = np.array([2.0, 0.0, 1.0])
+"""How often each kind of stage counts its own time,"""
+SLOWEST_WEIGHTS = np.array([3.0, 4.0, 4.0])
+"""and how often the slowest stage's."""
 
 
 class AdditiveMapping:
@@ -70,44 +59,36 @@ class AdditiveMapping:
         self.memory_ends = memory_ends(costs, nodes)
         self.batch = max(1, BATCH_CELLS // (3 * self.memory_ends.size))
         """Intervals that are evaluated together."""
-        self._minima: dict[tuple[Weights, Interval], Floats] = {}
+        self._minima: dict[Range, Floats] = {}
         self._latest: _Run | None = None
 
-    def minimum(self, weights: Weights, low_ms: float, high_ms: float, nodes: int) -> float:
-        """The least sum for ``nodes`` nodes, without the slowest stage's own multiple of B; ``inf`` if no
-        mapping has its slowest stage in the interval."""
-        return float(self.minima(weights, [(low_ms, high_ms)], nodes)[0][nodes])
+    def minima(self, ranges: Sequence[Range], nodes: int) -> list[Floats]:
+        """The least sum for each interval, ``inf`` if no mapping has its slowest stage there.
 
-    def minima(self, weights: Weights, intervals: Sequence[Interval], nodes: int) -> list[Floats]:
-        """``minimum`` of several intervals, ``batch`` at a time, each for 0 … ``nodes`` nodes.
-
-        The fewer nodes are by-products of the most.
+        ``batch`` intervals are evaluated at a time. An answer has an entry for each of 0 … ``nodes`` nodes,
+        or more: the smaller pipelines are by-products of the largest.
         """
         known = self._minima
         missing = [
-            interval
-            for interval in dict.fromkeys(intervals)
-            if (found := known.get((weights, interval))) is None or len(found) <= nodes
+            each
+            for each in dict.fromkeys(ranges)
+            if (found := known.get(each)) is None or len(found) <= nodes
         ]
         for start in range(0, len(missing), self.batch):
-            run = self._run(weights, missing[start : start + self.batch], nodes)
-            for interval, least in zip(run.intervals, run.minima(), strict=True):
-                known[weights, interval] = least
-        return [known[weights, interval] for interval in intervals]
+            run = self._run(missing[start : start + self.batch], nodes)
+            known.update(zip(run.ranges, run.minima(), strict=True))
+        return [known[each] for each in ranges]
 
-    def stages(
-        self, weights: Weights, low_ms: float, high_ms: float, nodes: int
-    ) -> tuple[StageTemplate, ...]:
-        """A mapping that attains ``minimum``, which is finite."""
+    def stages(self, interval: Range, nodes: int) -> tuple[StageTemplate, ...]:
+        """A mapping that attains the minimum, which is finite."""
         run = self._latest
-        interval = (low_ms, high_ms)
-        if run is None or run.weights != weights or run.nodes < nodes or interval not in run.intervals:
-            run = self._run(weights, [interval], nodes)
-        return run.stages(run.intervals.index(interval), nodes)
+        if run is None or run.nodes < nodes or interval not in run.ranges:
+            run = self._run([interval], nodes)
+        return run.stages(run.ranges.index(interval), nodes)
 
-    def _run(self, weights: Weights, intervals: Sequence[Interval], nodes: int) -> "_Run":
+    def _run(self, ranges: Sequence[Range], nodes: int) -> "_Run":
         self._latest = None  # its arrays may be large
-        self._latest = run = _Run(self, weights, intervals, nodes)
+        self._latest = run = _Run(self, ranges, nodes)
         return run
 
     def ends(self, limits: Ints) -> Ints:
@@ -134,22 +115,17 @@ class _Run:
     counts it in. Row r means r stages, the last row that or more; without a memory limit it is the only one.
     """
 
-    def __init__(
-        self, mapping: AdditiveMapping, weights: Weights, intervals: Sequence[Interval], nodes: int
-    ) -> None:
-        self.mapping, self.weights, self.intervals, self.nodes = mapping, weights, list(intervals), nodes
+    def __init__(self, mapping: AdditiveMapping, ranges: Sequence[Range], nodes: int) -> None:
+        self.mapping, self.ranges, self.nodes = mapping, list(ranges), nodes
         costs = mapping.costs
-        rows, sizes, width = mapping.memory_ends.shape
-        self._rows, self._width = rows, width
-        shape = (sizes, 3, len(intervals), rows, width)
+        self._rows, sizes, self._width = mapping.memory_ends.shape
+        shape = (sizes, 3, len(ranges), self._rows, self._width)
         self._from, self._to = self._windows(shape)
-        links = 2 * costs.link_ms if weights.links else np.zeros(width)
-        times = np.array([weights.after_t, 0.0, 1.0])[None, :, None] * mapping.prefix_ms[:, None, :]
-        self._end_ms: Floats = times + links
+        self._end_ms: Floats = TIME_WEIGHTS[None, :, None] * mapping.prefix_ms[:, None, :]
         """What a stage's end contributes to its cost: shape (D, 3, L + 1)."""
-        low_ms = np.array([low for low, _ in intervals])
-        own_ms = np.array([weights.after_b, 0.0, weights.before_b])[:, None] * low_ms
-        self._start_ms: Floats = own_ms[None, :, :, None] - times[:, :, None, :]
+        low_ms = mapping.times_ms[[low for low, _ in ranges]]
+        slowest_ms = SLOWEST_WEIGHTS[:, None] * low_ms
+        self._start_ms: Floats = slowest_ms[None, :, :, None] - self._end_ms[:, :, None, :]
         """And its start: shape (D, 3, K, L + 1)."""
         self.best: Floats = np.full((nodes * costs.devices_per_node + 1, *shape[1:]), np.inf)
         self.best[0, :DONE, :, 0, -1] = 0.0
@@ -158,15 +134,13 @@ class _Run:
     def _windows(self, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
         """First and last end of each kind of stage from u, both of ``shape``; empty where last < first."""
         mapping = self.mapping
-        low = np.searchsorted(mapping.times_ms, [low for low, _ in self.intervals], "left")
-        high = np.searchsorted(mapping.times_ms, [high for _, high in self.intervals], "right") - 1
-        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
-        exact = np.array([low == high for low, high in self.intervals])
+        low, high = np.array(self.ranges, dtype=np.int64).T
         first, last = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         first[:] = np.arange(self._width) + 1
         first[:, AT] = (mapping.ends(low - 1) + 1)[:, :, None, :]
         last[:] = mapping.ends(high)[:, None, :, None, :]
-        last[:, AFTER] = mapping.ends(high - exact)[:, :, None, :]
+        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
+        last[:, AFTER] = mapping.ends(high - (low == high))[:, :, None, :]
         np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
         return first, last
 

@@ -12,19 +12,14 @@ from math import inf
 
 import numpy as np
 
-from planner.additive import PAPER, AdditiveMapping
+from planner.additive import AdditiveMapping, Range
 from planner.makespan import Floats
 from planner.values import StageTemplate, Template
 
 ROUNDING = 1e-12
 """Two sums of the same terms in another order differ by less, relatively."""
-SLOWEST = 4
-"""What the slowest stage itself costs, in B."""
 PARTS = 4
 """An interval is cut into so many, as they are evaluated together for less than one by one."""
-
-Range = tuple[int, int]
-"""An interval of B as indices into the times a stage can take, both included."""
 
 
 def paper_templates(additive: AdditiveMapping, sizes: Sequence[int]) -> dict[int, Template]:
@@ -52,10 +47,8 @@ def _ask(searches: list["_Search"]) -> dict[Range, list["_Search"]]:
 
 
 def _evaluate(additive: AdditiveMapping, asked: dict[Range, list["_Search"]]) -> None:
-    times_ms = additive.times_ms
-    intervals = [(float(times_ms[low]), float(times_ms[high])) for low, high in asked]
     most = max(search.nodes for searches in asked.values() for search in searches)
-    answers = dict(zip(asked, additive.minima(PAPER, intervals, most), strict=True))
+    answers = dict(zip(asked, additive.minima(list(asked), most), strict=True))
     for search in dict.fromkeys(search for searches in asked.values() for search in searches):
         mine = [part for part, searches in asked.items() if search in searches]
         search.learn({part: float(answers[part][search.nodes]) for part in mine})
@@ -87,23 +80,19 @@ class _Search:
             return []
         return _parts(self._additive.times_ms, heapq.heappop(self._open)[1])
 
-    def learn(self, least_ms: dict[Range, float]) -> None:
+    def learn(self, bounds_ms: dict[Range, float]) -> None:
         """Take what came out for parts of ``cut``."""
-        times_ms = self._additive.times_ms
-        bounds = sorted(
-            (least + SLOWEST * float(times_ms[low]), (low, high)) for (low, high), least in least_ms.items()
-        )
-        for number, (bound_ms, (low, high)) in enumerate(bounds):
+        for number, (bound_ms, part) in enumerate(sorted((ms, part) for part, ms in bounds_ms.items())):
             if bound_ms == inf or not self._may_hold_better(bound_ms):
                 break
-            if number == 0 or low == high:
-                interval = float(times_ms[low]), float(times_ms[high])
-                stages = self._additive.stages(PAPER, *interval, self.nodes)
+            exact = part[0] == part[1]
+            if number == 0 or exact:
+                stages = self._additive.stages(part, self.nodes)
                 objective_ms = self._additive.costs.paper_ms(stages)
                 if objective_ms < self.best_ms:
                     self.best_ms, self.stages = objective_ms, stages
-            if low < high:
-                heapq.heappush(self._open, (bound_ms, (low, high)))
+            if not exact:
+                heapq.heappush(self._open, (bound_ms, part))
 
     def _may_hold_better(self, bound_ms: float) -> bool:
         return bool(bound_ms - self._additive.rounding_ms < self.best_ms * (1 - ROUNDING))
