@@ -12,7 +12,7 @@ import msgspec
 from planner.values import Device, Plan
 from statemachine.node import NodeMachine
 from statemachine.rules import Resumption
-from statemachine.state import Attempt, Cluster, Ledger, Recovery
+from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
 from statemachine.values import (
     ClusterPhase,
@@ -72,6 +72,14 @@ class RecoveryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureRecord:
+    failures: int = 0
+    node_s: float = 0.0
+    nodes: int = 0
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
     schema: int
     phase: ClusterPhase
@@ -95,6 +103,8 @@ class Journal:
     resumed_vote: Vote | None = None
     resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
     plan: Plan | None = None
+    templates_for: int = 0
+    exposure: ExposureRecord = ExposureRecord()
 
 
 def _node(node: NodeMachine) -> dict[str, Any]:
@@ -150,6 +160,8 @@ def write(c: Cluster) -> dict[str, Any]:
         "loss": ledger.loss,
         "step_s": ledger.step_s,
         "nodes": {name: _node(node) for name, node in c.nodes.items()},
+        "templates_for": max(c.templates_for, c.templates_before),
+        "exposure": msgspec.to_builtins(c.exposure),
     }
     if attempt is not None:
         state["attempt"] = {
@@ -210,6 +222,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         restored=True,
         at=at,
         told_before=journal.told,
+        templates_before=journal.templates_for,
+        exposure=Exposure(
+            failures=journal.exposure.failures,
+            node_s=journal.exposure.node_s,
+            nodes=journal.exposure.nodes,
+            since=min(journal.exposure.since, at),
+        ),
     )
     _read_generation(c, journal)
     return c

@@ -104,6 +104,18 @@ class Ledger:
 
 
 @dataclass(slots=True, kw_only=True)
+class Exposure:
+    """What the job's nodes lived through, for ``horizon``."""
+
+    failures: int = 0
+    node_s: float = 0.0
+    """Time under plans that are over, summed over their nodes."""
+    nodes: int = 0
+    """Of the plan that is under way since ``since``."""
+    since: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
 class Cluster:
     timing: Timing
     nodes: dict[str, NodeMachine] = field(default_factory=dict)
@@ -119,6 +131,9 @@ class Cluster:
     templates_ready: bool = False
     templates_for: int = 0
     """Node count that templates were asked for; 0: not yet, by this process."""
+    templates_before: int = 0
+    """Node count that an earlier coordinator's templates of this job were for."""
+    exposure: Exposure = field(default_factory=Exposure)
     attempt: Attempt | None = None
     resumption: Resumption | None = None
     recovery: Recovery | None = None

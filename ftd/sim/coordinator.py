@@ -14,6 +14,7 @@ from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AnswerRequest,
     BuildTemplates,
+    CancelTemplates,
     CancelTimer,
     ComputePlan,
     Effect,
@@ -46,7 +47,7 @@ MOST_NODES = 7
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | ComputePlan | AnswerRequest
+    | CancelTemplates | ComputePlan | AnswerRequest
 )  # fmt: skip
 
 
@@ -64,7 +65,8 @@ _PLANS: dict[Any, Plan | PlanningError] = {}
 
 def plan_for(planner: Planner, situation: Situation) -> Plan:
     """:raises PlanningError: as the planner does."""
-    key = (id(planner), situation.nodes, frozenset(situation.holdings.items()), situation.previous)
+    holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
+    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s)
     answer = _PLANS.get(key)
     if answer is None:
         if len(_PLANS) > 20_000:
@@ -227,7 +229,7 @@ class SimCoordinator:
                 world.at(world.between(0.01, 0.5), self._built, effect, self._life)
             case ComputePlan():
                 world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
-            case PublishCluster() | AnswerRequest():
+            case PublishCluster() | AnswerRequest() | CancelTemplates():
                 pass
             case _:
                 assert_never(effect)

@@ -118,6 +118,12 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
 
 
+def planning_words(state: JsonMap) -> str:
+    """How far the coordinator is with the plans for all numbers of nodes; empty when it is done."""
+    planning: JsonMap | None = state.get("planning")
+    return f"planning {planning['done']} of {planning['total']}" if planning else ""
+
+
 def layer_range(first_layer: int, end_layer: int) -> str:
     """The half-open range as people read it, both ends included: ``0–3``."""
     return str(first_layer) if end_layer - first_layer == 1 else f"{first_layer}–{end_layer - 1}"
