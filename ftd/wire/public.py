@@ -140,11 +140,13 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     request: str
     reply: str
-    do: Literal["kill", "term", "stop", "hang", "disconnect"]
+    do: Literal["kill", "term", "stop", "hang", "slow", "disconnect"]
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
     """One trainer; left out, all trainers of the node."""
     for_s: float | None = None
+    factor: float | None = None
+    """``slow``: computing takes so many times as long; 1 ends it."""
     schema: int = SCHEMA
 
 
