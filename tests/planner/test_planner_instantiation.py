@@ -1,7 +1,6 @@
 """Instantiation against every multiset of templates and every share of the batch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -9,7 +8,6 @@ import pytest
 from oracles import layer, multisets, profile_of, shares
 
 from planner.batch import distribute
-from planner.describe import cross_check, describe
 from planner.instantiation import Instantiator
 from planner.planner import Planner
 from planner.values import Link, ModelProfile, Policy
@@ -86,39 +84,3 @@ def test_more_pipelines_than_microbatches_are_never_made() -> None:
     planner = Planner(profile_of([1.0] * 2), Policy(global_batch=4, microbatch_rows=4, tolerate=0))
     found = planner.instantiator(5).best(5)
     assert (found.sizes, found.microbatches) == ((2,), (1,))
-
-
-def test_the_description_adds_up() -> None:
-    planner = Planner(profile_of([1.0] * 8, memory_bytes=150), Policy(global_batch=64, microbatch_rows=4))
-    plan = planner.plan(planner.fresh([f"n{index}" for index in range(6)]))
-    told = describe(planner, plan)
-    assert told.plan == plan and told.memory_limit_bytes == 150
-    assert [row.nodes for row in told.templates] == list(planner.templates(6).sizes)
-    for row in told.templates:
-        assert [stage.first_layer for stage in row.stages][1:] == [s.end_layer for s in row.stages][:-1]
-        assert row.memory_bytes == max(stage.memory_bytes for stage in row.stages) <= 150
-    spent = [e.makespan_ms + e.sync_ms for e in told.estimates]
-    assert [ms / 1e3 for ms in spent] == [p.estimated_s for p in plan.pipelines]
-    assert all(0 <= estimate.bubble_ratio < 1 for estimate in told.estimates)
-    assert told.samples_per_s == 64 / plan.estimated_iteration_s
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 12)])
-def test_equal_stages_wait_the_well_known_part_of_a_step(stages: int, microbatches: int) -> None:
-    """(S - 1) / (N + S - 1), as of GPipe: only the pipeline's filling and emptying."""
-    # A layer's state is 12 bytes and its activations 1: a device has room for one layer.
-    profile = profile_of([1.0] * stages, memory_bytes=12 + stages)
-    planner = Planner(profile, Policy(global_batch=microbatches, microbatch_rows=1, tolerate=0))
-    (estimate,) = describe(planner, planner.plan(planner.fresh([f"n{i}" for i in range(stages)]))).estimates
-    assert estimate.bubble_ratio == pytest.approx((stages - 1) / (microbatches + stages - 1))
-
-
-def test_the_integer_program_checks_the_shares_of_a_plan() -> None:
-    planner = Planner(profile_of([1.0] * 8, memory_bytes=150), Policy(global_batch=64, microbatch_rows=4))
-    plan = planner.plan(planner.fresh([f"n{index}" for index in range(6)]))
-    check = cross_check(planner, plan)
-    assert check.agrees and check.iteration_ms == plan.estimated_iteration_s * 1e3
-    assert check.microbatches == tuple(pipeline.microbatches for pipeline in plan.pipelines)
-    assert sum(check.model_microbatches) == sum(check.microbatches) == 16
-    worse = replace(plan, estimated_iteration_s=plan.estimated_iteration_s * 1.001)
-    assert not cross_check(planner, worse).agrees
