@@ -163,7 +163,7 @@ class Assigner:
         wanted, column_kind = _numbered([place for _, place in open_places])
         cost = self._moved(kinds, wanted)[row_kind][:, column_kind]
         cost *= 2 * len(places) + 1
-        cost += _changes(free, [position for position, _ in open_places], habits)
+        _add_changes(cost, free, [position for position, _ in open_places], habits)
         if needed:
             must = set(needed)
             cost[[row for row, node in enumerate(free) if node in must]] -= (
@@ -268,16 +268,23 @@ def _seat_exact(
     return seated
 
 
-def _changes(free: Sequence[str], positions: Sequence[Position], habits: Mapping[str, Position]) -> Floats:
-    """Who would leave its place counts 1, who would leave its pipeline 2; shape (free, positions)."""
-    nowhere = (-1, -1)
-    home = np.array([habits.get(node, nowhere) for node in free])
-    at = np.array(positions)
-    other = home[:, :1] != at[:, 0]
-    moved = (other | (home[:, 1:] != at[:, 1])).astype(np.float64) + other
-    moved[home[:, 0] < 0] = 0.0
-    changes: Floats = moved
-    return changes
+def _add_changes(
+    cost: Floats, free: Sequence[str], positions: Sequence[Position], habits: Mapping[str, Position]
+) -> None:
+    """Who would leave its place costs 1 more, who would leave its pipeline 2; shape (free, positions)."""
+    columns: dict[int, list[tuple[int, int]]] = {}
+    for column, (number, offset) in enumerate(positions):
+        columns.setdefault(number, []).append((column, offset))
+    at: list[tuple[int, int, float]] = []
+    for row, node in enumerate(free):
+        home = habits.get(node)
+        if home is not None:
+            cost[row] += 2.0
+            of_pipeline = columns.get(home[0], ())
+            at += [(row, column, 2.0 if offset == home[1] else 1.0) for column, offset in of_pipeline]
+    if at:
+        rows, places, saved = zip(*at, strict=True)
+        cost[rows, places] -= saved
 
 
 def _numbered(items: Sequence[Kind]) -> tuple[list[Kind], NDArray[np.int64]]:

@@ -150,7 +150,7 @@ class Planner:
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
         by_nodes = self.templates(len(nodes)).by_nodes
-        weighed = weigh(
+        weighed, considered = weigh(
             self._layouts(situation.previous, nodes),
             templates=by_nodes,
             instantiator=self.instantiator(len(nodes)),
@@ -161,8 +161,7 @@ class Planner:
             link=self.profile.link,
             horizon_s=horizon_s,
         )
-        placements = placed(weighed[0], by_nodes, self._assigner, masks)
-        considered = tuple(each.considered for each in weighed)
+        placements = placed(weighed, by_nodes, self._assigner, masks)
         if unchanged is not None:
             starts, considered = [unchanged.pipelines, placements], ()
         else:

@@ -70,8 +70,10 @@ def reason_of(
 
 def trade(chosen: Considered, other: Considered, horizon_s: float) -> str:
     """Why one layout was taken and not the next best."""
-    this = f"{_time(chosen.iteration_s)} a step with {_size(chosen.transfer_bytes)} to move"
-    that = f"{_NAMES[other.method]}: {_time(other.iteration_s)} and {_size(other.transfer_bytes)}"
+    this = _costs(chosen)
+    that = f"{_NAMES[other.method]}: {_costs(other)}"
+    if chosen.transfer_bytes is None or other.transfer_bytes is None:
+        return f"{this} ({that})"
     slower = chosen.iteration_s > other.iteration_s * (1 + SAME)
     quicker = chosen.iteration_s < other.iteration_s * (1 - SAME)
     more = chosen.transfer_bytes > other.transfer_bytes
@@ -80,6 +82,13 @@ def trade(chosen: Considered, other: Considered, horizon_s: float) -> str:
     if slower and not more:
         return f"{this}; a quicker step would not pay for its bytes within {_time(horizon_s)} ({that})"
     return f"{this} ({that})"
+
+
+def _costs(considered: Considered) -> str:
+    step = f"{_time(considered.iteration_s)} a step"
+    if considered.transfer_bytes is None:
+        return step
+    return f"{step} with {_size(considered.transfer_bytes)} to move"
 
 
 def _time(seconds: float) -> str:

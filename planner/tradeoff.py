@@ -24,6 +24,9 @@ every 6 hours, every hour, every 10 minutes)."""
 PRECISION = 1e-9
 """Relative: expected times that differ by less count as equal, and the fewest bytes decide."""
 
+COUNTED_NODES = 128
+"""Up to here bytes are counted for all layouts, for the user to see: it takes a few milliseconds."""
+
 _SHORTEST_S = 1e-3
 """A horizon below is taken for this."""
 
@@ -33,7 +36,7 @@ _DEAREST = 500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A layout with its nodes and what it costs."""
+    """A layout with its nodes and what it costs in all."""
 
     layout: Layout
     instantiation: Instantiation
@@ -66,24 +69,42 @@ def weigh(
     previous: Plan | None,
     link: Link,
     horizon_s: float,
-) -> list[Weighed]:
-    """All layouts that hold every layer, the one to take first.
+) -> tuple[Weighed, tuple[Considered, ...]]:
+    """The layout to take, and all that were considered: it first, then by their expected time of a step.
+
+    On many nodes bytes are not counted for layouts that are slower before they have moved any.
 
     :param nodes: in natural order.
     :raises StateLostError: none of them can be seated so that every layer is held.
     """
+    earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
+    proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
     found: list[Weighed] = []
+    skipped: list[Considered] = []
+    least_s = math.inf
     lost: StateLostError | None = None
-    for layout in layouts:
-        instantiation = instantiator.of(layout.sizes)
+    for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):
+        iteration_s = instantiation.iteration_ms / 1e3
+        if len(nodes) > COUNTED_NODES and iteration_s > least_s:
+            skipped.append(
+                Considered(
+                    method=layout.method,
+                    sizes=tuple(layout.sizes),
+                    iteration_s=iteration_s,
+                    transfer_bytes=None,
+                    transfer_s=None,
+                    expected_iteration_s=iteration_s,
+                )
+            )
+            continue
         shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
         try:
-            assignment = assigner.assign(places, nodes, masks, _habits(layout, previous))
+            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier))
         except StateLostError as error:
             lost = error
             continue
-        iteration_s, moving_s = instantiation.iteration_ms / 1e3, transfer_s(assignment, link)
+        moving_s = transfer_s(assignment, link)
         considered = Considered(
             method=layout.method,
             sizes=tuple(layout.sizes),
@@ -92,6 +113,7 @@ def weigh(
             transfer_s=moving_s,
             expected_iteration_s=expected_iteration_s(iteration_s, moving_s, horizon_s),
         )
+        least_s = min(least_s, considered.expected_iteration_s)
         found.append(
             Weighed(
                 layout=layout,
@@ -104,18 +126,19 @@ def weigh(
     if not found:
         assert lost is not None, "there is always the best instantiation"
         raise lost
-    found.sort(key=lambda weighed: weighed.considered.expected_iteration_s)
-    enough_s = found[0].considered.expected_iteration_s * (1 + PRECISION)
-    equal = [weighed for weighed in found if weighed.considered.expected_iteration_s <= enough_s]
-    least = min(equal, key=lambda weighed: weighed.considered.transfer_bytes)
-    return [least, *(weighed for weighed in found if weighed is not least)]
+    equal = [each for each in found if each.considered.expected_iteration_s <= least_s * (1 + PRECISION)]
+    order = list(layouts)
+    chosen = min(equal, key=lambda each: (each.assignment.moved_bytes, order.index(each.layout)))
+    others = [*(each.considered for each in found if each is not chosen), *skipped]
+    others.sort(key=lambda considered: considered.expected_iteration_s)
+    return chosen, (chosen.considered, *others)
 
 
-def _habits(layout: Layout, previous: Plan | None) -> dict[str, Position]:
-    """Where in the layout each node would be if it stayed."""
-    habits: dict[str, Position] = {}
-    for number, (_, before) in enumerate(layout.pipelines):
-        if previous is not None and before is not None:
-            earlier = previous.pipelines[before].nodes
-            habits |= {node: (number, offset) for offset, node in enumerate(earlier)}
-    return habits
+def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
+    """Where in the layout each node would be if it stayed; ``earlier``: nodes of the previous pipelines."""
+    return {
+        node: (number, offset)
+        for number, (_, before) in enumerate(layout.pipelines)
+        if before is not None
+        for offset, node in enumerate(earlier[before])
+    }

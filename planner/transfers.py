@@ -17,35 +17,47 @@ def transfers(
     :returns: ``None`` where a layer that must move is held by no device of the plan.
     """
     devices: list[Device] = []
-    of_node: dict[str, list[int]] = {}
+    node_of: list[int] = []
+    ranks_of: list[list[int]] = []
     holding: dict[int, list[int]] = {}
-    wanted: dict[int, list[int]] = {}
+    lacking: dict[int, list[int]] = {}
+    numbers: dict[str, int] = {}
     for pipeline in pipelines:
         for stage in pipeline.stages:
             needs = (1 << stage.end_layer) - (1 << stage.first_layer)
             for device in stage.devices:
-                rank = len(devices)
-                devices.append(device)
+                number = numbers.setdefault(device.node, len(numbers))
+                if number == len(ranks_of):
+                    ranks_of.append([])
+                ranks_of[number].append(len(devices))
                 held = masks[device.node][device.index]
-                of_node.setdefault(device.node, []).append(rank)
-                holding.setdefault(held, []).append(rank)
+                holding.setdefault(held, []).append(len(devices))
                 if needs & ~held:
-                    for layer in layers_of(needs & ~held):
-                        wanted.setdefault(layer, []).append(rank)
+                    lacking.setdefault(needs & ~held, []).append(len(devices))
+                node_of.append(number)
+                devices.append(device)
+    wanted: dict[int, list[int]] = {}
+    for missing, ranks in lacking.items():
+        for layer in layers_of(missing):
+            wanted.setdefault(layer, []).extend(ranks)
     sent = [0] * len(devices)
     moves: list[Transfer] = []
-    for size_bytes, layer in sorted((-profile.layers[layer].state_bytes, layer) for layer in wanted):
+    for negative, layer in sorted((-profile.layers[layer].state_bytes, layer) for layer in wanted):
         holders = [rank for held, ranks in holding.items() if held >> layer & 1 for rank in ranks]
         if not holders:
             return None
-        sources = _Sources(sent, holders)
+        sources, near = _Sources(sent, holders), {node_of[rank] for rank in holders}
         is_holder = set(holders)
-        for rank in wanted[layer]:
-            target = devices[rank]
-            near = [other for other in of_node[target.node] if other in is_holder]
-            source = min(near, key=lambda other: (sent[other], other)) if near else sources.least()
-            sent[source] -= size_bytes
-            moves.append(Transfer(layer=layer, source=devices[source], target=target, size_bytes=-size_bytes))
+        for rank in sorted(wanted[layer]):
+            number = node_of[rank]
+            if number in near:
+                source = min(is_holder.intersection(ranks_of[number]), key=lambda r: (sent[r], r))
+            else:
+                source = sources.least()
+            sent[source] -= negative
+            moves.append(
+                Transfer(layer=layer, source=devices[source], target=devices[rank], size_bytes=-negative)
+            )
     return tuple(moves)
 
 

@@ -183,11 +183,12 @@ class Considered:
     """Nodes of each pipeline."""
     iteration_s: float
     """Of a step, with the batch distributed anew."""
-    transfer_bytes: int
-    transfer_s: float
+    transfer_bytes: int | None
+    """``None``: not counted, as the step alone takes longer than another layout's with its transfer."""
+    transfer_s: float | None
     """Time of the device that sends or receives most."""
     expected_iteration_s: float
-    """Of a step, if the transfer is paid back until the next failure."""
+    """Of a step, if the transfer is paid back until the next failure; at least, where it was not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
