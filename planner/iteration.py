@@ -9,7 +9,7 @@ budget goes, with the bound as the guide. A local search improves the best mappi
 The mapping that is best for the paper's objective is the first candidate, so the answer is never worse.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from planner.descent import Row, as_row, descend, quickest_of
 from planner.enumeration import all_mappings, mapping_count, quickest
 from planner.makespan import Floats
 from planner.paths import PathTables, PathWeights, join, round_trips, through_slowest
+from planner.stagebounds import StageBounds
 from planner.values import StageTemplate, Template
 
 ENUMERATED_MAPPINGS = 5_000
@@ -34,8 +35,10 @@ MIXTURES = (0.75, 0.5, 0.25, 0.0)
 """Shares of the path that goes twice behind the slowest stage, besides 1, for a single slowest time."""
 CANDIDATES = 6
 """Mappings simulated after each round: those with the lowest bounds."""
-EXPANSIONS = 2_000
+EXPANSIONS = 500
 """Partial mappings looked at in the final enumeration: a tenth of a second."""
+GROUP = 64
+"""Complete mappings simulated at a time there."""
 ROUNDING = 1e-12
 """Two sums of the same terms in another order differ by less, relatively."""
 
@@ -89,6 +92,7 @@ class _Search:
     best_ms: float = np.inf
     stages: tuple[StageTemplate, ...] = ()
     bound_ms: float = 0.0
+    _stage_bounds: Mapping[tuple[int, int], Floats] | None = None
 
     def template(self) -> Template | None:
         if not self.stages:
@@ -128,8 +132,14 @@ class _Search:
             self.bound_ms = round_ms
             return
         allowed = self._allowed(round_ms)
+        if not allowed.any():
+            self.bound_ms = self.best_ms
+            return
         times = np.unique(costs.time_ms[allowed])
-        left = self._branch(times, round_ms)
+        left = self._branch(_Interval(0.0, 0, len(times) - 1).parts(FIRST_PARTS), times, round_ms)
+        if left:
+            self._stage_bounds = StageBounds(costs, self.nodes, self.microbatches, self._allowed(round_ms)).of
+            left = self._branch(left, times, round_ms)
         if left:
             floor_ms = min(interval.bound_ms for interval in left)
             found = descend(costs, self.stages, self.best_ms, self.microbatches, floor_ms)
@@ -147,12 +157,11 @@ class _Search:
         busy_ms = turns * costs.time_ms
         path_ms = round_ms + (turns - 1) * np.maximum(costs.forward_ms, costs.backward_ms)
         longest_ms = np.maximum(busy_ms, path_ms)
-        allowed: NDArray[np.bool_] = np.isfinite(longest_ms) & (longest_ms <= self.best_ms * (1 + ROUNDING))
+        allowed: NDArray[np.bool_] = longest_ms < self.best_ms * (1 - ROUNDING)
         return allowed
 
-    def _branch(self, times: Floats, round_ms: float) -> list[_Interval]:
-        """Cut the interval of all times into parts until none is open, or for some rounds; the open ones."""
-        parts = _Interval(0.0, 0, len(times) - 1).parts(FIRST_PARTS)
+    def _branch(self, parts: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
+        """Cut intervals into parts until none is open, or for some rounds; the open ones."""
         whole: list[_Interval] = []
         for _ in range(MOST_ROUNDS):
             self._evaluate(parts, times, round_ms)
@@ -201,7 +210,17 @@ class _Search:
             longest = np.full(1, shorter_ms[slowest].max() if mix < 1 else 0.0)
             weights.append(through_slowest(self.microbatches, at, np.maximum(longest, 0.0), np.full(1, mix)))
         most_behind = self.microbatches - 2
-        return PathTables(costs, self.nodes, allowed, join(weights), low_ms, high_ms, most_behind)
+        return PathTables(
+            costs,
+            self.nodes,
+            allowed,
+            join(weights),
+            low_ms,
+            high_ms,
+            most_behind,
+            self._stage_bounds,
+            self.best_ms * (1 - ROUNDING),
+        )
 
     def _prove(self, intervals: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
         """Simulate all mappings whose bound is below the best makespan; the intervals where that failed."""
@@ -219,16 +238,20 @@ class _Search:
     def _enumerate(self, tables: PathTables, q: int, budget: int) -> int:
         """Simulate all mappings of row q whose bound is below the best makespan; what is left of the budget.
 
-        Depth first, the stage with the lowest bound first; a mapping is simulated when it is complete.
+        Depth first, the stage with the lowest bound first; complete mappings are simulated in groups.
         """
         layers = self.costs.layers
         stack: list[tuple[float, int, bool, tuple[int, ...], tuple[int, ...]]] = [
             (0.0, tables.devices, False, (0,), ())
         ]
+        complete: list[Row] = []
         while stack and budget > 0:
             spent_ms, left, found, cuts, devices = stack.pop()
             if cuts[-1] == layers:
-                self.offer([(list(cuts), list(devices))])
+                complete.append((list(cuts), list(devices)))
+                if len(complete) == GROUP:
+                    self.offer(complete)
+                    complete.clear()
                 continue
             budget -= 1
             limit_ms = self.best_ms * (1 - ROUNDING) - spent_ms
@@ -240,4 +263,5 @@ class _Search:
                 rest = tables.after if slowest else tables.done
                 step_ms = sum_ms - float(rest[left - d, q, end])
                 stack.append((spent_ms + step_ms, left - d, slowest, (*cuts, end), (*devices, d)))
+        self.offer(complete)
         return budget

@@ -16,7 +16,7 @@ The first two need N − 2 stages behind k* at most. So k* is the slowest of the
 behind them; others may be slower, as far as a mapping better than the best one known can have them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -95,11 +95,14 @@ class PathTables:
         low_ms: Floats,
         high_ms: Floats,
         most_behind: int,
+        bounds: Mapping[tuple[int, int], Floats] | None = None,
+        below_ms: float = np.inf,
     ) -> None:
         """
         :param allowed: stages to choose from, shape as the tables of ``costs``.
         :param low_ms, high_ms: the intervals, shape (Q,).
         :param most_behind: stages that the slowest may have behind it.
+        :param bounds: ``StageBounds.of``: only stages whose bound is below ``below_ms`` are chosen.
         """
         self._costs, self._most_behind = costs, most_behind
         self.devices = nodes * costs.devices_per_node
@@ -107,16 +110,17 @@ class PathTables:
         self._unsure: dict[int, _StageSums] = {}
         for d in costs.stage_devices:
             time_ms = np.where(allowed[d], costs.time_ms[d], np.inf)
-            band = _Band(costs, time_ms, float(high_ms.max()))
+            band = Band(costs, time_ms, float(high_ms.max()))
             self._sure[d] = band.sums(weights, low_ms, high_ms, None)
             if min(self.devices - d, costs.layers - 1) > most_behind:
-                band = _Band(costs, time_ms, np.inf)
+                band = Band(costs, time_ms, np.inf)
                 self._unsure[d] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
         widest = max(len(sums.at) for sums in (*self._sure.values(), *self._unsure.values()))
         shape = (self.devices + 1, len(low_ms), costs.layers + 1 + widest)
         self.after, self.done = np.full(shape, np.inf), np.full(shape, np.inf)
         self.after[0, :, costs.layers] = 0.0
         self._memory = _MemoryMasks(costs, widest)
+        self._bounds, self._below_ms = bounds, below_ms
         for g in range(1, self.devices + 1):
             self._extend(g)
 
@@ -133,10 +137,10 @@ class PathTables:
         whether the slowest is this one or in front of it). ``found``: whether it is in front.
         """
         kinds: list[tuple[Floats, int, bool]] = []
-        for d in self._splits_before(devices):
+        for d in self.splits_before(devices):
             left, sums = devices - d, self._sums(devices, d)
             near = slice(first + 1, first + 1 + len(sums.at))
-            mask = self._memory.mask(d, left)[:, 0, first][: len(sums.at)]
+            mask = self._mask(d, left, len(sums.at))[:, 0, first]
             after, done = self.after[left, q, near] + mask, self.done[left, q, near] + mask
             if found:
                 kinds.append((sums.after[:, q, first] + after, d, True))
@@ -158,7 +162,7 @@ class PathTables:
             first, left = end, left - d
         return tuple(stages)
 
-    def _splits_before(self, devices: int) -> list[int]:
+    def splits_before(self, devices: int) -> list[int]:
         """Sizes of a stage that is the first of the last ``devices`` devices and stays within its node."""
         position = -devices % self._costs.devices_per_node
         return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
@@ -166,12 +170,19 @@ class PathTables:
     def _sums(self, devices: int, d: int) -> "_StageSums":
         return self._unsure.get(d, self._sure[d]) if devices - d > self._most_behind else self._sure[d]
 
+    def _mask(self, d: int, left: int, longest: int) -> Floats:
+        """0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
+        mask = self._memory.mask(d, left)[:longest]
+        if self._bounds is None:
+            return mask
+        return np.where(self._bounds[d, left][:longest, None, :] < self._below_ms, mask, np.inf)
+
     def _extend(self, devices: int) -> None:
         layers = self._costs.layers
         after, done = self.after[devices, :, : layers + 1], self.done[devices, :, : layers + 1]
-        for d in self._splits_before(devices):
+        for d in self.splits_before(devices):
             sums = self._sums(devices, d)
-            mask = self._memory.mask(d, devices - d)[: len(sums.at)]
+            mask = self._mask(d, devices - d, len(sums.at))
             rest = _windows(self.after[devices - d], sums.at.shape) + mask
             rest_done = _windows(self.done[devices - d], sums.at.shape) + mask
             np.minimum(after, (sums.after + rest).min(axis=0), out=after)
@@ -188,18 +199,19 @@ class _StageSums:
     after: Floats
 
 
-class _Band:
+class Band:
     """Stages on d devices by first layer u and length w + 1, up to the longest that is quick enough."""
 
     def __init__(self, costs: StageCosts, time_ms: Floats, cap_ms: float) -> None:
         layers = costs.layers
         longest = max(1, int((np.isfinite(time_ms) & (time_ms <= cap_ms)).sum(axis=1).max()))
         starts = np.arange(layers + 1)
+        self.layers = layers
         self._ends = starts + 1 + np.arange(longest)[:, None]
-        inside = np.minimum(self._ends, layers)
-        behind = np.where(self._ends <= layers, time_ms[starts, inside], np.inf)
-        self._time_ms = behind[:, None, :]
-        self._link_ms = costs.link_ms[inside][:, None, :]
+        self.inside = np.minimum(self._ends, layers)
+        behind = np.where(self._ends <= layers, time_ms[starts, self.inside], np.inf)
+        self.time_ms: Floats = behind
+        self.link_ms: Floats = costs.link_ms[self.inside]
 
     def sums(self, weights: PathWeights, low_ms: Floats, high_ms: Floats, sure_end: int | None) -> _StageSums:
         """:param sure_end: the slowest ends there or later, and stages that end earlier may be slower."""
@@ -207,20 +219,21 @@ class _Band:
         def of_query(values: Floats) -> Floats:
             return values[None, :, None]
 
-        trip = self._time_ms + 2 * self._link_ms
+        time_ms, link_ms = self.time_ms[:, None, :], self.link_ms[:, None, :]
+        trip = time_ms + 2 * link_ms
         low, high = of_query(low_ms), of_query(high_ms)
-        within = self._time_ms <= high
-        slowest = within & (self._time_ms >= low)
+        within = time_ms <= high
+        slowest = within & (time_ms >= low)
         # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
-        quicker = np.where(low == high, self._time_ms < high, within)
+        quicker = np.where(low == high, time_ms < high, within)
         in_front = within
         if sure_end is not None:
             surely = (self._ends >= sure_end)[:, None, :]
             slowest = slowest & surely
-            in_front = within | (~surely & np.isfinite(self._time_ms))
+            in_front = within | (~surely & np.isfinite(time_ms))
         finite = np.where(np.isfinite(trip), trip, 0.0)
         before = of_query(weights.before_trip) * finite + of_query(weights.before_ms)
-        at = of_query(weights.at_trip) * finite + of_query(weights.at_link) * self._link_ms
+        at = of_query(weights.at_trip) * finite + of_query(weights.at_link) * link_ms
         after = of_query(weights.after_trip) * finite + of_query(weights.after_ms)
         return _StageSums(
             before=np.where(in_front, before, np.inf),
