@@ -38,9 +38,13 @@ SLOWEST_WEIGHTS = np.array([3.0, 4.0, 4.0])
 
 
 class AdditiveMapping:
-    """Evaluations of one model for pipelines of up to ``nodes`` nodes; their minima are remembered."""
+    """Evaluations of one model for pipelines of up to ``nodes`` nodes; their minima are remembered.
 
-    def __init__(self, costs: StageCosts, nodes: int) -> None:
+    What a stage may hold depends on how many stages are behind it. With ``loose`` the fewest that there can
+    be are counted instead: then minima are lower bounds, and mappings that attain them may not fit.
+    """
+
+    def __init__(self, costs: StageCosts, nodes: int, *, loose: bool = False) -> None:
         self.costs, self.nodes = costs, nodes
         self.sizes: Ints = np.array(costs.stage_devices, dtype=np.int64)
         table_ms = costs.time_ms[self.sizes]
@@ -57,7 +61,15 @@ class AdditiveMapping:
         """How much of a sum may be lost where other numbers of devices take far longer."""
         self.allowed = sizes_allowed(costs)
         self.memory_ends = memory_ends(costs, nodes)
-        self.batch = max(1, BATCH_CELLS // (3 * self.memory_ends.size))
+        self.loose = loose
+        self.rows = 1 if loose else len(self.memory_ends)
+        """Numbers of stages behind a stage that are told apart."""
+        devices = np.arange(nodes * costs.devices_per_node + 1)
+        whole, rest = devices // costs.devices_per_node, devices % costs.devices_per_node
+        fewest = whole * costs.fewest_stages - (-rest // costs.max_devices)
+        self.least_behind: Ints = np.minimum(fewest, len(self.memory_ends) - 1)
+        """Stages that the last g devices are at least, as a row of ``memory_ends``."""
+        self.batch = max(1, BATCH_CELLS // (3 * self.rows * self.memory_ends[0].size))
         """Intervals that are evaluated together."""
         self._minima: dict[Range, Floats] = {}
         self._latest: _Run | None = None
@@ -118,8 +130,8 @@ class _Run:
     def __init__(self, mapping: AdditiveMapping, ranges: Sequence[Range], nodes: int) -> None:
         self.mapping, self.ranges, self.nodes = mapping, list(ranges), nodes
         costs = mapping.costs
-        self._rows, sizes, self._width = mapping.memory_ends.shape
-        shape = (sizes, 3, len(ranges), self._rows, self._width)
+        self._rows, self._width = mapping.rows, costs.layers + 1
+        shape = (len(mapping.sizes), 3, len(ranges), self._rows, self._width)
         self._from, self._to = self._windows(shape)
         self._end_ms: Floats = TIME_WEIGHTS[None, :, None] * mapping.prefix_ms[:, None, :]
         """What a stage's end contributes to its cost: shape (D, 3, L + 1)."""
@@ -141,28 +153,38 @@ class _Run:
         last[:] = mapping.ends(high)[:, None, :, None, :]
         # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
         last[:, AFTER] = mapping.ends(high - (low == high))[:, :, None, :]
-        np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
+        if not mapping.loose:
+            np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
         return first, last
 
-    def _lookups(self, shape: tuple[int, ...]) -> tuple[int, Ints, Ints]:
-        """How often windows double, and two places in the flat levels whose minimum is a window's.
+    def _fitting(self, g: int, allowed: int) -> Ints:
+        """Last end of each stage that may be first of the last ``g`` devices, by the fewest stages behind it.
 
-        Level j holds at each place the minimum of the 2^j places from there, all levels one behind the
-        other, and behind them an infinity for empty windows.
+        Shape (allowed sizes, L + 1).
         """
-        lengths = np.maximum(self._to - self._from + 1, 0)
-        levels = np.frexp(np.maximum(lengths, 1))[1].astype(np.int64) - 1
-        count, total = int(levels.max()), lengths.size
-        base = levels * total + (np.arange(total) // self._width * self._width).reshape(shape)
+        sizes = self.mapping.sizes[:allowed]
+        ends: Ints = self.mapping.memory_ends[self.mapping.least_behind[g - sizes], np.arange(allowed)]
+        return ends
+
+    def _lookups(self, last: Ints, count: int, total: int) -> tuple[Ints, Ints]:
+        """Two places in the flat levels whose minimum is a window's, for windows that end at ``last``.
+
+        Level j of 0 … ``count`` holds at each of ``total`` places the minimum of the 2^j places from there;
+        all levels are one behind the other, and behind them is an infinity for empty windows.
+        """
+        first = self._from[: len(last)]
+        lengths = np.maximum(last - first + 1, 0)
+        levels = _doublings(lengths)
+        base = levels * total + (np.arange(last.size) // self._width * self._width).reshape(last.shape)
         nowhere = (count + 1) * total
-        left = np.where(lengths > 0, base + self._from, nowhere)
-        right = np.where(lengths > 0, base + self._to + 1 - (1 << levels), nowhere)
-        return count, left.ravel(), right.ravel()
+        left = np.where(lengths > 0, base + first, nowhere)
+        right = np.where(lengths > 0, base + last + 1 - (1 << levels), nowhere)
+        return left.ravel(), right.ravel()
 
     def _solve(self, shape: tuple[int, ...]) -> None:
         sizes, best = self.mapping.sizes, self.best
-        count, left, right = self._lookups(shape)
-        total = left.size
+        count, total = int(_doublings(self._to - self._from + 1).max()), self._to.size
+        left, right = self._lookups(self._to, count, total)
         per_size = total // len(sizes)
         levels = np.full((count + 1) * total + 1, np.inf)
         one, two = np.empty(total), np.empty(total)
@@ -173,6 +195,9 @@ class _Run:
             bottom = levels[:used].reshape(whole)
             np.take(best, g - sizes[:allowed], axis=0, out=bottom, mode="clip")
             bottom += end_ms[:allowed]
+            if self.mapping.loose:
+                fitting = self._fitting(g, allowed)[:, None, None, None, :]
+                left, right = self._lookups(np.minimum(self._to[:allowed], fitting), count, total)
             for level in range(count):
                 here, shift = level * total, 1 << level
                 narrow = levels[here : here + used]
@@ -219,13 +244,17 @@ class _Run:
         The same additions in the same order give the same sum to the last bit.
         """
         wanted = self.best[left, state, k, row, first]
+        allowed = self.mapping.allowed[left % len(self.mapping.allowed)]
+        fitting = self._fitting(left, allowed)
         rows = [row] if self._rows == 1 else [row - 1] + ([row] if row == self._rows - 1 else [])
-        for index in reversed(range(self.mapping.allowed[left % len(self.mapping.allowed)])):
+        for index in reversed(range(allowed)):
             size = int(self.mapping.sizes[index])
             for kind in (AT, DONE) if state == DONE else (AFTER,):
                 for rest in rows:
                     low = self._from[index, kind, k, rest, first]
                     high = self._to[index, kind, k, rest, first] + 1
+                    if self.mapping.loose:
+                        high = min(high, fitting[index, first] + 1)
                     if low >= high:
                         continue
                     sums = (
@@ -235,3 +264,9 @@ class _Run:
                     if sums[end] + self._start_ms[index, kind, k, first] == wanted:
                         return size, DONE if kind == DONE else AFTER, rest, int(low) + end
         raise AssertionError("every minimum came from a stage")
+
+
+def _doublings(lengths: Ints) -> Ints:
+    """How often 1 can be doubled without exceeding a length; 0 for what is empty."""
+    exponents: Ints = np.frexp(np.maximum(lengths, 1))[1].astype(np.int64)
+    return exponents - 1

@@ -1,15 +1,18 @@
 """GPU–stage mapping against all mappings there are."""
 
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Literal
 
 import pytest
-from oracles import best_mapping_ms, fits, mapping_ms, profile_of, random_model
+from oracles import best_mapping_ms, fits, layer, mapping_ms, profile_of, random_model
 
 from planner import iteration
+from planner.additive import AdditiveMapping
 from planner.costs import StageCosts
 from planner.mapping import Mapper
+from planner.paper import paper_templates
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, Template
 
 
@@ -112,6 +115,37 @@ def test_all_sizes_at_once_are_as_good_as_one_by_one(objective: str) -> None:
             single = alone[nodes]
             assert single is not None and template.nodes == single.nodes
             assert template.objective_ms == pytest.approx(single.objective_ms, rel=1e-12)
+
+
+def test_the_search_finds_what_a_scan_of_all_slowest_times_finds() -> None:
+    """Of models too large to look at all mappings, where memory decides and where it does not."""
+    random, decided = Random(2), 0
+    for memory_bytes in (None, *(random.randint(40, 200) for _ in range(12))):
+        layers = tuple(
+            layer(
+                forward_ms=random.choice([1.0, random.random()]),
+                state_bytes=4 * random.randint(1, 5),
+                activation_bytes=random.randint(1, 9),
+            )
+            for _ in range(14)
+        )
+        profile = ModelProfile(layers=layers, microbatch_rows=4, device_memory_bytes=memory_bytes)
+        policy = Policy(devices_per_node=3, global_batch=64, microbatch_rows=4, objective="paper")
+        costs = StageCosts(profile, policy)
+        additive = AdditiveMapping(costs, 3)
+        scan = additive.minima([(index, index) for index in range(len(additive.times_ms))], 3)
+        free = paper_templates(
+            AdditiveMapping(StageCosts(replace(profile, device_memory_bytes=None), policy), 3), [3]
+        )
+        found = paper_templates(additive, [1, 2, 3])
+        for nodes in (1, 2, 3):
+            least = min(float(minima[nodes]) for minima in scan)
+            assert (nodes in found) == (least < inf)
+            if nodes in found:
+                assert found[nodes].objective_ms == pytest.approx(least, rel=1e-12)
+                assert fits(profile, policy, as_mapping(found[nodes]))
+        decided += 3 not in found or found[3].objective_ms > free[3].objective_ms * (1 + 1e-9)
+    assert 3 <= decided <= 12
 
 
 def test_layers_that_take_no_time_can_be_anywhere() -> None:
