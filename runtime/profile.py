@@ -36,7 +36,9 @@ from runtime.training import Training, TrainingError, load_training
 from runtime.zygote import die_with_parent
 
 _WARM_UPS = 2
-_REPEATS = 7
+_FEWEST_REPEATS, _MOST_REPEATS = 7, 31
+_SHORT_S = 0.03
+"""A layer is measured again, up to the most repeats, while it has taken less than this."""
 _LONG_S = 0.5
 """A layer that has taken this long is not measured again: noise is small against it."""
 
@@ -154,7 +156,7 @@ def _time_layer(
     forwards: list[float] = []
     backwards: list[float] = []
     began = time.perf_counter()
-    for repeat in range(_WARM_UPS + _REPEATS):
+    for repeat in range(_WARM_UPS + _MOST_REPEATS):
         given = _as_received(x)
         start = device_now(model.device)
         output = model.forward(layer, layer + 1, given, step=1, row=0)
@@ -164,10 +166,11 @@ def _time_layer(
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         end = device_now(model.device)
-        if repeat >= _WARM_UPS or end - began > _LONG_S:
+        spent_s = end - began
+        if repeat >= _WARM_UPS or spent_s > _LONG_S:
             forwards.append(middle - start)
             backwards.append(end - middle)
-        if end - began > _LONG_S:
+        if spent_s > _LONG_S or (len(forwards) >= _FEWEST_REPEATS and spent_s > _SHORT_S):
             break
     return RowsMeasured(rows=len(flatten(x)[0]), forward=spread_of(forwards), backward=spread_of(backwards))
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from scipy.optimize import nnls
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from ftd.node.rendezvous import RendezvousServer
 from ftd.profiling.process import Told, ask
@@ -18,6 +19,9 @@ _BUDGET_S = 3.0
 _TIMEOUT_S = 60.0
 """Of all, with the start of torch in it: much later than ever, if nothing is broken."""
 _MOST_BYTES_PER_S = 1e15
+_LEAST_SHARE = 0.01
+"""Of the largest message's time, taken by its bytes where no slope is seen: no bandwidth is infinite."""
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,8 @@ class Fit:
 
     link: Link
     error: float
-    """Root of the mean squared relative error."""
+    """By which a measurement typically differs: 0.1 is a tenth more or less. Exactly, e to the root of the
+    mean squared logarithm of the ratio, less 1."""
 
 
 async def measured_links(backend: str, told: Told) -> LinksMeasured:
@@ -64,20 +69,25 @@ def fit_ring(links: LinksMeasured) -> Fit:
 
 
 def _fit(points: Sequence[tuple[float, float, float]]) -> Fit:
-    """Least squares of the relative errors over latency ≥ 0 and time per byte ≥ 0.
+    """Least squares of the logarithms: twice too long is as far off as twice too short, at any size.
 
     :param points: at least two of (latencies, bytes, milliseconds) with different shares of the two.
     """
     table = np.array(points)
     factors, times_ms = table[:, :2], np.maximum(table[:, 2], 1e-9)
-    # Relative errors: else the largest message alone would decide, and the latency would be noise.
-    scale = np.array([1.0, 1e-6])
-    solution, _ = nnls(factors * scale / times_ms[:, None], np.ones(len(times_ms)))
-    latency_ms, byte_ms = (float(value) for value in solution * scale)
-    # Where no slope is seen, the bandwidth is at least what the largest message shows.
-    byte_ms = byte_ms or float(times_ms[-1] / factors[-1, 1])
-    bytes_per_s = min(1e3 / byte_ms, _MOST_BYTES_PER_S)
-    errors = factors @ np.array([latency_ms, 1e3 / bytes_per_s]) / times_ms - 1.0
+    # Unknowns as shares of the least latency and of the largest message's time: both are about 1.
+    largest = int(np.argmax(factors[:, 1]))
+    scale = np.array([np.min(times_ms / factors[:, 0]), times_ms[largest] / factors[largest, 1]])
+
+    def residuals(shares: Floats) -> Floats:
+        logarithms: Floats = np.log(factors @ (shares * scale) / times_ms)
+        return logarithms
+
+    found = least_squares(
+        residuals, np.array([0.5, 0.5]), bounds=([0.0, _LEAST_SHARE], np.inf), xtol=1e-12, ftol=1e-12
+    )
+    latency_ms, byte_ms = (float(value) for value in found.x * scale)
     return Fit(
-        link=Link(latency_ms=latency_ms, bytes_per_s=bytes_per_s), error=float(np.sqrt(np.mean(errors**2)))
+        link=Link(latency_ms=latency_ms, bytes_per_s=min(1e3 / byte_ms, _MOST_BYTES_PER_S)),
+        error=float(np.expm1(np.sqrt(np.mean(found.fun**2)))),
     )

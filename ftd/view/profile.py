@@ -8,9 +8,12 @@ from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, Pro
 from ftd.view.text import plural, size
 from planner.values import Link
 
+_MOST_COUNTS = 6
+"""Columns of the table of stages; with more, only powers of two and the largest are shown."""
+
 
 def render_profile(document: ProfileDocument) -> RenderableType:
-    """Layers, network and provenance: readable at 100 columns."""
+    """Layers, network and provenance: readable at 80 columns."""
     count = plural(len(document.layers), "layer")
     room = document.device_memory_bytes
     memory = f", {size(room)} of memory" if room is not None else ""
@@ -19,6 +22,12 @@ def render_profile(document: ProfileDocument) -> RenderableType:
         Text.assemble(("Layers", "bold"), (f"  {count}, microbatches of {rows}{memory}; times in ms", "dim")),
         _layers(document),
     ]
+    if any(layer.split for layer in document.layers):
+        head = (
+            ("Stages", "bold"),
+            ("  forward and backward, the microbatch split by rows; times in ms", "dim"),
+        )
+        parts += ["", Text.assemble(*head), _stages(document)]
     if document.network is not None:
         parts += ["", Text.assemble(("Network", "bold"), (f"  {document.network.where}; times in ms", "dim"))]
         parts += [_network(document.network), _fits(document)]
@@ -38,18 +47,14 @@ def spread(entry: SpreadEntry) -> str:
 
 def _layers(document: ProfileDocument) -> Table:
     table = _table()
-    table.add_column("layer", no_wrap=True)
+    table.add_column("layer", no_wrap=True, max_width=16)
     for name in ("forward", "backward"):
         table.add_column(name, justify="right", no_wrap=True)
-    if any(layer.split for layer in document.layers):
-        table.add_column("both on d devices", justify="right", overflow="fold")
-    for name in ("parameters", "optimizer", "activations", "output"):
+    for name in ("params", "optimizer", "activ.", "output"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, layer in enumerate(document.layers):
         sizes = (layer.parameter_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
-        split = [_split(layer)] if any(entry.split for entry in document.layers) else []
-        name = f"{number} {layer.name or ''}".strip()
-        table.add_row(name, *_passes(layer, document.microbatch_rows), *split, *map(size, sizes))
+        table.add_row(_name(number, layer), *_passes(layer, document.microbatch_rows), *map(size, sizes))
     return table
 
 
@@ -60,8 +65,25 @@ def _passes(layer: LayerEntry, rows: int) -> tuple[str, str]:
     return spread(whole.forward), spread(whole.backward)
 
 
-def _split(layer: LayerEntry) -> str:
-    return "  ".join(f"{s.devices}: {s.forward_ms + s.backward_ms:.3g}" for s in layer.split)
+def _stages(document: ProfileDocument) -> Table:
+    """Of each layer what both passes of a microbatch take on one device and on several."""
+    counts = sorted({split.devices for layer in document.layers for split in layer.split})
+    if len(counts) > _MOST_COUNTS:
+        counts = [count for count in counts if count & (count - 1) == 0 or count == counts[-1]]
+    table = _table()
+    table.add_column("layer", no_wrap=True, max_width=16)
+    for count in (1, *counts):
+        table.add_column(plural(count, "device"), justify="right", no_wrap=True)
+    for number, layer in enumerate(document.layers):
+        times = {1: layer.forward_ms + layer.backward_ms}
+        times |= {split.devices: split.forward_ms + split.backward_ms for split in layer.split}
+        cells = (f"{times[count]:.3f}" if count in times else "–" for count in (1, *counts))
+        table.add_row(_name(number, layer), *cells)
+    return table
+
+
+def _name(number: int, layer: LayerEntry) -> str:
+    return f"{number} {layer.name or ''}".strip()
 
 
 def _network(network: NetworkEntry) -> Table:
@@ -91,4 +113,4 @@ def _link(entry: LinkEntry) -> str:
 
 
 def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    return Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)

@@ -94,9 +94,9 @@ def layers_of(rows: int = 4) -> LayersMeasured:
 def test_a_straight_line_is_found_again(link: Link, ring: Link) -> None:
     measured = links_of(link, ring)
     for fit, true in ((fit_link(measured), link), (fit_ring(measured), ring)):
-        assert fit.link.latency_ms == pytest.approx(true.latency_ms, rel=1e-6, abs=1e-9)
-        assert fit.link.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-6)
-        assert fit.error == pytest.approx(0.0, abs=1e-6)
+        assert fit.link.latency_ms == pytest.approx(true.latency_ms, rel=1e-4, abs=1e-6)
+        assert fit.link.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-4)
+        assert fit.error == pytest.approx(0.0, abs=1e-4)
 
 
 def test_the_error_of_a_fit_tells_how_far_off_it_is() -> None:
@@ -106,13 +106,24 @@ def test_the_error_of_a_fit_tells_how_far_off_it_is() -> None:
     assert true.bytes_per_s / 1.5 < fit.link.bytes_per_s < true.bytes_per_s
 
 
+def test_one_measurement_that_was_disturbed_does_not_decide_in_either_direction() -> None:
+    true = Link(latency_ms=0.05, bytes_per_s=3e9)
+    for factor in (0.5, 2.0):
+        sent = list(links_of(true, true).sent)
+        sent[2] = Sent(size_bytes=SIZES[2], time=always(true.time_ms(SIZES[2]) * factor))
+        fit = fit_link(LinksMeasured(where="", sent=tuple(sent), reduced=()))
+        for size in SIZES:
+            assert 0.6 < fit.link.time_ms(size) / true.time_ms(size) < 1.7
+
+
 def test_a_network_whose_bandwidth_cannot_be_seen_has_a_finite_one() -> None:
     flat = LinksMeasured(
         where="", sent=tuple(Sent(size_bytes=size, time=always(2.0)) for size in SIZES), reduced=()
     )
     fit = fit_link(flat)
-    assert fit.link.latency_ms == pytest.approx(2.0)
-    assert fit.link.bytes_per_s == pytest.approx(SIZES[-1] / 2e-3)
+    assert fit.link.latency_ms == pytest.approx(2.0, rel=0.01)
+    assert fit.link.bytes_per_s == pytest.approx(100 * SIZES[-1] / 2e-3)
+    assert fit.error < 0.01
 
 
 def test_times_that_fall_with_the_size_give_no_negative_latency_or_bandwidth() -> None:
@@ -168,8 +179,9 @@ def shown(document: ProfileDocument) -> str:
 def test_the_tables_show_times_with_their_spread_and_bytes() -> None:
     link, ring = Link(latency_ms=0.05, bytes_per_s=3e9), Link(latency_ms=0.4, bytes_per_s=1.2e9)
     page = shown(document_of("gpt", layers_of(), links_of(link, ring), 2))
-    (row,) = [line.split() for line in page.splitlines() if line.startswith("1 Head")]
-    assert " ".join(row) == "1 Head 1.25 ± 0.00 2.50 ± 0.00 2: 2.25 4.0 KiB 8.0 KiB 512 B 64 B"
+    row, stages = [line.split() for line in page.splitlines() if line.startswith("1 Head")]
+    assert " ".join(row) == "1 Head 1.25 ± 0.00 2.50 ± 0.00 4.0 KiB 8.0 KiB 512 B 64 B"
+    assert " ".join(stages) == "1 Head 3.750 2.250" and "1 device 2 devices" in page
     assert "all-reduce of 4" in page and "link 0.050 ms + 3 GB/s, off by 0%" in page
     without = shown(document_of("gpt", layers_of(), None, 1))
     assert "Network" not in without and "nothing was measured of the network" in without
