@@ -3,7 +3,7 @@
 import math
 from dataclasses import fields
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,8 @@ class StageCosts:
         crossing = [profile.link.time_ms(size) for size in outputs]
         self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
         """Time from a stage that ends before layer v to the one that begins there; 0 at both ends."""
+        gradients = [layer.gradient_bytes for layer in profile.layers]
+        self._gradients_before = [0, *accumulate(gradients)]
 
     def can_start(self, position: int, devices: int) -> bool:
         """Whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
@@ -102,12 +104,17 @@ class StageCosts:
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
         return [float(self.time_ms[s.devices, s.first_layer, s.end_layer]) for s in stages]
 
-    def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
-        return PipelineClock(
-            [float(self.forward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
-            [float(self.backward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
+    def pipeline_ms(self, stages: tuple[StageTemplate, ...]) -> tuple[list[float], list[float], list[float]]:
+        """Forward and backward of each stage, and the link from each to the next."""
+        spans = [(s.devices, s.first_layer, s.end_layer) for s in stages]
+        return (
+            [float(self.forward_ms[span]) for span in spans],
+            [float(self.backward_ms[span]) for span in spans],
             [float(self.link_ms[s.end_layer]) for s in stages[:-1]],
         )
+
+    def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
+        return PipelineClock(*self.pipeline_ms(stages))
 
     def paper_ms(self, stages: tuple[StageTemplate, ...]) -> float:
         return paper_objective_ms(self.stage_times_ms(stages))
@@ -119,13 +126,19 @@ class StageCosts:
         here; each is taken to have as many owners of a layer as this one.
         """
         slowest_ms = 0.0
-        for stage in stages:
-            owners = pipelines * stage.devices
-            layers = self.profile.layers[stage.first_layer : stage.end_layer]
-            size_bytes = sum(layer.gradient_bytes for layer in layers)
+        for devices, size_bytes in self.gradient_bytes(stages).items():
+            owners = pipelines * devices
             hop_ms = self.profile.ring.time_ms(size_bytes / owners)
             slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
         return slowest_ms
+
+    def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, int]:
+        """Of the heaviest stage, by the number of devices."""
+        heaviest: dict[int, int] = {}
+        for stage in stages:
+            size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
+            heaviest[stage.devices] = max(size_bytes, heaviest.get(stage.devices, 0))
+        return heaviest
 
 
 def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
