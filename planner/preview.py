@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from planner.batch import check_batch
 from planner.costs import StageCosts
 from planner.errors import InfeasibleError
-from planner.instantiation import Instantiation
+from planner.instantiation import Instantiation, Instantiator
 from planner.mapping import Mapper
-from planner.planner import Planner
-from planner.templates import check_tolerance, expected_share, smallest_pipeline
+from planner.templates import Templates, check_tolerance, expected_share, smallest_pipeline
 from planner.values import ModelProfile, Policy, Template
 
 
@@ -42,15 +41,16 @@ def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: i
     """
     if template_nodes is not None:
         return _of_one_size(StageCosts(profile, policy), nodes, template_nodes)
-    planner = Planner(profile, policy)
-    planner.check_tolerance(nodes)
-    templates = planner.templates(nodes).by_nodes
+    costs = StageCosts(profile, policy)
+    check_batch(policy.global_batch, policy.microbatch_rows, 1)
+    check_tolerance(policy, smallest_pipeline(costs), nodes)
+    templates = Templates(costs, nodes)
     return Preview(
         nodes=nodes,
-        costs=planner.costs,
-        templates=templates,
-        planned_microbatches={size: expected_share(policy, size, nodes) for size in templates},
-        instantiation=planner.instantiator(nodes).best(nodes),
+        costs=costs,
+        templates=templates.by_nodes,
+        planned_microbatches={size: expected_share(policy, size, nodes) for size in templates.sizes},
+        instantiation=Instantiator(costs, templates).best(nodes),
     )
 
 

@@ -35,6 +35,13 @@ class Objective(StrEnum):
     paper = "paper"
 
 
+class BatchObjective(StrEnum):
+    """What the shares of the pipelines minimise."""
+
+    minmax = "minmax"
+    variance = "variance"
+
+
 class Split(StrEnum):
     """How the devices of a node are split into stages."""
 
@@ -85,6 +92,13 @@ SplitOption = Annotated[
         show_default="the job's, or any",
     ),
 ]
+BatchObjectiveOption = Annotated[
+    BatchObjective | None,
+    typer.Option(
+        help="What shares of the batch minimise: the slowest pipeline's time, or the variance (Eq. 6).",
+        show_default="the job's, or minmax",
+    ),
+]
 TolerateOption = Annotated[
     int | None,
     typer.Option(
@@ -124,6 +138,7 @@ def plan(
     microbatches: MicrobatchesOption = None,
     objective: ObjectiveOption = None,
     split: SplitOption = None,
+    batch_objective: BatchObjectiveOption = None,
     tolerate: TolerateOption = None,
     memory: MemoryOption = None,
     checkpoint_activations: CheckpointOption = False,
@@ -153,6 +168,7 @@ def plan(
             microbatches=microbatches,
             objective=None if objective is None else objective.value,
             split=None if split is None else split.value,
+            batch_objective=None if batch_objective is None else batch_objective.value,
             tolerate=tolerate,
             memory=memory,
             checkpoint_activations=checkpoint_activations,
@@ -211,6 +227,7 @@ def _as_json(
         "planning_s": planning_s,
         "objective": policy.objective,
         "split": policy.split,
+        "batch_objective": policy.batch_objective,
         "nodes": told.nodes,
         "devices_per_node": policy.devices_per_node,
         "layers": told.layers,

@@ -38,6 +38,7 @@ class PlanOptions:
     microbatches: int | None = None
     objective: Literal["iteration", "paper"] | None = None
     split: Literal["any", "aligned"] | None = None
+    batch_objective: Literal["minmax", "variance"] | None = None
     tolerate: int | None = None
     memory: str | None = None
     checkpoint_activations: bool = False
@@ -133,7 +134,7 @@ def requested(options: PlanOptions) -> PlanRequest:
 
     :raises ConfigurationError: names the option or the field, and what would work.
     """
-    from ftd.config.job import load_job
+    from ftd.config.job import job_from_data, load_job_data, profile_from_data
 
     if options.job is None and options.profile is None:
         raise ConfigurationError(
@@ -142,28 +143,36 @@ def requested(options: PlanOptions) -> PlanRequest:
             remedy="give --profile FILE (no cluster needed), or a JOB.toml whose model is then measured",
         )
     memory_bytes = None if options.memory is None else size_bytes(options.memory, field="--memory")
-    job = None
+    job = known = None
     if options.job is not None:
-        job = load_job(options.job, devices_per_node=options.devices_per_node)
-    profile = _profile(options, job)
+        data = load_job_data(options.job)
+        job = job_from_data(data, job_id=data.name, devices_per_node=options.devices_per_node)
+        known = profile_from_data(data)
+    profile = _profile(options, job, known)
     policy = _policy_of_job(job, options) if job is not None else _policy_alone(profile, options)
     policy = replace(
         policy,
         objective=options.objective or policy.objective,
         split=options.split or policy.split,
+        batch_objective=options.batch_objective or policy.batch_objective,
         tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
         device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
         checkpoint_activations=policy.checkpoint_activations or options.checkpoint_activations,
     )
-    name = job.name if job is not None else Path(options.profile or "").name
+    file = options.job or options.profile
+    assert file is not None, "one of the two was given"
+    name = job.name if job is not None else file.name
     return PlanRequest(options=options, name=name, profile=profile, policy=policy)
 
 
-def _profile(options: PlanOptions, job: "Job | None") -> "ModelProfile":
+def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | None") -> "ModelProfile":
+    """:param known: what the job file names."""
     if options.profile is not None:
         from ftd.config.profile_file import load_profile
 
         return load_profile(options.profile)
+    if known is not None:
+        return known
     assert job is not None, "one of the two was given"
     from ftd.profiling.layers import measured_profile
     from ftd.view.progress import late_progress

@@ -290,7 +290,7 @@ def _check_line(check: "CrossCheck | SolverError") -> Text:
     if check.agrees:
         return Text.assemble((done, "dim"), ("equal", "green"))
     shares = ", ".join(map(str, check.model_microbatches))
-    times = f"{check.model_iteration_ms:.6g} ms instead of {check.iteration_ms:.6g} ms"
+    times = f"{check.model_score_ms:.6g} ms instead of {check.score_ms:.6g} ms"
     return Text.assemble(done, (f"it finds {times} with {shares} microbatches; this is a bug", "bold red"))
 
 

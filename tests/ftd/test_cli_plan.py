@@ -323,3 +323,37 @@ def test_no_input_makes_it_fall_over(
         return
     assert isinstance(done.exception, ConfigurationError | SystemExit), repr(done.exception)
     assert (getattr(done.exception, "code", None) or getattr(done.exception, "exit_code", None)) == 2
+
+
+JOB = """
+name = "small"
+steps = 1
+[training]
+function = "train.py:build"
+global_batch = 24
+microbatch = 2
+[tolerance]
+failures = 2
+[planner]
+objective = "paper"
+split = "aligned"
+"""
+
+
+def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('never imported')\n")
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
+    options = ("--nodes", 6, "--gpus-per-node", 2)
+    told = planned(job, "--profile", profile, *options)
+    asked = ("microbatches", "microbatch_rows", "tolerate", "objective", "split", "batch_objective")
+    assert [told[name] for name in asked] == [12, 2, 2, "paper", "aligned", "minmax"]
+    assert len(told["instantiation"]["pipelines"]) >= 3
+    job.write_text(f'{JOB}profile = "bare.json"\nbatch_objective = "variance"\n')
+    named = planned(job, *options)
+    assert named["templates"] == told["templates"] and named["batch_objective"] == "variance"
+    changed = ("--tolerate", 0, "--objective", "iteration", "--split", "any", "--microbatches", 7)
+    told = planned(job, *options, *changed, "--batch-objective", "minmax")
+    assert [told[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax"]
+    assert "tolerance.failures = 2" in refused(job, "--nodes", 2)
+    assert refused(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")

@@ -62,12 +62,21 @@ def test_equal_stages_wait_the_well_known_part_of_a_step(stages: int, microbatch
 def test_the_integer_program_checks_the_shares() -> None:
     plan = seen()
     check = cross_check(plan)
-    assert check.agrees and check.iteration_ms == plan.instantiation.iteration_ms
+    assert check.agrees and check.score_ms == check.iteration_ms == plan.instantiation.iteration_ms
     assert check.microbatches == plan.instantiation.microbatches
     assert sum(check.model_microbatches) == sum(check.microbatches) == 16
-    slower = tuple(time * 1.001 for time in plan.instantiation.pipeline_ms)
-    worse = replace(plan, instantiation=replace(plan.instantiation, pipeline_ms=slower))
+    assert len(check.microbatches) > 1
+    shares = (sum(check.microbatches) - len(check.microbatches) + 1, *(1 for _ in check.microbatches[1:]))
+    worse = replace(plan, instantiation=replace(plan.instantiation, microbatches=shares))
     assert not cross_check(worse).agrees
+
+
+def test_shares_of_least_variance_are_checked_as_such() -> None:
+    policy = replace(POLICY, batch_objective="variance", global_batch=84)
+    plan = preview(profile_of([3.0, 1, 4, 1, 5, 9, 2, 6]), policy, 5)
+    check = cross_check(plan)
+    assert check.agrees and check.score_ms < check.iteration_ms
+    assert check.score_ms == pytest.approx(check.model_score_ms, abs=1e-6)
 
 
 def test_one_size_is_the_same_template_without_the_others() -> None:

@@ -90,12 +90,13 @@ def rows_of(page: str) -> list[list[str]]:
     return [cells(line) for line in page.splitlines()]
 
 
-def checked(model_iteration_ms: float) -> CrossCheck:
+def checked(model_score_ms: float) -> CrossCheck:
     return CrossCheck(
         microbatches=(5, 3),
-        iteration_ms=640.0,
+        score_ms=640.0,
         model_microbatches=(4, 4),
-        model_iteration_ms=model_iteration_ms,
+        model_score_ms=model_score_ms,
+        iteration_ms=640.0,
     )
 
 
