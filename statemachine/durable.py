@@ -48,6 +48,7 @@ class NodeRecord:
     lost_after: int
     gone: bool
     retired: tuple[int, ...]
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,7 @@ def _node(node: NodeMachine) -> dict[str, Any]:
         "lost_after": node.lost_after,
         "gone": node.gone,
         "retired": list(node.retired),
+        "speed": node.speed,
     }
 
 
@@ -288,6 +290,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         obeyed=record.obeyed,
         lost_after=record.lost_after,
         gone=record.gone,
+        speed=record.speed,
     )
     node.retired.extend(record.retired)
     return node

@@ -95,6 +95,15 @@ class ComputePlan(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeighPlan(Effect):
+    """What would a new plan save? ``generation`` trains on meanwhile; answered by PlanWeighed."""
+
+    generation: int
+    situation: Situation
+    """With the plan under way as ``previous``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Effect):
     """Answer a client's request (submit, stop, drain)."""
 

@@ -20,6 +20,7 @@ from statemachine.state import (
     SETTLE,
     STEPS,
     SUSPICION,
+    Balance,
     Cluster,
     Exposure,
     Ledger,
@@ -52,7 +53,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
-    c.ledger, c.exposure = Ledger(), Exposure()
+    c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
     if event.profile is not None:
         c.profiled = Profiled(job=job, profile=event.profile)
     c.told_before = 0

@@ -190,6 +190,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         nodes=usable,
         holdings={device: layers for device, layers in decision.holdings.items() if device.node in usable},
         previous=c.resumption.plan if c.resumption is not None else None,
+        speeds=c.speeds,
         horizon_s=horizon_s(c, len(usable)),
     )
     c.publish()
@@ -257,6 +258,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         ready=decision.ready,
     )
     attempt.resume_sent = True
+    c.balance.speeds = dict(attempt.situation.speeds) if attempt.situation is not None else {}
     plan_began(c, len(plan.nodes))
     for name in attempt.members:
         c.nodes[name].counted_in = attempt.generation

@@ -39,6 +39,7 @@ from statemachine.effects import (
     PersistState,
     PublishCluster,
     SendCommand,
+    WeighPlan,
 )
 from statemachine.events import BrokerConnected, BrokerLost, NodeVanished, SignalArrived
 from statemachine.messages import ToNode
@@ -57,6 +58,7 @@ ClusterEffect = (
     | BuildTemplates
     | CancelTemplates
     | ComputePlan
+    | WeighPlan
     | AnswerRequest
 )
 
@@ -253,6 +255,8 @@ class Coordinator:
                 self._planning.cancel(effect)
             case ComputePlan():
                 self._planning.plan(effect)
+            case WeighPlan():
+                self._planning.weigh(effect)
             case AnswerRequest():
                 self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
             case _:

@@ -31,8 +31,15 @@ from planner.errors import (
     TooFewNodesError,
 )
 from planner.values import Plan, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan
-from statemachine.events import Event, PlanImpossible, PlanReady, TemplatesFailed, TemplatesReady
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
+from statemachine.events import (
+    Event,
+    PlanImpossible,
+    PlanReady,
+    PlanWeighed,
+    TemplatesFailed,
+    TemplatesReady,
+)
 
 if TYPE_CHECKING:
     from planner.planner import Planner
@@ -98,6 +105,9 @@ class PlanningService:
 
     def plan(self, effect: ComputePlan) -> None:
         self._start(self._plan(effect))
+
+    def weigh(self, effect: WeighPlan) -> None:
+        self._start(self._weigh(effect))
 
     async def close(self) -> None:
         """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
@@ -263,6 +273,30 @@ class PlanningService:
             needed=needed,
             reason=reason,
         )
+
+    async def _weigh(self, effect: WeighPlan) -> None:
+        """Where there is no better plan, whatever the reason, nothing is to be gained."""
+        present_s, possible_s = await self._in_thread(lambda: self._weighed(effect))
+        self._feed(
+            PlanWeighed(
+                at=self._driver.now(),
+                cause=effect.cause,
+                generation=effect.generation,
+                present_s=present_s,
+                possible_s=possible_s,
+            )
+        )
+
+    def _weighed(self, effect: WeighPlan) -> tuple[float, float]:
+        """In the worker thread."""
+        try:
+            if self._planner is not None:
+                return self._planner.weigh(effect.situation)
+        except PlanningError as error:
+            _log.warning("weigh", generation=effect.generation, cause=effect.cause, error=explain(error))
+        except Exception:
+            _log.exception("weigh", generation=effect.generation, cause=effect.cause)
+        return 0.0, 0.0
 
 
 def first_or_next_plan(planner: "Planner", situation: Situation) -> Plan:

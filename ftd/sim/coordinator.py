@@ -23,6 +23,7 @@ from statemachine.effects import (
     PublishCluster,
     SendCommand,
     SetTimer,
+    WeighPlan,
 )
 from statemachine.events import (
     BrokerConnected,
@@ -32,6 +33,7 @@ from statemachine.events import (
     NodeVanished,
     PlanImpossible,
     PlanReady,
+    PlanWeighed,
     SignalArrived,
     StopRequested,
     TemplatesReady,
@@ -47,7 +49,7 @@ MOST_NODES = 7
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ComputePlan | AnswerRequest
+    | CancelTemplates | ComputePlan | WeighPlan | AnswerRequest
 )  # fmt: skip
 
 
@@ -229,6 +231,8 @@ class SimCoordinator:
                 world.at(world.between(0.01, 0.5), self._built, effect, self._life)
             case ComputePlan():
                 world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
+            case WeighPlan():
+                world.at(world.between(0.001, 0.1), self._weighed, effect, self._life)
             case PublishCluster() | AnswerRequest() | CancelTemplates():
                 pass
             case _:
@@ -244,6 +248,24 @@ class SimCoordinator:
         job = effect.profiled.job
         self.planner = planner_for(effect.profiled.profile, job.policy)
         self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
+
+    def _weighed(self, effect: WeighPlan, life: int) -> None:
+        if life != self._life:
+            return
+        assert self.planner is not None, "there is a plan to compare with"
+        try:
+            present_s, possible_s = self.planner.weigh(effect.situation)
+        except PlanningError:
+            present_s = possible_s = 0.0
+        self.feed(
+            PlanWeighed(
+                at=self.world.now,
+                cause=effect.cause,
+                generation=effect.generation,
+                present_s=present_s,
+                possible_s=possible_s,
+            )
+        )
 
     def _planned(self, effect: ComputePlan, life: int) -> None:
         if life != self._life:

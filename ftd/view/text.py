@@ -43,9 +43,11 @@ EVENT_MARKS = {
     "BrokerLost": ("▲", "yellow"),
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
+    "StragglerDetected": ("▲", "yellow"),
     "MessageRefused": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),
     "NodeRecovered": ("✚", "green"),
+    "StragglerRecovered": ("✚", "green"),
     "RecoveryCompleted": ("✔", "bold green"),
     "JobFinished": ("✔", "bold green"),
     "BrokerRestored": ("✔", "green"),
@@ -65,6 +67,7 @@ CAUSE_WORDS = {
     "node_joined": "joined",
     "node_returned": "came back",
     "node_drained": "drained",
+    "speed_changed": "changed speed",
     "resumed": "enough nodes again",
 }
 
