@@ -8,8 +8,8 @@ from oracles import profile_of
 
 from planner.costs import StageCosts
 from planner.errors import InfeasibleError, RestoreError
-from planner.planner import Planner
 from planner.instantiation import Instantiator
+from planner.planner import Planner
 from planner.precomputed import Precomputed
 from planner.templates import Templates
 from planner.values import Policy
