@@ -1,153 +1,272 @@
 """The best mapping for one time of the slowest stage: an additive problem, solved by dynamic programming.
 
-Write B for the slowest stage's time and k* for its place. Both objectives are sums over stages then:
+Write B for the slowest stage's time and k* for its place. The paper's objective (N_b = 4S) is a sum then:
 
-    paper (N_b = 4S)      Σ_{k<k*} (t_k + 4B) + 4B  + Σ_{k>k*} (2 t_k + 3B)
-    iteration, N ≥ S      Σ_{k<k*}  t_k       + N·B + Σ_{k>k*} (2 t_k −  B)  + 2 Σ links     (a lower bound)
-    iteration, N < S      Σ_{k<k*}  t_k + (N+1)/2·B + Σ_{k>k*}    t_k        + 2 Σ links     (a lower bound)
+    Σ_{k<k*} (t_k + 4B) + 4B + Σ_{k>k*} (2 t_k + 3B)
 
-so neither S nor k* is part of the state. The bounds are paths through the 1F1B schedule (``path_bounds``).
-With an interval [low, high] in the place of B, high as the cap on stage times and low in the weights, the
-minimum is a lower bound for every mapping whose slowest stage is in the interval (each coefficient of B is
-≥ 0); at a single value it is exact.
+so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval
+[low, high] in the place of B, high as the cap on stage times and low in the weights, the minimum is a lower
+bound for every mapping whose slowest stage is in the interval; at a single value it is exact.
+
+A stage's time is a difference of prefix sums, and the ends v that a stage [u, v) may have under a cap are a
+run of layers, as are those that fit into memory. So one step of the program is a minimum over a window,
+read off two overlapping power-of-two windows, and an evaluation costs O(devices · layers · log layers) for
+each allowed number of devices (design §6). Several intervals are evaluated side by side in one array.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.costs import StageCosts
+from planner.feasibility import memory_ends, sizes_allowed
 from planner.makespan import Floats
 from planner.values import StageTemplate
 
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A stage in front of the slowest costs ``t + before_b·B``, one behind ``after_t·t + after_b·B``."""
-
-    before_b: float
-    after_t: float
-    after_b: float
-    links: bool
-    """Whether crossing to the next stage, and back, costs time."""
-
-
-PAPER = Weights(before_b=4, after_t=2, after_b=3, links=False)
-DEEP = Weights(before_b=0, after_t=2, after_b=-1, links=True)
-SHALLOW = Weights(before_b=0, after_t=1, after_b=0, links=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """Minimal sums for any number of devices, without the slowest stage's own multiple of B.
-
-    ``after[g]`` and ``done[g]`` have shape (K, L + 1): the minimum over all ways to put layers [u, L) on the
-    pipeline's last g devices, with k stages (row k) where memory makes that matter, else in the only row;
-    ``done`` counts the slowest stage in, ``after`` stops short of it.
-    """
-
-    after: list[Floats]
-    done: list[Floats]
+Ints = NDArray[np.int64]
+Range = tuple[int, int]
+"""An interval of B: indices of ``times_ms``, both included."""
+AFTER, AT, DONE = range(3)
+"""What a stage is: behind the slowest stage, the slowest, in front of it."""
+BATCH_CELLS = 20_000
+"""Cells of an array of one step of a run: enough to outweigh numpy's cost per call, and still in cache."""
+TIME_WEIGHTS = np.array([2.0, 0.0, 1.0])
+"""How often each kind of stage counts its own time,"""
+SLOWEST_WEIGHTS = np.array([3.0, 4.0, 4.0])
+"""and how often the slowest stage's."""
 
 
 class AdditiveMapping:
-    """Evaluations of one model for pipelines of up to ``nodes`` nodes, remembered."""
+    """Evaluations of one model for pipelines of up to ``nodes`` nodes; their minima are remembered.
 
-    def __init__(self, costs: StageCosts, nodes: int) -> None:
-        self._costs = costs
-        self._devices = nodes * costs.devices_per_node
-        self._layered = costs.memory.limit_bytes is not None
-        depths = min(self._devices, costs.layers) if self._layered else 1
-        self._fits = {
-            d: np.stack([costs.fits(d, depth) for depth in range(depths)]) for d in costs.stage_devices
-        }
-        self._solved: dict[tuple[Weights, float, float], Solution] = {}
-        times = np.unique(costs.time_ms[1:])
-        self.times_ms = times[np.isfinite(times)]
+    What a stage may hold depends on how many stages are behind it. With ``loose`` the fewest that there can
+    be are counted instead: then minima are lower bounds, and mappings that attain them may not fit.
+    """
+
+    def __init__(self, costs: StageCosts, nodes: int, *, loose: bool = False) -> None:
+        self.costs, self.nodes = costs, nodes
+        self.sizes: Ints = np.array(costs.stage_devices, dtype=np.int64)
+        table_ms = costs.time_ms[self.sizes]
+        real = np.isfinite(table_ms)
+        times, places = np.unique(table_ms[real], return_inverse=True)
+        self.times_ms: Floats = times
         """Every time that a slowest stage can have, ascending."""
+        ranks = np.full((*table_ms.shape[:2], costs.layers + 2), len(times), dtype=np.int64)
+        ranks[:, :, :-1][real] = places
+        self._ranks = ranks
+        self.prefix_ms: Floats = np.concatenate((np.zeros((len(self.sizes), 1)), table_ms[:, 0, 1:]), axis=1)
+        """Time of layers [0, v) on each number of devices, shape (D, L + 1)."""
+        self.rounding_ms = 4 * np.finfo(float).eps * costs.layers * float(self.prefix_ms[:, -1].max())
+        """How much of a sum may be lost where other numbers of devices take far longer."""
+        self.allowed = sizes_allowed(costs)
+        self.memory_ends = memory_ends(costs, nodes)
+        self.loose = loose
+        self.rows = 1 if loose else len(self.memory_ends)
+        """Numbers of stages behind a stage that are told apart."""
+        devices = np.arange(nodes * costs.devices_per_node + 1)
+        whole, rest = devices // costs.devices_per_node, devices % costs.devices_per_node
+        fewest = whole * costs.fewest_stages - (-rest // costs.max_devices)
+        self.least_behind: Ints = np.minimum(fewest, len(self.memory_ends) - 1)
+        """Stages that the last g devices are at least, as a row of ``memory_ends``."""
+        self.batch = max(1, BATCH_CELLS // (3 * self.rows * self.memory_ends[0].size))
+        """Intervals that are evaluated together."""
+        self._minima: dict[Range, Floats] = {}
+        self._latest: _Run | None = None
 
-    def minimum(self, weights: Weights, low_ms: float, high_ms: float, nodes: int) -> float:
-        """The least sum for ``nodes`` nodes, ``inf`` if no mapping has its slowest stage in the interval."""
-        solution = self._solve(weights, low_ms, high_ms)
-        return float(solution.done[nodes * self._costs.devices_per_node][:, 0].min())
+    def minima(self, ranges: Sequence[Range], nodes: int) -> list[Floats]:
+        """The least sum for each interval, ``inf`` if no mapping has its slowest stage there.
 
-    def stages(
-        self, weights: Weights, low_ms: float, high_ms: float, nodes: int
-    ) -> tuple[StageTemplate, ...]:
-        """A mapping that attains ``minimum``, which is finite."""
-        solution = self._solve(weights, low_ms, high_ms)
-        before, at, after = self._stage_costs(weights, low_ms, high_ms)
-        total = left = nodes * self._costs.devices_per_node
-        depth, first, found = int(solution.done[left][:, 0].argmin()), 0, False
+        ``batch`` intervals are evaluated at a time. An answer has an entry for each of 0 … ``nodes`` nodes,
+        or more: the smaller pipelines are by-products of the largest.
+        """
+        known = self._minima
+        missing = [
+            each
+            for each in dict.fromkeys(ranges)
+            if (found := known.get(each)) is None or len(found) <= nodes
+        ]
+        for start in range(0, len(missing), self.batch):
+            run = self._run(missing[start : start + self.batch], nodes)
+            known.update(zip(run.ranges, run.minima(), strict=True))
+        return [known[each] for each in ranges]
+
+    def stages(self, interval: Range, nodes: int) -> tuple[StageTemplate, ...]:
+        """A mapping that attains the minimum, which is finite."""
+        run = self._latest
+        if run is None or run.nodes < nodes or interval not in run.ranges:
+            run = self._run([interval], nodes)
+        return run.stages(run.ranges.index(interval), nodes)
+
+    def _run(self, ranges: Sequence[Range], nodes: int) -> "_Run":
+        self._latest = None  # its arrays may be large
+        self._latest = run = _Run(self, ranges, nodes)
+        return run
+
+    def ends(self, limits: Ints) -> Ints:
+        """Last end v ≥ u of a stage [u, v) that takes no time above ``times_ms[limit]``, memory not asked.
+
+        Shape (D, limits, L + 1); u itself where there is none.
+        """
+        count, width, _ = self._ranks.shape
+        ranks, limit = self._ranks.ravel(), limits[None, :, None]
+        row = np.arange(count * width).reshape(count, 1, width) * (width + 1)
+        ends = np.tile(np.arange(width), (count, len(limits), 1))
+        step = 1 << (width - 1).bit_length()
+        while step := step >> 1:
+            further = np.minimum(ends + step, width)
+            ends = np.where(ranks[row + further] <= limit, further, ends)
+        return ends
+
+
+class _Run:
+    """One pass of the program over some intervals.
+
+    ``best[g]`` has shape (3, K, rows, L + 1): for interval k the minimum over all ways to put layers [u, L)
+    on the pipeline's last g devices; AFTER (and AT, the same again) stops short of the slowest stage, DONE
+    counts it in. Row r means r stages, the last row that or more; without a memory limit it is the only one.
+    """
+
+    def __init__(self, mapping: AdditiveMapping, ranges: Sequence[Range], nodes: int) -> None:
+        self.mapping, self.ranges, self.nodes = mapping, list(ranges), nodes
+        costs = mapping.costs
+        self._rows, self._width = mapping.rows, costs.layers + 1
+        shape = (len(mapping.sizes), 3, len(ranges), self._rows, self._width)
+        self._from, self._to = self._windows(shape)
+        self._end_ms: Floats = TIME_WEIGHTS[None, :, None] * mapping.prefix_ms[:, None, :]
+        """What a stage's end contributes to its cost: shape (D, 3, L + 1)."""
+        low_ms = mapping.times_ms[[low for low, _ in ranges]]
+        slowest_ms = SLOWEST_WEIGHTS[:, None] * low_ms
+        self._start_ms: Floats = slowest_ms[None, :, :, None] - self._end_ms[:, :, None, :]
+        """And its start: shape (D, 3, K, L + 1)."""
+        self.best: Floats = np.full((nodes * costs.devices_per_node + 1, *shape[1:]), np.inf)
+        self.best[0, :DONE, :, 0, -1] = 0.0
+        self._solve(shape)
+
+    def _windows(self, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+        """First and last end of each kind of stage from u, both of ``shape``; empty where last < first."""
+        mapping = self.mapping
+        low, high = np.array(self.ranges, dtype=np.int64).T
+        first, last = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        first[:] = np.arange(self._width) + 1
+        first[:, AT] = (mapping.ends(low - 1) + 1)[:, :, None, :]
+        last[:] = mapping.ends(high)[:, None, :, None, :]
+        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
+        last[:, AFTER] = mapping.ends(high - (low == high))[:, :, None, :]
+        if not mapping.loose:
+            np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
+        return first, last
+
+    def _fitting(self, g: int, allowed: int) -> Ints:
+        """Last end of each stage that may be first of the last ``g`` devices, by the fewest stages behind it.
+
+        Shape (allowed sizes, L + 1).
+        """
+        sizes = self.mapping.sizes[:allowed]
+        ends: Ints = self.mapping.memory_ends[self.mapping.least_behind[g - sizes], np.arange(allowed)]
+        return ends
+
+    def _lookups(self, last: Ints, count: int, total: int) -> tuple[Ints, Ints]:
+        """Two places in the flat levels whose minimum is a window's, for windows that end at ``last``.
+
+        Level j of 0 … ``count`` holds at each of ``total`` places the minimum of the 2^j places from there;
+        all levels are one behind the other, and behind them is an infinity for empty windows.
+        """
+        first = self._from[: len(last)]
+        lengths = np.maximum(last - first + 1, 0)
+        levels = _doublings(lengths)
+        base = levels * total + (np.arange(last.size) // self._width * self._width).reshape(last.shape)
+        nowhere = (count + 1) * total
+        left = np.where(lengths > 0, base + first, nowhere)
+        right = np.where(lengths > 0, base + last + 1 - (1 << levels), nowhere)
+        return left.ravel(), right.ravel()
+
+    def _solve(self, shape: tuple[int, ...]) -> None:
+        sizes, best = self.mapping.sizes, self.best
+        count, total = int(_doublings(self._to - self._from + 1).max()), self._to.size
+        left, right = self._lookups(self._to, count, total)
+        per_size = total // len(sizes)
+        levels = np.full((count + 1) * total + 1, np.inf)
+        one, two = np.empty(total), np.empty(total)
+        end_ms, start_ms = self._end_ms[:, :, None, None, :], self._start_ms[:, :, :, None, :]
+        for g in range(1, len(best)):
+            allowed = self.mapping.allowed[g % len(self.mapping.allowed)]
+            used, whole = allowed * per_size, (allowed, *shape[1:])
+            bottom = levels[:used].reshape(whole)
+            np.take(best, g - sizes[:allowed], axis=0, out=bottom, mode="clip")
+            bottom += end_ms[:allowed]
+            if self.mapping.loose:
+                fitting = self._fitting(g, allowed)[:, None, None, None, :]
+                left, right = self._lookups(np.minimum(self._to[:allowed], fitting), count, total)
+            for level in range(count):
+                here, shift = level * total, 1 << level
+                narrow = levels[here : here + used]
+                # No window crosses the end of its row, so what is read across it is never looked up.
+                wide = levels[here + total : here + total + used - shift]
+                np.minimum(narrow[:-shift], narrow[shift:], out=wide)
+            levels.take(left[:used], out=one[:used], mode="clip")
+            levels.take(right[:used], out=two[:used], mode="clip")
+            np.minimum(one[:used], two[:used], out=one[:used])
+            sums = one[:used].reshape(whole)
+            sums += start_ms[:allowed]
+            self._enter(g, sums.min(axis=0))
+
+    def _enter(self, g: int, sums: Floats) -> None:
+        """Write the minima by kind of stage, shape (3, K, rows, L + 1), with one stage more."""
+        np.minimum(sums[AT], sums[DONE], out=sums[DONE])
+        best = self.best[g]
+        for kind in (AFTER, DONE):
+            best[kind, :, 1:] = sums[kind, :, :-1]
+            np.minimum(best[kind, :, -1], sums[kind, :, -1], out=best[kind, :, -1])
+        best[AT] = best[AFTER]
+
+    def minima(self) -> Floats:
+        """Shape (K, nodes + 1): for each interval and number of nodes."""
+        minima: Floats = self.best[:: self.mapping.costs.devices_per_node, DONE, :, :, 0].min(axis=2).T
+        return minima.copy()
+
+    def stages(self, interval: int, nodes: int) -> tuple[StageTemplate, ...]:
+        """Follow the minima from the first stage to the last."""
+        costs = self.mapping.costs
+        total = left = nodes * costs.devices_per_node
+        row, first, kind = int(self.best[left, DONE, interval, :, 0].argmin()), 0, DONE
         stages: list[StageTemplate] = []
-        while first < self._costs.layers:
-            best: tuple[float, int, int, bool] | None = None
-            for d in self._splits_before(left):
-                row = depth - 1 if self._layered else 0
-                choices = [(after, solution.after, True)]
-                if not found:
-                    choices = [(at, solution.after, True), (before, solution.done, False)]
-                for cost, rest, slowest_found in choices:
-                    sums = cost[d][row, first] + rest[left - d][row]
-                    end = int(sums.argmin())
-                    if best is None or sums[end] < best[0]:
-                        best = float(sums[end]), d, end, slowest_found
-            assert best is not None
-            _, d, end, found = best
-            offset = (total - left) // self._costs.devices_per_node
-            stages.append(StageTemplate(first_layer=first, end_layer=end, node_offset=offset, devices=d))
-            first, left, depth = end, left - d, depth - 1
+        while first < costs.layers:
+            size, kind, row, end = self._step(interval, left, kind, row, first)
+            offset = (total - left) // costs.devices_per_node
+            stages.append(StageTemplate(first_layer=first, end_layer=end, node_offset=offset, devices=size))
+            first, left = end, left - size
         return tuple(stages)
 
-    def _splits_before(self, devices: int) -> list[int]:
-        """Sizes of a stage that is the first of the last ``devices`` devices and stays within its node."""
-        position = -devices % self._costs.devices_per_node
-        return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
+    def _step(self, k: int, left: int, state: int, row: int, first: int) -> tuple[int, int, int, int]:
+        """The stage that gave a minimum: its devices, its kind as what follows it, the row there, its end.
 
-    def _stage_costs(
-        self, weights: Weights, low_ms: float, high_ms: float
-    ) -> tuple[dict[int, Floats], dict[int, Floats], dict[int, Floats]]:
-        """Costs of a stage [u, v) in front of, as and behind the slowest one: per d, shape (K, L+1, L+1)."""
-        before, at, after = {}, {}, {}
-        link_ms = 2 * self._costs.link_ms if weights.links else np.zeros(self._costs.layers + 1)
-        for d, fits in self._fits.items():
-            time_ms = self._costs.time_ms[d]
-            # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
-            behind = time_ms < high_ms if low_ms == high_ms else time_ms <= high_ms
-            slowest = (low_ms <= time_ms) & (time_ms <= high_ms)
-            before[d] = np.where(
-                fits & (time_ms <= high_ms), time_ms + weights.before_b * low_ms + link_ms, np.inf
-            )
-            at[d] = np.where(fits & slowest, link_ms, np.inf)
-            after_ms = weights.after_t * time_ms + weights.after_b * low_ms + link_ms
-            after[d] = np.where(fits & behind, after_ms, np.inf)
-        return before, at, after
+        The same additions in the same order give the same sum to the last bit.
+        """
+        wanted = self.best[left, state, k, row, first]
+        allowed = self.mapping.allowed[left % len(self.mapping.allowed)]
+        fitting = self._fitting(left, allowed)
+        rows = [row] if self._rows == 1 else [row - 1] + ([row] if row == self._rows - 1 else [])
+        for index in reversed(range(allowed)):
+            size = int(self.mapping.sizes[index])
+            for kind in (AT, DONE) if state == DONE else (AFTER,):
+                for rest in rows:
+                    low = self._from[index, kind, k, rest, first]
+                    high = self._to[index, kind, k, rest, first] + 1
+                    if self.mapping.loose:
+                        high = min(high, fitting[index, first] + 1)
+                    if low >= high:
+                        continue
+                    sums = (
+                        self.best[left - size, kind, k, rest, low:high] + self._end_ms[index, kind, low:high]
+                    )
+                    end = int(sums.argmin())
+                    if sums[end] + self._start_ms[index, kind, k, first] == wanted:
+                        return size, DONE if kind == DONE else AFTER, rest, int(low) + end
+        raise AssertionError("every minimum came from a stage")
 
-    def _solve(self, weights: Weights, low_ms: float, high_ms: float) -> Solution:
-        key = (weights, low_ms, high_ms)
-        known = self._solved.get(key)
-        if known is not None:
-            return known
-        before, at, after = self._stage_costs(weights, low_ms, high_ms)
-        rows = next(iter(self._fits.values())).shape[0] + int(self._layered)
-        nothing = np.full((rows, self._costs.layers + 1), np.inf)
-        nothing[0, -1] = 0.0
-        solution = Solution(after=[nothing], done=[np.full_like(nothing, np.inf)])
-        for g in range(1, self._devices + 1):
-            behind, done = np.full_like(nothing, np.inf), np.full_like(nothing, np.inf)
-            for d in self._splits_before(g):
-                self._extend(behind, after[d], solution.after[g - d])
-                self._extend(done, at[d], solution.after[g - d])
-                self._extend(done, before[d], solution.done[g - d])
-            solution.after.append(behind)
-            solution.done.append(done)
-        self._solved[key] = solution
-        return solution
 
-    def _extend(self, best: Floats, stage: Floats, rest: Floats) -> None:
-        """best[k + 1, u] = min over v of stage[k, u, v] + rest[k, v], in place."""
-        if self._layered:
-            sums = (stage + rest[:-1, None, :]).min(axis=2)
-            np.minimum(best[1:], sums, out=best[1:])
-        else:
-            np.minimum(best, (stage[0] + rest[0]).min(axis=1), out=best)
+def _doublings(lengths: Ints) -> Ints:
+    """How often 1 can be doubled without exceeding a length; 0 for what is empty."""
+    exponents: Ints = np.frexp(np.maximum(lengths, 1))[1].astype(np.int64)
+    return exponents - 1

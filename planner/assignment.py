@@ -3,29 +3,43 @@
 A *place* is one node of one pipeline: for each of its devices a range of layers. What a node must receive
 for a place does not depend on who takes the others, so this is a linear assignment problem; and within a
 node, which device takes which range is another.
+
+Most of it is solved at sight. Let node a hold exactly what place P needs, so that it receives nothing there.
+Whatever a node b lacks of another place Q, it lacks of what b lacks of P (= of what a holds) or is lacked by
+a: bytes(b, Q) ≤ bytes(b, P) + bytes(a, Q). So where an optimum has a in Q and b in P (or a idle), changing
+the two is an optimum, too: every such pair may be seated first, and only the others are solved for.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from planner.cover import cover, held_by, layers_of
 from planner.errors import StateLostError
 from planner.values import Device, ModelProfile, Template
 
+Kind = TypeVar("Kind", bound=Hashable)
+Floats = NDArray[np.float64]
 Range = tuple[int, int]
 Place = tuple[Range, ...]
 """Layers [first, end) of each device of the place."""
 
+Held = tuple[int, ...]
+"""For each device of a node, the layers it holds as the bits of an integer."""
+
 Position = tuple[int, int]
 """Pipeline and place in it, by number."""
 
-Masks = dict[str, tuple[int, ...]]
-"""Per node, for each device, the layers it holds as the bits of an integer."""
+Masks = dict[str, Held]
 
 
+@lru_cache(maxsize=1 << 16)
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts node-2 before node-10."""
     parts = re.findall(r"\d+|\D+", name)
@@ -40,149 +54,260 @@ def places_of(template: Template) -> tuple[Place, ...]:
     return tuple(tuple(place) for place in ranges)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A node for each place of each pipeline, and what it costs."""
+
+    taken: tuple[tuple[str, ...], ...]
+    moved_bytes: int
+    received_bytes: int
+    """By the device that receives most."""
+    sent_bytes: float
+    """By the device that sends most, where each layer's bytes are spread evenly over its holders."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Nodes that hold the same in places that need the same."""
+
+    order: tuple[int, ...]
+    """The device that takes each range."""
+    lacking: tuple[int, ...]
+    """What that device lacks of it, as bits."""
+
+
 class Assigner:
-    """Assignments for one model; what a range lacks of a set of layers is remembered."""
+    """Assignments for one model."""
 
     def __init__(self, profile: ModelProfile) -> None:
+        self._layers = len(profile.layers)
         self._state_bytes = [layer.state_bytes for layer in profile.layers]
-        self._everything = (1 << len(profile.layers)) - 1
-        self._missing: dict[tuple[int, Range], int] = {}
-        self._inside: dict[tuple[tuple[int, ...], Place], tuple[int, tuple[int, ...]]] = {}
+        self._sizes: Floats = np.array(self._state_bytes, dtype=np.float64)
+        self._everything = (1 << self._layers) - 1
+        self._fits: dict[tuple[Held, Place], _Fit] = {}
 
-    def masks(self, nodes: Sequence[str], devices: int, holdings: dict[Device, frozenset[int]]) -> Masks:
+    def masks(self, nodes: Iterable[str], devices: int, holdings: Mapping[Device, frozenset[int]]) -> Masks:
         """What the devices of these nodes hold, by their index; a device without holdings holds nothing."""
-        held: dict[str, tuple[int, ...]] = {}
-        for node in nodes:
-            found = [holdings.get(Device(node=node, index=index), frozenset()) for index in range(devices)]
-            held[node] = tuple(sum(1 << layer for layer in layers) & self._everything for layers in found)
-        return held
+        held = {node: [0] * devices for node in nodes}
+        known: dict[frozenset[int], int] = {}
+        for device, layers in holdings.items():
+            of_node = held.get(device.node)
+            if of_node is not None and 0 <= device.index < devices:
+                mask = known.get(layers)
+                if mask is None:
+                    mask = known[layers] = sum(1 << layer for layer in layers) & self._everything
+                of_node[device.index] = mask
+        return {node: tuple(of_node) for node, of_node in held.items()}
 
     def assign(
         self,
         pipelines: Sequence[Sequence[Place]],
         nodes: Sequence[str],
         masks: Masks,
-        habits: dict[str, Position],
-    ) -> list[list[str]]:
-        """A node for each place of each pipeline; nodes that are left over stay idle.
+        habits: Mapping[str, Position],
+    ) -> Assignment:
+        """The fewest bytes over all choices of nodes that hold every layer; others stay idle.
 
         :param nodes: in natural order, at least as many as there are places.
-        :param habits: (pipeline, place) that a node comes from; of equal costs, it stays there.
+        :param habits: (pipeline, place) that a node comes from; where it moves no more, it stays there.
         :raises StateLostError: no choice of nodes for the places holds every layer.
         """
-        places = [(number, offset) for number, slots in enumerate(pipelines) for offset in range(len(slots))]
-        cost = self._cost_matrix(pipelines, places, nodes, masks, habits)
-        chosen = _solve(cost)
-        lacking = self._lacking([nodes[row] for row in chosen], masks)
-        if lacking:
-            needed = self._cover(lacking, nodes, masks, len(places))
-            bonus = float(cost.sum()) + 1.0
-            cost[[nodes.index(node) for node in needed]] -= bonus
-            chosen = _solve(cost)
-        taken: list[list[str]] = [[] for _ in pipelines]
-        for (number, _), row in zip(places, chosen, strict=True):
-            taken[number].append(nodes[row])
-        return taken
+        places = [
+            ((number, offset), place)
+            for number, slots in enumerate(pipelines)
+            for offset, place in enumerate(slots)
+        ]
+        seated = _seat_exact(places, nodes, masks, habits)
+        self._seat_others(seated, places, nodes, masks, habits, ())
+        if held_by(seated.values(), masks) != self._everything:
+            needed = cover(nodes, masks, self._everything, len(places))
+            seated = {}
+            self._seat_others(seated, places, nodes, masks, habits, needed)
+        return self._assignment(pipelines, seated, masks)
 
-    def order_inside(self, held: tuple[int, ...], place: Place) -> tuple[int, tuple[int, ...]]:
-        """Bytes that a node must receive for a place, and which of its devices takes each range."""
+    def order_inside(self, held: Held, place: Place) -> tuple[int, ...]:
+        """Which of a node's devices takes each range of a place, so that the fewest bytes move."""
+        return self._fit(held, place).order
+
+    def _fit(self, held: Held, place: Place) -> _Fit:
         key = (held, place)
-        known = self._inside.get(key)
-        if known is None:
-            if len(held) == 1:
-                known = self._missing_bytes(held[0], place[0]), (0,)
-            else:
-                cost = np.array([[self._missing_bytes(mask, part) for part in place] for mask in held])
-                rows = _solve(cost.astype(np.float64))
-                known = int(cost[rows, range(len(place))].sum()), tuple(rows)
-            self._inside[key] = known
-        return known
+        fit = self._fits.get(key)
+        if fit is None:
+            wanted = [(1 << end) - (1 << first) for first, end in place]
+            order = tuple(range(len(held)))
+            if len(set(held)) > 1 and len(set(place)) > 1:
+                order = tuple(solve(self._missing(list(held), list(place))))
+            lacking = tuple(mask & ~held[index] for mask, index in zip(wanted, order, strict=True))
+            fit = self._fits[key] = _Fit(order, lacking)
+        return fit
 
-    def devices_for(self, node: str, held: tuple[int, ...], place: Place) -> list[Device]:
-        """The node's devices in the order of the place's ranges."""
-        return [Device(node=node, index=index) for index in self.order_inside(held, place)[1]]
-
-    def _missing_bytes(self, mask: int, part: Range) -> int:
-        known = self._missing.get((mask, part))
-        if known is None:
-            lacking = [layer for layer in range(*part) if not mask >> layer & 1]
-            known = self._missing[mask, part] = sum(self._state_bytes[layer] for layer in lacking)
-        return known
-
-    def _cost_matrix(
+    def _seat_others(
         self,
-        pipelines: Sequence[Sequence[Place]],
-        places: list[Position],
+        seated: dict[Position, str],
+        places: Sequence[tuple[Position, Place]],
         nodes: Sequence[str],
         masks: Masks,
-        habits: dict[str, Position],
-    ) -> NDArray[np.float64]:
-        """Shape (nodes, places): bytes first; then, in the units below one byte, how much changes."""
-        cost = np.empty((len(nodes), len(places)))
-        finest = 2 * len(places) + 1
-        for row, node in enumerate(nodes):
-            held, habit = masks[node], habits.get(node)
-            for column, (number, offset) in enumerate(places):
-                moved = self.order_inside(held, pipelines[number][offset])[0] * finest
-                if habit is not None and habit != (number, offset):
-                    moved += 1 if habit[0] == number else 2
-                cost[row, column] = moved
-        return cost
+        habits: Mapping[str, Position],
+        needed: Sequence[str],
+    ) -> None:
+        """Nodes for the places that are not ``seated`` yet, from those that are not, into ``seated``.
 
-    def _lacking(self, chosen: Sequence[str], masks: Masks) -> set[int]:
-        held = 0
-        for node in chosen:
-            for mask in masks[node]:
-                held |= mask
-        if held == self._everything:
-            return set()
-        return {layer for layer in range(len(self._state_bytes)) if not held >> layer & 1}
-
-    def _cover(self, lacking: set[int], nodes: Sequence[str], masks: Masks, most: int) -> list[str]:
-        """Few nodes, at most ``most``, that hold every layer among them.
-
-        :raises StateLostError: there are none.
+        :param needed: nodes that must have a place.
         """
-        lost = sorted(self._lacking(nodes, masks))
-        if lost:
-            raise StateLostError(f"no usable device holds {_layers(lost)}", tuple(lost))
-        holders = {
-            layer: [node for node in nodes if any(mask >> layer & 1 for mask in masks[node])]
-            for layer in range(len(self._state_bytes))
-        }
-
-        def search(chosen: list[str]) -> list[str] | None:
-            missing = self._lacking(chosen, masks)
-            if not missing:
-                return chosen
-            if len(chosen) == most:
-                return None
-            rarest = min(missing, key=lambda layer: (len(holders[layer]), layer))
-            for node in holders[rarest]:
-                found = search([*chosen, node])
-                if found is not None:
-                    return found
-            return None
-
-        found = search([])
-        if found is None:
-            names = sorted(lacking)
-            raise StateLostError(
-                f"{_layers(names)} are held only by nodes that no pipeline has a place for", tuple(names)
+        sitting = set(seated.values())
+        free = [node for node in nodes if node not in sitting]
+        open_places = [(position, place) for position, place in places if position not in seated]
+        if not open_places:
+            return
+        kinds, row_kind = _numbered([masks[node] for node in free])
+        wanted, column_kind = _numbered([place for _, place in open_places])
+        cost = self._moved(kinds, wanted)[row_kind][:, column_kind]
+        cost *= 2 * len(places) + 1
+        _add_changes(cost, free, [position for position, _ in open_places], habits)
+        if needed:
+            must = set(needed)
+            cost[[row for row, node in enumerate(free) if node in must]] -= (
+                float(cost.max(axis=0).sum()) + 1.0
             )
-        return found
+        for (position, _), row in zip(open_places, solve(cost), strict=True):
+            seated[position] = free[row]
+
+    def _missing(self, held: Sequence[int], ranges: Sequence[Range]) -> Floats:
+        """Bytes that devices with ``held`` lack of ``ranges``; shape (held, ranges)."""
+        before = np.zeros((len(held), self._layers + 1))
+        np.cumsum((1 - bits(held, self._layers)) * self._sizes, axis=1, out=before[:, 1:])
+        edges = np.array(ranges)
+        missing: Floats = before[:, edges[:, 1]] - before[:, edges[:, 0]]
+        return missing
+
+    def _moved(self, kinds: Sequence[Held], wanted: Sequence[Place]) -> Floats:
+        """Bytes that a node of each kind must receive for each place; shape (kinds, wanted)."""
+        masks, mask_of = _numbered([mask for held in kinds for mask in held])
+        ranges, range_of = _numbered([part for place in wanted for part in place])
+        devices = len(kinds[0])
+        rows = mask_of.reshape(len(kinds), devices)
+        columns = range_of.reshape(len(wanted), devices)
+        missing = self._missing(masks, ranges)
+        moved: Floats = np.zeros((len(kinds), len(wanted)))
+        for device in range(devices):
+            moved += missing[rows[:, device]][:, columns[:, device]]
+        mixed = (rows != rows[:, :1]).any(axis=1)[:, None] & (columns != columns[:, :1]).any(axis=1)
+        for kind, place in np.argwhere(mixed):
+            inside = missing[rows[kind]][:, columns[place]]
+            moved[kind, place] = inside[solve(inside), range(devices)].sum()
+        return moved
+
+    def _assignment(
+        self, pipelines: Sequence[Sequence[Place]], seated: Mapping[Position, str], masks: Masks
+    ) -> Assignment:
+        taken: list[tuple[str, ...]] = []
+        pairs: dict[tuple[Held, Place], int] = {}
+        for number, slots in enumerate(pipelines):
+            names = tuple(seated[number, offset] for offset in range(len(slots)))
+            taken.append(names)
+            for node, place in zip(names, slots, strict=True):
+                key = (masks[node], place)
+                pairs[key] = pairs.get(key, 0) + 1
+        targets: dict[int, int] = {}
+        holders: dict[int, int] = {}
+        for (held, place), count in pairs.items():
+            for mask, lacking in zip(held, self._fit(held, place).lacking, strict=True):
+                holders[mask] = holders.get(mask, 0) + count
+                if lacking:
+                    targets[lacking] = targets.get(lacking, 0) + count
+        bytes_of = {mask: sum(self._state_bytes[layer] for layer in layers_of(mask)) for mask in targets}
+        return Assignment(
+            taken=tuple(taken),
+            moved_bytes=sum(bytes_of[mask] * count for mask, count in targets.items()),
+            received_bytes=max(bytes_of.values(), default=0),
+            sent_bytes=self._fullest_sender(targets, holders),
+        )
+
+    def _fullest_sender(self, targets: Mapping[int, int], holders: Mapping[int, int]) -> float:
+        """:param targets, holders: numbers of devices by the layers that they lack, or hold."""
+        if not targets:
+            return 0.0
+        held = bits(list(holders), self._layers)
+        copies = held.T @ np.array(list(holders.values()), dtype=np.float64)
+        wanted = bits(list(targets), self._layers).T @ np.array(list(targets.values()), dtype=np.float64)
+        if (copies[wanted > 0] == 0).any():
+            raise StateLostError("no device of the plan holds a layer that must move", ())
+        return float((held @ (wanted * self._sizes / np.maximum(copies, 1.0))).max())
 
 
-def _solve(cost: NDArray[np.float64]) -> list[int]:
-    """The row of each column; as many columns as rows or fewer."""
-    if not (cost != cost[0, 0]).any():
+def _seat_exact(
+    places: Sequence[tuple[Position, Place]],
+    nodes: Sequence[str],
+    masks: Masks,
+    habits: Mapping[str, Position],
+) -> dict[Position, str]:
+    """Nodes in places that need exactly what they hold: those that come from there, then any.
+
+    Of the nodes that hold the same, those that come from nowhere in this layout go to others' places first.
+    """
+    exactly: dict[Place, Held] = {
+        place: tuple(sorted((1 << end) - (1 << first) for first, end in place)) for _, place in places
+    }
+    sorted_held = {held: tuple(sorted(held)) for held in set(masks.values())}
+    seated: dict[Position, str] = {}
+    at_home = {position: node for node, position in habits.items() if node in masks}
+    for position, place in places:
+        node = at_home.get(position)
+        if node is not None and sorted_held[masks[node]] == exactly[place]:
+            seated[position] = node
+    sitting = set(seated.values())
+    waiting: dict[Held, list[str]] = {}
+    for node in sorted((node for node in nodes if node not in sitting), key=lambda node: node in habits):
+        waiting.setdefault(sorted_held[masks[node]], []).append(node)
+    for queue in waiting.values():
+        queue.reverse()
+    for position, place in places:
+        queue = waiting.get(exactly[place], [])
+        if position not in seated and queue:
+            seated[position] = queue.pop()
+    return seated
+
+
+def _add_changes(
+    cost: Floats, free: Sequence[str], positions: Sequence[Position], habits: Mapping[str, Position]
+) -> None:
+    """Who would leave its place costs 1 more, who would leave its pipeline 2; shape (free, positions)."""
+    columns: dict[int, list[tuple[int, int]]] = {}
+    for column, (number, offset) in enumerate(positions):
+        columns.setdefault(number, []).append((column, offset))
+    at: list[tuple[int, int, float]] = []
+    for row, node in enumerate(free):
+        home = habits.get(node)
+        if home is not None:
+            cost[row] += 2.0
+            of_pipeline = columns.get(home[0], ())
+            at += [(row, column, 2.0 if offset == home[1] else 1.0) for column, offset in of_pipeline]
+    if at:
+        rows, places, saved = zip(*at, strict=True)
+        cost[rows, places] -= saved
+
+
+def _numbered(items: Sequence[Kind]) -> tuple[list[Kind], NDArray[np.int64]]:
+    """The different ones, and for each item which of them it is."""
+    numbers: dict[Kind, int] = {}
+    of_items = [numbers.setdefault(item, len(numbers)) for item in items]
+    return list(numbers), np.array(of_items, dtype=np.int64)
+
+
+def bits(masks: Sequence[int], count: int) -> Floats:
+    """1 where a mask has a bit, else 0; shape (masks, count)."""
+    size = -(-count // 8)
+    packed = np.frombuffer(b"".join(mask.to_bytes(size, "little") for mask in masks), dtype=np.uint8)
+    unpacked = np.unpackbits(packed.reshape(len(masks), size), axis=1, count=count, bitorder="little")
+    return unpacked.astype(np.float64)
+
+
+def solve(cost: Floats) -> list[int]:
+    """The row of each column, of the least sum; as many columns as rows or fewer."""
+    if (cost == cost[0, 0]).all():
         return list(range(cost.shape[1]))
     rows, columns = linear_sum_assignment(cost)
     chosen = [0] * cost.shape[1]
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         chosen[column] = row
     return chosen
-
-
-def _layers(numbers: Sequence[int]) -> str:
-    return f"layer {numbers[0]}" if len(numbers) == 1 else "layers " + ", ".join(map(str, numbers))

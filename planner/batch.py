@@ -1,30 +1,35 @@
 """Batch distribution (Oobleck §4.2.2, Eq. 6): how many microbatches each pipeline computes.
 
-The global batch is the user's and never changed. Shares minimise the slowest pipeline's time, and every
-pipeline gets at least one microbatch. Shares are per pipeline, not per template: three equal pipelines share
-128 microbatches as 43, 43, 42.
+The global batch is the user's and never changed. Every pipeline gets at least one microbatch. Shares are per
+pipeline, not per template: three equal pipelines share 128 microbatches as 43, 43, 42. They minimise the
+slowest pipeline's time, or, where the user wants Eq. 6 itself, the variance of the pipelines' times
+(planner/variance.py). Equal pipelines are dealt with together, so thousands of them cost no more than a few.
 """
 
 from collections.abc import Callable, Sequence
-from heapq import heapify, heapreplace
-from typing import Any
+from heapq import heapify, heappop, heappush
+from statistics import pstdev
+from typing import Literal
 
-from planner.errors import BatchError, SolverError
+from planner.errors import BatchError
+from planner.variance import least_variance
 
 Cost = Callable[[int], float]
-"""Milliseconds for a number of microbatches ≥ 1; never falls as the number grows."""
+"""Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are
+the same object, or equal ones, are the same."""
+
+BatchObjective = Literal["minmax", "variance"]
+"""``Policy.batch_objective``."""
 
 NARROWINGS = 16
 """Halvings of the target time before single microbatches are handed out."""
-
-SOLVER_LIMIT_S = 20.0
-"""For the integer program: 72 pipelines with 4,096 microbatches take 8 s."""
 
 
 def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None:
     """Whether the batch can be distributed to that many pipelines.
 
-    :raises BatchError: not a multiple of the microbatch, or fewer microbatches than pipelines.
+    :raises BatchError: not a multiple of the microbatch, or fewer microbatches than pipelines; with the
+        nearest batches that can, the one below (where there is one) first.
     """
     microbatches, left_over = divmod(global_batch, microbatch_rows)
     if not left_over and microbatches >= pipelines:
@@ -36,19 +41,63 @@ def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None
         if left_over
         else f"has {microbatches} microbatches of {microbatch_rows} for {pipelines} pipelines"
     )
-    recommended = " or ".join(map(str, nearest))
-    raise BatchError(f"global_batch {global_batch} {what}; the nearest that works is {recommended}", nearest)
+    recommended = (
+        f"below it {nearest[0]} works, and above it {nearest[1]}"
+        if len(nearest) == 2
+        else f"nothing below it works, and above it {nearest[0]}"
+    )
+    raise BatchError(f"global_batch {global_batch} {what}; {recommended}", nearest)
+
+
+def distribute_for(objective: BatchObjective, costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
+    """The shares that are best by ``Policy.batch_objective``; exact.
+
+    :raises BatchError: fewer microbatches than pipelines.
+    """
+    if objective == "minmax":
+        return distribute(costs, microbatches)
+    return least_variance(microbatch_ms(costs, microbatches), microbatches)
+
+
+def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
+    """T_i of Eq. 6: each pipeline's time per microbatch.
+
+    The paper's T_i is the step's time with a single microbatch. Taken as it stands it counts the filling of
+    the pipeline once for every microbatch, and then many nodes seem no quicker than few. So it is taken at
+    the most that ``distribute`` gives to pipelines of the kind: there N_i·T_i is what the step takes.
+
+    :raises BatchError: fewer microbatches than pipelines.
+    """
+    most: dict[Cost, int] = {}
+    for cost, share in zip(costs, distribute(costs, microbatches), strict=True):
+        most[cost] = max(share, most.get(cost, 0))
+    times = {cost: cost(share) / share for cost, share in most.items()}
+    return [times[cost] for cost in costs]
+
+
+def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[int]) -> float:
+    """What ``distribute_for`` minimises: the slowest time, or the standard deviation of N_i·T_i."""
+    if objective == "minmax":
+        return max(cost(share) for cost, share in set(zip(costs, shares, strict=True)))
+    times = microbatch_ms(costs, sum(shares))
+    return pstdev(share * time for share, time in zip(shares, times, strict=True))
 
 
 def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
-    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
+    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none.
+
+    Asks for no more than twice as many: costs of large numbers may be slow to find out.
+    """
+    low, high = 0, 1
+    while high <= limit and cost(high) <= target_ms:
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
         if cost(middle) <= target_ms:
             low = middle
         else:
-            high = middle - 1
+            high = middle
     return low
 
 
@@ -61,92 +110,39 @@ def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
     :raises BatchError: fewer microbatches than pipelines.
     """
     check_batch(microbatches, 1, len(costs))
-    short_ms, enough_ms = 0.0, max(cost(microbatches) for cost in costs)
-    base = [1] * len(costs)
+    members: dict[Cost, list[int]] = {}
+    for index, cost in enumerate(costs):
+        members.setdefault(cost, []).append(index)
+    short_ms, enough_ms = 0.0, max(cost(-(-microbatches // len(costs))) for cost in members)
+    base = dict.fromkeys(members, 1)
     for _ in range(NARROWINGS):
         target_ms = (short_ms + enough_ms) / 2
-        shares = [max(1, largest_share(cost, target_ms, microbatches)) for cost in costs]
-        if sum(shares) <= microbatches:
+        shares = {cost: max(1, largest_share(cost, target_ms, microbatches)) for cost in members}
+        if sum(len(members[cost]) * share for cost, share in shares.items()) <= microbatches:
             short_ms, base = target_ms, shares
         else:
             enough_ms = target_ms
-    return _hand_out(costs, base, microbatches)
+    return _hand_out(members, base, microbatches)
 
 
-def _hand_out(costs: Sequence[Cost], base: list[int], microbatches: int) -> tuple[int, ...]:
-    shares = list(base)
-    queue = [(cost(shares[index] + 1), index) for index, cost in enumerate(costs)]
+def _hand_out(members: dict[Cost, list[int]], base: dict[Cost, int], microbatches: int) -> tuple[int, ...]:
+    """The rest, one microbatch each to all pipelines of a kind: theirs take equally long."""
+    share, extra = dict(base), dict.fromkeys(members, 0)
+    left = microbatches - sum(len(members[cost]) * share for cost, share in base.items())
+    queue = [(cost(base[cost] + 1), indices[0], cost) for cost, indices in members.items()] if left else []
     heapify(queue)
-    for _ in range(microbatches - sum(shares)):
-        _, index = queue[0]
-        shares[index] += 1
-        heapreplace(queue, (costs[index](shares[index] + 1), index))
-    return tuple(shares)
-
-
-def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
-    """``distribute`` as an integer program (Pyomo, solved by HiGHS): slower, and independent of it.
-
-    gets[i, k] = 1 where pipeline i gets k microbatches; minimise slowest ≥ Σ_k cost_i(k)·gets[i, k].
-
-    :raises BatchError: fewer microbatches than pipelines.
-    :raises SolverError: Pyomo or HiGHS is not there or fails, or there is no proof within ``SOLVER_LIMIT_S``.
-    """
-    check_batch(microbatches, 1, len(costs))
-    # Half a second to import, and nothing on the way to recovery needs it.
-    try:
-        import pyomo.environ as pyo
-    except ImportError as error:
-        raise SolverError(f"Pyomo cannot be imported ({error})") from error
-
-    sensible = _sensible_shares(costs, microbatches)
-    pairs = [(i, k) for i, shares in enumerate(sensible) for k in shares]
-    unit_ms = max(cost(1) for cost in costs) or 1.0
-    model: Any = pyo.ConcreteModel()
-    model.gets = pyo.Var(pairs, domain=pyo.Binary)
-    model.slowest = pyo.Var(domain=pyo.NonNegativeReals)
-    model.whole = pyo.Constraint(expr=sum(k * model.gets[i, k] for i, k in pairs) == microbatches)
-    model.one_share = pyo.ConstraintList()
-    model.no_slower = pyo.ConstraintList()
-    for i, cost in enumerate(costs):
-        model.one_share.add(sum(model.gets[i, k] for k in sensible[i]) == 1)
-        taken = sum(cost(k) / unit_ms * model.gets[i, k] for k in sensible[i])
-        model.no_slower.add(taken <= model.slowest)
-    model.objective = pyo.Objective(expr=model.slowest)
-    _solve(model)
-    return tuple(
-        next(k for k in shares if pyo.value(model.gets[i, k]) > 0.5) for i, shares in enumerate(sensible)
-    )
-
-
-def _solve(model: Any) -> None:
-    """Set the model's variables to a proved optimum.
-
-    :raises SolverError: there is none, for whatever reason.
-    """
-    from pyomo.contrib.appsi.base import TerminationCondition
-    from pyomo.contrib.appsi.solvers import Highs
-
-    solver = Highs()
-    if not solver.available():
-        raise SolverError("the package highspy (HiGHS) is missing or broken")
-    solver.config.load_solution = False
-    solver.config.time_limit = SOLVER_LIMIT_S
-    solver.highs_options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
-    try:
-        found = solver.solve(model)
-        if found.termination_condition == TerminationCondition.optimal:
-            found.solution_loader.load_vars()
-            return
-    except Exception as error:
-        # Pyomo passes on what the solver raises, which depends on the versions of both.
-        raise SolverError(f"HiGHS failed: {error!r}") from error
-    raise SolverError(f"HiGHS found no proved optimum ({found.termination_condition.name})")
-
-
-def _sensible_shares(costs: Sequence[Cost], microbatches: int) -> list[range]:
-    """Shares that are not slower than an even split, and what the others must leave to each."""
-    even, extra = divmod(microbatches, len(costs))
-    enough_ms = max(cost(even + (i < extra)) for i, cost in enumerate(costs))
-    most = [largest_share(cost, enough_ms, microbatches - len(costs) + 1) for cost in costs]
-    return [range(max(1, microbatches - sum(most) + own), own + 1) for own in most]
+    while left:
+        _, first, cost = heappop(queue)
+        if left < len(members[cost]):
+            extra[cost] = left
+            break
+        left -= len(members[cost])
+        share[cost] += 1
+        if left:
+            heappush(queue, (cost(share[cost] + 1), first, cost))
+    given = {
+        index: share[cost] + (place < extra[cost])
+        for cost, indices in members.items()
+        for place, index in enumerate(indices)
+    }
+    return tuple(given[index] for index in range(len(given)))

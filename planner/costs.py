@@ -3,14 +3,19 @@
 import math
 from dataclasses import fields
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
+from planner.layers import layer_ms
 from planner.makespan import Floats, PipelineClock, paper_objective_ms
-from planner.memory import MemoryModel, rows_on_one
-from planner.values import LayerProfile, ModelProfile, Policy, StageTemplate
+from planner.memory import MemoryModel
+from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, StageTemplate
+
+MOST_DEVICES = 256
+"""Of a node: tables grow with them, and a typing error should not fill the memory."""
 
 
 class StageCosts:
@@ -37,7 +42,9 @@ class StageCosts:
         shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
         self.forward_ms, self.backward_ms, self.time_ms = (np.full(shape, np.inf) for _ in range(3))
         for devices in self.stage_devices:
-            times = [self._layer_ms(layer, devices) for layer in profile.layers]
+            times = [layer_ms(profile, policy, layer, devices) for layer in profile.layers]
+            if not math.isfinite(sum(forward + backward for forward, backward in times)):
+                raise InfeasibleError("the times of profile.layers add up to more than a number can hold")
             _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
             _sum_ranges(self.backward_ms[devices], [backward for _, backward in times])
             _sum_ranges(self.time_ms[devices], [forward + backward for forward, backward in times])
@@ -45,18 +52,8 @@ class StageCosts:
         crossing = [profile.link.time_ms(size) for size in outputs]
         self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
         """Time from a stage that ends before layer v to the one that begins there; 0 at both ends."""
-
-    def _layer_ms(self, layer: LayerProfile, devices: int) -> tuple[float, float]:
-        """Forward and backward of one microbatch of one layer on so many devices."""
-        measured = next((split for split in layer.split if split.devices == devices), None)
-        if measured is None:
-            share = rows_on_one(devices, self.policy.microbatch_rows) / self.policy.microbatch_rows
-            forward_ms, backward_ms = layer.forward_ms * share, layer.backward_ms * share
-        else:
-            forward_ms, backward_ms = measured.forward_ms, measured.backward_ms
-        if self.policy.checkpoint_activations:
-            backward_ms += forward_ms
-        return forward_ms * self._scale, backward_ms * self._scale
+        gradients = [layer.gradient_bytes for layer in profile.layers]
+        self._gradients_before = [0, *accumulate(gradients)]
 
     def can_start(self, position: int, devices: int) -> bool:
         """Whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
@@ -107,12 +104,17 @@ class StageCosts:
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
         return [float(self.time_ms[s.devices, s.first_layer, s.end_layer]) for s in stages]
 
-    def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
-        return PipelineClock(
-            [float(self.forward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
-            [float(self.backward_ms[s.devices, s.first_layer, s.end_layer]) for s in stages],
+    def pipeline_ms(self, stages: tuple[StageTemplate, ...]) -> tuple[list[float], list[float], list[float]]:
+        """Forward and backward of each stage, and the link from each to the next."""
+        spans = [(s.devices, s.first_layer, s.end_layer) for s in stages]
+        return (
+            [float(self.forward_ms[span]) for span in spans],
+            [float(self.backward_ms[span]) for span in spans],
             [float(self.link_ms[s.end_layer]) for s in stages[:-1]],
         )
+
+    def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
+        return PipelineClock(*self.pipeline_ms(stages))
 
     def paper_ms(self, stages: tuple[StageTemplate, ...]) -> float:
         return paper_objective_ms(self.stage_times_ms(stages))
@@ -124,28 +126,36 @@ class StageCosts:
         here; each is taken to have as many owners of a layer as this one.
         """
         slowest_ms = 0.0
-        for stage in stages:
-            owners = pipelines * stage.devices
-            layers = self.profile.layers[stage.first_layer : stage.end_layer]
-            size_bytes = sum(layer.gradient_bytes for layer in layers)
+        for devices, size_bytes in self.gradient_bytes(stages).items():
+            owners = pipelines * devices
             hop_ms = self.profile.ring.time_ms(size_bytes / owners)
             slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
         return slowest_ms
 
+    def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, int]:
+        """Of the heaviest stage, by the number of devices."""
+        heaviest: dict[int, int] = {}
+        for stage in stages:
+            size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
+            heaviest[stage.devices] = max(size_bytes, heaviest.get(stage.devices, 0))
+        return heaviest
 
-def _sum_ranges(table: Floats, layer_ms: list[float]) -> None:
-    """Write the sum of ``layer_ms[u:v]`` to ``table[u, v]``, for all u < v."""
-    for first in range(len(layer_ms)):
+
+def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
+    """Write the sum of ``times_ms[u:v]`` to ``table[u, v]``, for all u < v."""
+    for first in range(len(times_ms)):
         # Summed afresh from each start: equal layers give equal stages to the last bit.
-        table[first, first + 1 :] = np.cumsum(layer_ms[first:])
+        table[first, first + 1 :] = np.cumsum(times_ms[first:])
 
 
 def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
     """:raises InfeasibleError: a node of so many devices cannot be split into such stages."""
     most = policy.devices_per_node
-    allowed = profile.stage_devices or tuple(range(1, min(most, policy.microbatch_rows) + 1))
+    measured = profile.stage_devices
+    allowed = tuple(range(1, min(most, policy.microbatch_rows) + 1)) if measured is None else measured
     known = ", ".join(map(str, allowed))
-    if profile.stage_devices is not None and most & (most - 1) and not any(d & (d - 1) for d in allowed):
+    halves = measured is not None and measured[-1] > 1 and not any(d & (d - 1) for d in measured)
+    if halves and most & (most - 1):
         raise InfeasibleError(
             f"policy.devices_per_node is {most}, and the profile knows stages of {known} devices; "
             f"use {_powers_around(most)} devices per node"
@@ -157,16 +167,28 @@ def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
                 f"{_powers_around(most)}, or split = any"
             )
         allowed = tuple(d for d in allowed if not d & (d - 1))
-    allowed = tuple(d for d in allowed if d <= most)
+        if not allowed:
+            raise InfeasibleError(
+                f"split = aligned needs stages of 1, 2, 4 … devices, and profile.stage_devices is {known}; "
+                "use split = any"
+            )
+    reachable = _reachable(allowed, most + allowed[0])
+    if most not in reachable:
+        works = [max((n for n in reachable if n < most), default=0), min(n for n in reachable if n > most)]
+        raise InfeasibleError(
+            f"policy.devices_per_node is {most}, and stages of {known} devices cannot use all of them; "
+            f"use {' or '.join(str(n) for n in works if n)} devices per node"
+        )
+    return tuple(d for d in allowed if d <= most)
+
+
+def _reachable(sizes: tuple[int, ...], most: int) -> set[int]:
+    """Numbers of devices up to ``most`` that are sums of ``sizes``."""
     reachable = {0}
     for end in range(1, most + 1):
-        if any(end - d in reachable for d in allowed):
+        if any(end - d in reachable for d in sizes):
             reachable.add(end)
-    if most not in reachable:
-        raise InfeasibleError(
-            f"policy.devices_per_node is {most}, and stages of {known} devices cannot use all of them"
-        )
-    return allowed
+    return reachable
 
 
 def _powers_around(number: int) -> str:
@@ -179,26 +201,54 @@ def check_profile(profile: ModelProfile) -> None:
     if not profile.layers:
         raise InfeasibleError("the profile has no layers: a model needs at least one")
     for number, layer in enumerate(profile.layers):
-        for field in fields(LayerProfile):
-            if field.name == "split":
-                continue
-            value = getattr(layer, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise InfeasibleError(f"profile.layers[{number}].{field.name} is {value}; it must be ≥ 0")
-    if profile.microbatch_rows < 1:
-        raise InfeasibleError(f"profile.microbatch_rows is {profile.microbatch_rows}; it must be ≥ 1")
+        _check_layer(f"profile.layers[{number}]", layer)
+    _check_least("profile.microbatch_rows", profile.microbatch_rows, 1)
+    if profile.device_memory_bytes is not None:
+        _check_least("profile.device_memory_bytes", profile.device_memory_bytes, 1)
+    sizes = profile.stage_devices
+    if sizes is not None and (not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes))):
+        raise InfeasibleError(
+            f"profile.stage_devices is {list(sizes)}; it must be numbers ≥ 1, at least one, ascending"
+        )
     for name in ("link", "ring"):
         link = getattr(profile, name)
-        if not math.isfinite(link.latency_ms) or link.latency_ms < 0:
-            raise InfeasibleError(f"profile.{name}.latency_ms is {link.latency_ms}; it must be ≥ 0")
+        _check_amount(f"profile.{name}.latency_ms", link.latency_ms)
         if not link.bytes_per_s > 0:
             raise InfeasibleError(f"profile.{name}.bytes_per_s is {link.bytes_per_s}; it must be > 0")
+
+
+def _check_layer(name: str, layer: LayerProfile) -> None:
+    for field in fields(LayerProfile):
+        if field.name != "split":
+            _check_amount(f"{name}.{field.name}", getattr(layer, field.name))
+    for number, split in enumerate(layer.split):
+        entry = f"{name}.split[{number}]"
+        _check_least(f"{entry}.devices", split.devices, 2)
+        for field in fields(SplitTime):
+            _check_amount(f"{entry}.{field.name}", getattr(split, field.name))
+        if any(split.devices == other.devices for other in layer.split[:number]):
+            raise InfeasibleError(f"{entry}.devices is {split.devices}, and so is that of an entry before it")
+
+
+def _check_amount(name: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise InfeasibleError(f"{name} is {value}; it must be ≥ 0 and finite")
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    # Written so that NaN is refused as well.
+    if not value >= least:
+        raise InfeasibleError(f"{name} is {value}; it must be ≥ {least}")
 
 
 def check_policy(policy: Policy) -> None:
     """:raises InfeasibleError: naming the setting that makes no sense."""
     least = {"devices_per_node": 1, "tolerate": 0, "global_batch": 1, "microbatch_rows": 1}
     for name, minimum in least.items():
-        value = getattr(policy, name)
-        if value < minimum:
-            raise InfeasibleError(f"policy.{name} is {value}; it must be ≥ {minimum}")
+        _check_least(f"policy.{name}", getattr(policy, name), minimum)
+    if policy.device_memory_bytes is not None:
+        _check_least("policy.device_memory_bytes", policy.device_memory_bytes, 1)
+    if policy.devices_per_node > MOST_DEVICES:
+        raise InfeasibleError(
+            f"policy.devices_per_node is {policy.devices_per_node}; it must be ≤ {MOST_DEVICES}"
+        )

@@ -1,20 +1,19 @@
-"""What a plan comes to, as plain values for a table or for JSON; and a second opinion on its shares.
+"""What a plan comes to, as plain values for a table, a picture or JSON.
 
 Nothing is printed here.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
-from planner.batch import distribute_by_model
 from planner.costs import StageCosts
-from planner.planner import Planner
-from planner.values import PipelinePlacement, Plan, Template
+from planner.preview import Preview
+from planner.timeline import Timeline, timeline
+from planner.values import Policy, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRow:
-    """One stage of a template; memory is of each of its devices."""
+    """One stage of a template; memory is of each of its devices, times are of one microbatch."""
 
     first_layer: int
     end_layer: int
@@ -22,8 +21,11 @@ class StageRow:
     devices: int
     memory_bytes: int
     forward_ms: float
-    """Of one microbatch."""
     backward_ms: float
+
+    @property
+    def time_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +34,30 @@ class TemplateRow:
     objective_ms: float
     lower_bound_ms: float
     proved_optimal: bool
+    microbatches: int
+    """What it was mapped for: what the ``iteration`` objective counts."""
     memory_bytes: int
     """Of the fullest device."""
     stages: tuple[StageRow, ...]
+    link_ms: tuple[float, ...]
+    """From each stage to the next, one microbatch."""
+
+    @property
+    def gap(self) -> float:
+        """How much better the optimum might be, as a part of the lower bound; 0 where it is proved."""
+        if self.proved_optimal:
+            return 0.0
+        return self.objective_ms / self.lower_bound_ms - 1 if self.lower_bound_ms > 0 else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What one pipeline of a plan is expected to take for a step."""
+class PipelineRow:
+    """``count`` equal pipelines of the instantiation, and what one step of each is expected to take."""
 
+    count: int
+    nodes: int
+    """Of its template."""
+    microbatches: int
     memory_bytes: int
     """Of the fullest device."""
     makespan_ms: float
@@ -50,38 +67,76 @@ class Estimate:
     bubble_ratio: float
     """Part of its devices' time within the makespan in which they wait."""
 
+    @property
+    def step_ms(self) -> float:
+        return self.makespan_ms + self.sync_ms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
+    policy: Policy
+    nodes: int
+    idle_nodes: int
+    layers: int
     memory_limit_bytes: int | None
     """Of one device; ``None`` for no limit."""
     templates: tuple[TemplateRow, ...]
     """Smallest first."""
-    plan: Plan
-    estimates: tuple[Estimate, ...]
-    """In the order of ``plan.pipelines``."""
+    pipelines: tuple[PipelineRow, ...]
+    """Largest first."""
+    iteration_ms: float
     samples_per_s: float | None
     """``None`` where a step is estimated to take no time."""
 
+    def template(self, nodes: int) -> TemplateRow:
+        return next(row for row in self.templates if row.nodes == nodes)
 
-def describe(planner: Planner, plan: Plan) -> Description:
-    """A plan of ``planner``, and every template for as many nodes."""
-    templates = planner.templates(_nodes(plan)).by_nodes
-    rows = {nodes: _template_row(planner.costs, template) for nodes, template in templates.items()}
-    step_s = plan.estimated_iteration_s
+    @property
+    def bubble_ratio(self) -> float:
+        """Part of the time of all devices at work in which they wait for their own pipeline."""
+        there = sum(row.count * row.nodes * row.makespan_ms for row in self.pipelines)
+        waits = sum(row.count * row.nodes * row.makespan_ms * row.bubble_ratio for row in self.pipelines)
+        return waits / there if there else 0.0
+
+
+def describe(seen: Preview) -> Description:
+    """A preview with every number that a person or a script may ask for."""
+    costs, chosen = seen.costs, seen.instantiation
+    rows = {
+        size: _template_row(costs, template, seen.planned_microbatches[size])
+        for size, template in seen.templates.items()
+    }
+    groups: dict[tuple[int, int], int] = {}
+    for pair in zip(chosen.sizes, chosen.microbatches, strict=True):
+        groups[pair] = groups.get(pair, 0) + 1
+    step_s = chosen.iteration_ms / 1e3
     return Description(
-        memory_limit_bytes=planner.costs.memory.limit_bytes,
+        policy=costs.policy,
+        nodes=seen.nodes,
+        idle_nodes=seen.idle_nodes,
+        layers=costs.layers,
+        memory_limit_bytes=costs.memory.limit_bytes,
         templates=tuple(rows.values()),
-        plan=plan,
-        estimates=tuple(
-            _estimate(planner.costs, templates[size], rows[size], pipeline.microbatches, len(plan.pipelines))
-            for size, pipeline in ((_size(p), p) for p in plan.pipelines)
+        pipelines=tuple(
+            _pipeline_row(costs, seen.templates[size], rows[size], share, count, len(chosen.sizes))
+            for (size, share), count in sorted(groups.items(), reverse=True)
         ),
-        samples_per_s=planner.policy.global_batch / step_s if step_s else None,
+        iteration_ms=chosen.iteration_ms,
+        samples_per_s=costs.policy.global_batch / step_s if step_s else None,
     )
 
 
-def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
+def timeline_of(template: TemplateRow, microbatches: int) -> Timeline:
+    """The 1F1B schedule of a pipeline made from this template."""
+    return timeline(
+        [stage.forward_ms for stage in template.stages],
+        [stage.backward_ms for stage in template.stages],
+        template.link_ms,
+        microbatches,
+    )
+
+
+def _template_row(costs: StageCosts, template: Template, microbatches: int) -> TemplateRow:
     """One template, with what each of its stages needs."""
     sizes = costs.memory.template_bytes(template.stages)
     return TemplateRow(
@@ -89,7 +144,9 @@ def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
         objective_ms=template.objective_ms,
         lower_bound_ms=template.lower_bound_ms,
         proved_optimal=template.proved_optimal,
+        microbatches=microbatches,
         memory_bytes=max(sizes),
+        link_ms=tuple(float(costs.link_ms[stage.end_layer]) for stage in template.stages[:-1]),
         stages=tuple(
             StageRow(
                 first_layer=stage.first_layer,
@@ -105,59 +162,19 @@ def _template_row(costs: StageCosts, template: Template) -> TemplateRow:
     )
 
 
-def _estimate(
-    costs: StageCosts, template: Template, row: TemplateRow, microbatches: int, pipelines: int
-) -> Estimate:
+def _pipeline_row(
+    costs: StageCosts, template: Template, row: TemplateRow, microbatches: int, count: int, pipelines: int
+) -> PipelineRow:
     makespan_ms = costs.clock(template.stages).makespan_ms(microbatches)
-    busy_ms = microbatches * sum(
-        (stage.forward_ms + stage.backward_ms) * stage.devices for stage in row.stages
-    )
+    busy_ms = microbatches * sum(stage.time_ms * stage.devices for stage in row.stages)
     there_ms = makespan_ms * sum(stage.devices for stage in row.stages)
-    return Estimate(
+    return PipelineRow(
+        count=count,
+        nodes=template.nodes,
+        microbatches=microbatches,
         memory_bytes=row.memory_bytes,
         makespan_ms=makespan_ms,
         sync_ms=costs.sync_ms(template.stages, pipelines),
         # Without bubbles the two are equal but for the order of their sums.
         bubble_ratio=max(0.0, 1 - busy_ms / there_ms) if there_ms else 0.0,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossCheck:
-    """The batch distribution of a plan, by the planner's own method and by an integer program."""
-
-    microbatches: tuple[int, ...]
-    """In the order of the plan's pipelines."""
-    iteration_ms: float
-    model_microbatches: tuple[int, ...]
-    model_iteration_ms: float
-
-    @property
-    def agrees(self) -> bool:
-        """Equally quick, to the solver's tolerance; the shares themselves may differ."""
-        return abs(self.iteration_ms - self.model_iteration_ms) <= 1e-6 * self.iteration_ms
-
-
-def cross_check(planner: Planner, plan: Plan) -> CrossCheck:
-    """Distribute the batch to the plan's pipelines again, with Pyomo: about a second.
-
-    :raises SolverError: the solver is not there, or found no proved optimum.
-    """
-    instantiator = planner.instantiator(_nodes(plan))
-    costs = [partial(instantiator.cost_ms, _size(p), len(plan.pipelines)) for p in plan.pipelines]
-    shares = distribute_by_model(costs, planner.policy.microbatches)
-    return CrossCheck(
-        microbatches=tuple(p.microbatches for p in plan.pipelines),
-        iteration_ms=plan.estimated_iteration_s * 1e3,
-        model_microbatches=shares,
-        model_iteration_ms=max(cost(share) for cost, share in zip(costs, shares, strict=True)),
-    )
-
-
-def _nodes(plan: Plan) -> int:
-    return len(plan.nodes) + len(plan.idle_nodes)
-
-
-def _size(pipeline: PipelinePlacement) -> int:
-    """Nodes of the template that the pipeline was made from."""
-    return len(pipeline.nodes)

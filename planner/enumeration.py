@@ -65,12 +65,19 @@ def feasible(costs: StageCosts, cuts: Ints, devices: Ints) -> NDArray[np.bool_]:
 
 
 def quickest(
-    costs: StageCosts, cuts: Ints, devices: Ints, microbatches: int, slowness: Floats | None = None
+    costs: StageCosts,
+    cuts: Ints,
+    devices: Ints,
+    microbatches: int,
+    *,
+    slowness: Floats | None = None,
+    below_ms: float = np.inf,
 ) -> tuple[float, tuple[StageTemplate, ...]] | None:
     """The mapping with the least makespan among these that fit into memory, and that makespan.
 
     Simulated in the order of their lower bounds, until no bound is below the best makespan.
 
+    :param below_ms: ``None`` is the answer where no makespan is below it.
     :param slowness: how many times as long as the profile says each stage takes, shape (S,).
     """
     kept = feasible(costs, cuts, devices)
@@ -84,7 +91,7 @@ def quickest(
     link_ms: Floats = costs.link_ms[cuts[:, 1:-1]]
     bounds = path_bounds(forward_ms, backward_ms, link_ms, microbatches)
     order = np.argsort(bounds, kind="stable")
-    best_ms, best = np.inf, int(order[0])
+    best_ms, best = below_ms, -1
     for start in range(0, len(order), CHUNK):
         chunk = order[start : start + CHUNK]
         if bounds[chunk[0]] >= best_ms:
@@ -93,6 +100,8 @@ def quickest(
         least = int(spans.argmin())
         if spans[least] < best_ms:
             best_ms, best = float(spans[least]), int(chunk[least])
+    if best < 0:
+        return None
     return best_ms, as_stages(cuts[best], devices[best], costs.devices_per_node)
 
 

@@ -1,161 +1,267 @@
 """The mapping with the quickest step: the true 1F1B recurrence for the microbatches really run.
 
-Few mappings are all looked at. Of more, an additive lower bound over intervals of the slowest stage's time
-(``additive``) gives candidates and a bound that none can beat; a local search goes on from the best one.
-The mapping that is best for the paper's objective is a candidate too, so the answer is never worse than it.
+Few mappings are all looked at. Of more, branch and bound over intervals of the slowest stage's time: lower
+bounds that are sums over stages (``paths``) are minimised over all mappings of an interval; the mappings that
+attain them are simulated; intervals whose bound is not below the best makespan are closed, others are cut
+into parts. What is left in the end, single values of the slowest stage's time, is enumerated as far as a
+budget goes, with the bound as the guide. A local search improves the best mapping before that.
+
+The mapping that is best for the paper's objective is the first candidate, so the answer is never worse.
 """
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.additive import DEEP, SHALLOW, AdditiveMapping
 from planner.costs import StageCosts
+from planner.descent import Row, as_row, descend, quickest_of
 from planner.enumeration import all_mappings, mapping_count, quickest
+from planner.makespan import Floats
+from planner.paths import PathTables, PathWeights, join, round_trips, through_slowest
+from planner.stagebounds import StageBounds
 from planner.values import StageTemplate, Template
 
-ENUMERATED_MAPPINGS = 20_000
-"""Up to so many mappings are all looked at: tens of milliseconds."""
-EVALUATIONS = 48
-"""Intervals evaluated for a lower bound where mappings are too many."""
+ENUMERATED_MAPPINGS = 5_000
+"""Up to so many mappings are all looked at: about ten milliseconds."""
+FIRST_PARTS, PARTS = 16, 4
+"""Parts of the first interval, and of each one after it."""
+CUT_AT_ONCE = 4
+"""Intervals cut in one round: those with the lowest bounds."""
+MOST_ROUNDS = 12
+MIXTURES = (0.75, 0.5, 0.25, 0.0)
+"""Shares of the path that goes twice behind the slowest stage, besides 1, for a single slowest time."""
+CANDIDATES = 6
+"""Mappings simulated after each round: those with the lowest bounds."""
+EXPANSIONS = 500
+"""Partial mappings looked at in the final enumeration: a tenth of a second."""
+GROUP = 64
+"""Complete mappings simulated at a time there."""
 ROUNDING = 1e-12
 """Two sums of the same terms in another order differ by less, relatively."""
 
 
-@dataclass(slots=True)
-class _Search:
-    """The best mapping so far and a bound that none can beat."""
-
-    best_ms: float = inf
-    stages: tuple[StageTemplate, ...] = ()
-    bound_ms: float = 0.0
-
-    def offer(self, objective_ms: float, stages: tuple[StageTemplate, ...]) -> None:
-        if objective_ms < self.best_ms:
-            self.best_ms, self.stages = objective_ms, stages
-
-
 class IterationMapper:
-    """Mappings of one model; what templates share is computed once."""
+    """Mappings of one model."""
 
-    def __init__(self, costs: StageCosts, additive: AdditiveMapping) -> None:
+    def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
-        self._additive = additive
 
     def template(
         self, nodes: int, microbatches: int, seeds: Iterable[tuple[StageTemplate, ...]]
     ) -> Template | None:
         """The quickest mapping that was found, ``None`` if none fits into memory; not slower than any seed.
 
-        :param seeds: mappings that fit into memory.
+        :param seeds: mappings that fit into memory; at least one, unless none fits.
         """
-        search = _Search()
+        rows = [as_row(stages) for stages in seeds]
         if mapping_count(self._costs, nodes) <= ENUMERATED_MAPPINGS:
-            for cuts, devices in all_mappings(self._costs, nodes):
-                found = quickest(self._costs, cuts, devices, microbatches)
-                if found is not None:
-                    search.offer(*found)
-            search.bound_ms = search.best_ms
+            search = _Search(self._costs, nodes, microbatches)
+            search.look_at_all()
+        elif rows:
+            search = _Search(self._costs, nodes, microbatches)
+            search.offer(rows)
+            search.run()
         else:
-            for stages in seeds:
-                search.offer(self._costs.clock(stages).makespan_ms(microbatches), stages)
-            self._bisect(search, nodes, microbatches)
-            if search.stages:
-                self._descend(search, nodes, microbatches)
-        if not search.stages:
             return None
-        proved = search.bound_ms >= search.best_ms * (1 - ROUNDING)
+        return search.template()
+
+
+@dataclass(slots=True)
+class _Interval:
+    """Slowest times ``times_ms[low : high + 1]`` and the best bound on mappings that have them."""
+
+    bound_ms: float
+    low: int
+    high: int
+
+    def parts(self, count: int) -> list["_Interval"]:
+        edges = np.unique(np.linspace(self.low, self.high + 1, count + 1).astype(np.int64))
+        return [_Interval(self.bound_ms, int(a), int(b) - 1) for a, b in pairwise(edges)]
+
+
+@dataclass(slots=True)
+class _Search:
+    """One template: the best mapping so far and a bound that none can beat."""
+
+    costs: StageCosts
+    nodes: int
+    microbatches: int
+    best_ms: float = np.inf
+    stages: tuple[StageTemplate, ...] = ()
+    bound_ms: float = 0.0
+    _stage_bounds: Mapping[tuple[int, int], Floats] | None = None
+
+    def template(self) -> Template | None:
+        if not self.stages:
+            return None
         return Template(
-            nodes=nodes,
-            stages=search.stages,
-            objective_ms=search.best_ms,
-            lower_bound_ms=search.best_ms if proved else search.bound_ms,
+            nodes=self.nodes,
+            stages=self.stages,
+            objective_ms=self.best_ms,
+            lower_bound_ms=self.best_ms if self._closed(self.bound_ms) else self.bound_ms,
         )
 
-    def _bisect(self, search: _Search, nodes: int, microbatches: int) -> None:
-        """Best first over intervals of the slowest stage's time.
+    def look_at_all(self) -> None:
+        for cuts, devices in all_mappings(self.costs, self.nodes):
+            found = quickest(self.costs, cuts, devices, self.microbatches, below_ms=self.best_ms)
+            if found is not None:
+                self.best_ms, self.stages = found
+        self.bound_ms = self.best_ms
 
-        The additive minimum over an interval bounds every mapping in it from below, and the mapping that
-        attains it, simulated, bounds the optimum from above.
+    def offer(self, rows: list[Row]) -> None:
+        found = quickest_of(self.costs, rows, self.microbatches, self.best_ms)
+        if found is not None:
+            self.best_ms, self.stages = found
+
+    def _closed(self, bound_ms: float) -> bool:
+        return bound_ms >= self.best_ms * (1 - ROUNDING)
+
+    def run(self) -> None:
+        """Bound, improve, and prove as far as the budgets go."""
+        costs, none = self.costs, np.zeros(1)
+        trips = round_trips(1, 0, none)
+        everything = np.ones(costs.time_ms.shape, dtype=np.bool_)
+        sums = PathTables(costs, self.nodes, everything, trips, none, none + np.inf, costs.layers)
+        # One round trip of one microbatch: all there is if there is one.
+        round_ms = float(sums.least[0])
+        self.offer([as_row(sums.stages(0))])
+        if self.microbatches == 1:
+            self.bound_ms = round_ms
+            return
+        allowed = self._allowed(round_ms)
+        if not allowed.any():
+            self.bound_ms = self.best_ms
+            return
+        times = np.unique(costs.time_ms[allowed])
+        left = self._branch(_Interval(0.0, 0, len(times) - 1).parts(FIRST_PARTS), times, round_ms)
+        if left:
+            self._stage_bounds = StageBounds(costs, self.nodes, self.microbatches, self._allowed(round_ms)).of
+            left = self._branch(left, times, round_ms)
+        if left:
+            floor_ms = min(interval.bound_ms for interval in left)
+            found = descend(costs, self.stages, self.best_ms, self.microbatches, floor_ms)
+            self.best_ms, self.stages = found
+            left = self._prove(left, times, round_ms)
+        self.bound_ms = min((interval.bound_ms for interval in left), default=self.best_ms)
+
+    def _allowed(self, round_ms: float) -> NDArray[np.bool_]:
+        """Stages that a mapping quicker than the best one can have, as tables of costs.
+
+        A stage is busy for N microbatches; and ``round_ms`` and N − 1 times the longer of its forward and
+        backward are a path, too.
         """
-        deep = microbatches >= min(self._costs.layers, nodes * self._costs.devices_per_node)
-        weights, slowest = (DEEP, float(microbatches)) if deep else (SHALLOW, (microbatches + 1) / 2)
-        times_ms = self._additive.times_ms
-        queue: list[tuple[float, int, int]] = []
+        costs, turns = self.costs, self.microbatches
+        busy_ms = turns * costs.time_ms
+        path_ms = round_ms + (turns - 1) * np.maximum(costs.forward_ms, costs.backward_ms)
+        longest_ms = np.maximum(busy_ms, path_ms)
+        allowed: NDArray[np.bool_] = longest_ms < self.best_ms * (1 - ROUNDING)
+        return allowed
 
-        def look(low: int, high: int) -> None:
-            least = self._additive.minimum(weights, times_ms[low], times_ms[high], nodes)
-            if least < inf:
-                stages = self._additive.stages(weights, times_ms[low], times_ms[high], nodes)
-                search.offer(self._costs.clock(stages).makespan_ms(microbatches), stages)
-                heapq.heappush(queue, (least + slowest * times_ms[low], low, high))
+    def _branch(self, parts: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
+        """Cut intervals into parts until none is open, or for some rounds; the open ones."""
+        whole: list[_Interval] = []
+        for _ in range(MOST_ROUNDS):
+            self._evaluate(parts, times, round_ms)
+            still = [part for part in [*whole, *parts] if not self._closed(part.bound_ms)]
+            still.sort(key=lambda interval: interval.bound_ms)
+            cut = [interval for interval in still if interval.low < interval.high][:CUT_AT_ONCE]
+            if not cut:
+                return still
+            parts = [part for interval in cut for part in interval.parts(PARTS)]
+            whole = [interval for interval in still if interval not in cut]
+        return [*whole, *parts]
 
-        look(0, len(times_ms) - 1)
-        looked = 1
-        while queue:
-            bound_ms, low, high = queue[0]
-            search.bound_ms = min(bound_ms, search.best_ms)
-            if looked >= EVALUATIONS or low == high or bound_ms >= search.best_ms * (1 - ROUNDING):
-                return
-            heapq.heappop(queue)
-            middle = (low + high) // 2
-            look(low, middle)
-            look(middle + 1, high)
-            looked += 2
-        search.bound_ms = search.best_ms
+    def _evaluate(self, intervals: list[_Interval], times: Floats, round_ms: float) -> None:
+        """Raise the intervals' bounds, and simulate the mappings that attain the lowest."""
+        rows: list[tuple[_Interval, float | None]] = [(interval, 1.0) for interval in intervals]
+        rows += [(x, mix) for x in intervals if x.low == x.high for mix in MIXTURES]
+        if self._turns() and self.costs.link_ms.any():
+            rows += [(interval, None) for interval in intervals]
+        tables = self._tables(rows, times, round_ms)
+        order = np.argsort(tables.least)
+        for number, (interval, _) in enumerate(rows):
+            interval.bound_ms = max(interval.bound_ms, float(tables.least[number]))
+        promising = [int(q) for q in order[:CANDIDATES] if not self._closed(float(tables.least[q]))]
+        self.offer([as_row(tables.stages(q)) for q in promising])
 
-    def _descend(self, search: _Search, nodes: int, microbatches: int) -> None:
-        """Move one cut by one layer, or split or join two stages of a node, as long as that helps."""
-        while search.bound_ms < search.best_ms:
-            before_ms = search.best_ms
-            by_depth: dict[int, list[tuple[list[int], list[int]]]] = {}
-            for cuts, devices in _neighbours(search.stages, self._costs):
-                by_depth.setdefault(len(devices), []).append((cuts, devices))
-            for _, group in sorted(by_depth.items()):
-                all_cuts = np.array([cuts for cuts, _ in group], dtype=np.int64)
-                all_devices = np.array([devices for _, devices in group], dtype=np.int64)
-                found = quickest(self._costs, all_cuts, all_devices, microbatches)
-                if found is not None:
-                    search.offer(*found)
-            if search.best_ms == before_ms:
-                return
+    def _turns(self) -> int:
+        """Round trips that are a path whatever the number of stages is."""
+        most = min(self.costs.layers, self.nodes * self.costs.devices_per_node)
+        return (self.microbatches - 1) // most
 
-
-def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> list[tuple[list[int], list[int]]]:
-    """Mappings one move away, as (cuts, devices)."""
-    cuts = [stage.first_layer for stage in stages] + [costs.layers]
-    positions = _positions(stages)
-    devices = [stage.devices for stage in stages]
-    near: list[tuple[list[int], list[int]]] = []
-    for index in range(1, len(stages)):
-        for cut in (cuts[index] - 1, cuts[index] + 1):
-            if cuts[index - 1] < cut < cuts[index + 1]:
-                near.append(([*cuts[:index], cut, *cuts[index + 1 :]], devices))
-        together = devices[index - 1] + devices[index]
-        same_node = stages[index - 1].node_offset == stages[index].node_offset
-        if same_node and together in costs.stage_devices and costs.can_start(positions[index - 1], together):
-            joined = [*devices[: index - 1], together, *devices[index + 1 :]]
-            near.append(([*cuts[:index], *cuts[index + 1 :]], joined))
-    for index, stage in enumerate(stages):
-        for left in costs.stage_devices:
-            right, position = stage.devices - left, positions[index]
-            if right not in costs.stage_devices or not costs.can_start(position + left, right):
+    def _tables(
+        self, rows: list[tuple[_Interval, float | None]], times: Floats, round_ms: float
+    ) -> PathTables:
+        """One row for each interval and share of the path twice behind (``None``: round trips)."""
+        costs, allowed = self.costs, self._allowed(round_ms)
+        low_ms = np.array([times[interval.low] for interval, _ in rows])
+        high_ms = np.array([times[interval.high] for interval, _ in rows])
+        weights: list[PathWeights] = []
+        shorter_ms = np.where(allowed, np.minimum(costs.forward_ms, costs.backward_ms), -np.inf)
+        for (_, mix), low, high in zip(rows, low_ms, high_ms, strict=True):
+            at = np.full(1, low)
+            if mix is None:
+                weights.append(round_trips(self.microbatches, self._turns(), at))
                 continue
-            split = [*devices[:index], left, right, *devices[index + 1 :]]
-            for cut in range(stage.first_layer + 1, stage.end_layer):
-                near.append(([*cuts[: index + 1], cut, *cuts[index + 1 :]], split))
-    return near
+            slowest = (costs.time_ms >= low) & (costs.time_ms <= high)
+            longest = np.full(1, shorter_ms[slowest].max() if mix < 1 else 0.0)
+            weights.append(through_slowest(self.microbatches, at, np.maximum(longest, 0.0), np.full(1, mix)))
+        most_behind = self.microbatches - 2
+        return PathTables(
+            costs,
+            self.nodes,
+            allowed,
+            join(weights),
+            low_ms,
+            high_ms,
+            most_behind,
+            self._stage_bounds,
+            self.best_ms * (1 - ROUNDING),
+        )
 
+    def _prove(self, intervals: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
+        """Simulate all mappings whose bound is below the best makespan; the intervals where that failed."""
+        failed: list[_Interval] = []
+        budget = EXPANSIONS
+        for interval in sorted(intervals, key=lambda interval: interval.bound_ms):
+            if not self._closed(interval.bound_ms) and budget > 0:
+                rows: list[tuple[_Interval, float | None]] = [(interval, mix) for mix in (1.0, *MIXTURES)]
+                tables = self._tables(rows, times, round_ms)
+                budget = self._enumerate(tables, int(tables.least.argmax()), budget)
+            if budget <= 0:
+                failed.append(interval)
+        return [interval for interval in failed if not self._closed(interval.bound_ms)]
 
-def _positions(stages: tuple[StageTemplate, ...]) -> list[int]:
-    """Of each stage, the first of its devices in its node."""
-    positions: list[int] = []
-    used, node = 0, 0
-    for stage in stages:
-        used, node = (used, node) if stage.node_offset == node else (0, stage.node_offset)
-        positions.append(used)
-        used += stage.devices
-    return positions
+    def _enumerate(self, tables: PathTables, q: int, budget: int) -> int:
+        """Simulate all mappings of row q whose bound is below the best makespan; what is left of the budget.
+
+        Depth first, the stage with the lowest bound first; complete mappings are simulated in groups.
+        """
+        layers = self.costs.layers
+        stack: list[tuple[float, int, bool, tuple[int, ...], tuple[int, ...]]] = [
+            (0.0, tables.devices, False, (0,), ())
+        ]
+        complete: list[Row] = []
+        while stack and budget > 0:
+            spent_ms, left, found, cuts, devices = stack.pop()
+            if cuts[-1] == layers:
+                complete.append((list(cuts), list(devices)))
+                if len(complete) == GROUP:
+                    self.offer(complete)
+                    complete.clear()
+                continue
+            budget -= 1
+            limit_ms = self.best_ms * (1 - ROUNDING) - spent_ms
+            near: list[tuple[float, int, int, bool]] = []
+            for sums, d, slowest in tables.choices(q, left, cuts[-1], found):
+                for offset in np.flatnonzero(sums < limit_ms):
+                    near.append((float(sums[offset]), cuts[-1] + 1 + int(offset), d, slowest))
+            for sum_ms, end, d, slowest in sorted(near, reverse=True):
+                rest = tables.after if slowest else tables.done
+                step_ms = sum_ms - float(rest[left - d, q, end])
+                stack.append((spent_ms + step_ms, left - d, slowest, (*cuts, end), (*devices, d)))
+        self.offer(complete)
+        return budget

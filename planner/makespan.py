@@ -13,12 +13,23 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
+AS_IT_IS = 256
+"""Rounds that are simulated whether or not they repeat themselves: their times are true to the last bit."""
+
+PERIODIC = 1e-11
+
+
 class PipelineClock:
     """Step times of one pipeline for any number of microbatches.
 
     Forwards, and all backwards but the last w_ms of a stage, finish at the same time however many
     microbatches follow. So the schedule is extended as far as it was asked for, once, and a question costs
     only its tail: S²/2 operations.
+
+    Far on, the schedule repeats itself: a round maps the times at which stages finish by maxima and sums, so
+    it commutes with adding a constant, and once all stages finish later by the same than some rounds before,
+    they do so for ever. Such a map never increases the largest difference between two inputs either; so where
+    the stages are later by g to a relative ``PERIODIC``, all that follows is g per period to as much.
     """
 
     def __init__(
@@ -31,15 +42,41 @@ class PipelineClock:
         self._forwarded: list[list[float]] = [[] for _ in forward_ms]
         self._backwarded: list[list[float]] = [[] for _ in forward_ms]
         self._known: dict[int, float] = {}
+        self._seen: list[float] = []
+        self._seen_since = 0
+        self._period: tuple[int, float] | None = None
+        """Rounds after which all stages finish later by the same time, and that time."""
 
     def makespan_ms(self, microbatches: int) -> float:
         """From the first forward to the last backward of ``microbatches`` ≥ 1 microbatches."""
         known = self._known.get(microbatches)
         if known is None:
-            while len(self._forwarded[0]) < microbatches:
+            while len(self._forwarded[0]) < microbatches and self._period is None:
                 self._next_round()
-            known = self._known[microbatches] = self._drain(microbatches)
+                self._look_for_period()
+            rounds = len(self._forwarded[0])
+            if microbatches <= rounds or self._period is None:
+                known = self._drain(microbatches)
+            else:
+                period, growth_ms = self._period
+                periods = -(-(microbatches - rounds) // period)
+                known = self.makespan_ms(microbatches - periods * period) + periods * growth_ms
+            self._known[microbatches] = known
         return known
+
+    def _look_for_period(self) -> None:
+        """Compare with what was seen last, which is taken anew after 1, 2, 4, 8, … rounds (Brent)."""
+        stages, rounds = len(self._forward_ms), len(self._forwarded[0])
+        since = rounds - max(stages, AS_IT_IS)
+        if since < 0:
+            return
+        now = [times[-1] for times in (*self._forwarded, *self._backwarded)]
+        if since:
+            later = [new - old for new, old in zip(now, self._seen, strict=True)]
+            if max(later) - min(later) <= PERIODIC * min(later):
+                self._period = since - self._seen_since, min(later)
+        if not since & (since - 1):
+            self._seen, self._seen_since = now, since
 
     def _next_round(self) -> None:
         """The m-th forward of every stage and, before it, the backward that precedes it there."""
@@ -119,8 +156,8 @@ def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microb
 
     For a stage k with a stages behind it: down with the first microbatch to the last stage and back to k,
     N − a times through k, and down and back once more. This is the paper's T1 + T2 + T3 (Eq. 1–3) with k in
-    the place of k*, and it is a path while a ≤ N − 2. Besides: all N forwards of k and one round trip
-    behind it; one round trip and all N backwards of k.
+    the place of k*, and it is a path while a ≤ N − 2. Besides: one round trip and all N forwards and N
+    backwards of k, but the min(a, N − 1) forwards (or as many backwards) that others hide.
     """
     count, stages = forward_ms.shape
     times = forward_ms + backward_ms
@@ -128,9 +165,9 @@ def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microb
     trip = times + 2 * links
     before = np.cumsum(trip, axis=1) - trip
     behind = trip.sum(axis=1, keepdims=True) - before - times
-    others = before + behind
-    once = others + np.maximum(forward_ms, backward_ms) * microbatches + np.minimum(forward_ms, backward_ms)
     after = stages - 1 - np.arange(stages)
+    hidden = np.minimum(forward_ms, backward_ms) * np.minimum(after, microbatches - 1)
+    once = before + behind + times * microbatches - hidden
     twice = before + 2 * behind + times * (microbatches - after)
     paths = np.where(after <= microbatches - 2, np.maximum(once, twice), once)
     bounds: Floats = paths.max(axis=1)

@@ -9,6 +9,7 @@ a forwards ahead of the first backward), and never more than there are.
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.layers import rows_on_one
 from planner.values import ModelProfile, Policy, StageTemplate
 
 Bytes = NDArray[np.int64]
@@ -17,11 +18,6 @@ Bytes = NDArray[np.int64]
 def in_flight(stages_after: int, microbatches: int) -> int:
     """Microbatches whose activations are alive at once on a stage with ``stages_after`` behind it (1F1B)."""
     return min(stages_after + 1, microbatches)
-
-
-def rows_on_one(devices: int, rows: int) -> int:
-    """Rows of a microbatch on the fullest of a stage's devices."""
-    return -(-rows // devices)
 
 
 class MemoryModel:

@@ -1,49 +1,30 @@
 """The planner: from what is true of the cluster to who computes what.
 
 ``precompute`` does the slow part once, at the job's start; ``plan`` is on the way to recovery and looks up:
-the steps of Oobleck §5.1 or the best instantiation say which templates, an assignment says which nodes.
-The same situation always gives the same plan.
+some layouts are weighed (the steps of Oobleck §5.1, the best instantiation, and what lies between), an
+assignment says which nodes each would take, and the one that commits most steps until the next failure is
+taken. The same situation always gives the same plan.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from planner.assignment import Assigner, Masks, Position, natural_key, places_of
+from planner.assignment import Assigner, Masks, natural_key
 from planner.batch import check_batch
+from planner.candidates import Layout, first_layout, layouts
 from planner.costs import StageCosts
 from planner.errors import InfeasibleError, TooFewNodesError
-from planner.instantiation import Instantiation, Instantiator
+from planner.instantiation import Instantiator
+from planner.placement import placed
 from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
-from planner.reconfiguration import reinstantiate
+from planner.stragglers import estimates_s, notable, rebalance, still_true
 from planner.templates import Templates, check_tolerance, smallest_pipeline
+from planner.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.transfers import transfers
-from planner.values import (
-    Device,
-    Method,
-    ModelProfile,
-    PipelinePlacement,
-    Plan,
-    Policy,
-    Situation,
-    StagePlacement,
-    Template,
-)
+from planner.values import Considered, Device, ModelProfile, PipelinePlacement, Plan, Policy, Situation
 
 Told = Callable[[int, int], None]
 """How far something is: done, of all."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Template sizes in the plan's order, each with the previous pipeline it goes on from, if any."""
-
-    method: Method
-    pipelines: tuple[tuple[int, int | None], ...]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for size, _ in self.pipelines]
 
 
 class Planner:
@@ -96,7 +77,8 @@ class Planner:
             told(len(counts), len(counts))
 
     def precomputed(self) -> Precomputed:
-        """What ``precompute`` made, for ``restore`` in another planner of the same job.
+        """What ``precompute`` made (so far, from within ``told``), for ``restore`` in another planner of the
+        same job.
 
         :raises InfeasibleError: nothing was precomputed.
         """
@@ -107,7 +89,7 @@ class Planner:
         return Precomputed(
             nodes=nodes,
             templates=tuple(self._templates.by_nodes.values()),
-            instantiations={count: instantiator.best(count) for count in range(self.n0, nodes + 1)},
+            instantiations=instantiator.known,
         )
 
     def restore(self, precomputed: Precomputed) -> None:
@@ -163,134 +145,98 @@ class Planner:
                 present=len(nodes),
             )
         masks = self._assigner.masks(nodes, self.policy.devices_per_node, situation.holdings)
-        previous = situation.previous
-        if previous is not None:
-            unchanged = self._unchanged(previous, nodes, masks)
-            if unchanged is not None:
-                return unchanged
-        instantiator = self.instantiator(len(nodes))
-        layout = self._layout(previous, nodes, instantiator)
-        placements = self._place(layout, instantiator.of(layout.sizes), previous, nodes, masks)
-        return self._as_plan(layout.method, placements, previous, nodes, masks)
+        unchanged = self._unchanged(situation, nodes, masks)
+        if unchanged is not None and still_true(self.costs, unchanged.pipelines, situation.speeds):
+            return unchanged
+        horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
+        by_nodes = self.templates(len(nodes)).by_nodes
+        weighed, considered = weigh(
+            self._layouts(situation.previous, nodes),
+            templates=by_nodes,
+            instantiator=self.instantiator(len(nodes)),
+            assigner=self._assigner,
+            nodes=nodes,
+            masks=masks,
+            previous=situation.previous,
+            link=self.profile.link,
+            horizon_s=horizon_s,
+        )
+        placements = placed(weighed, by_nodes, self._assigner, masks)
+        if unchanged is not None:
+            starts, considered = [unchanged.pipelines, placements], ()
+        else:
+            starts = [placements]
+        if unchanged is not None or notable(situation.speeds, nodes):
+            placements = rebalance(self.costs, starts, situation.speeds, masks, horizon_s)
+        return self._as_plan(placements, situation, nodes, masks, considered, horizon_s)
 
-    def _unchanged(self, previous: Plan, nodes: list[str], masks: Masks) -> Plan | None:
+    def weigh(self, situation: Situation) -> tuple[float, float]:
+        """Seconds of a step under the previous plan as it is, and under the one that ``plan`` would make.
+
+        :raises TooFewNodesError, StateLostError: as ``plan``.
+        """
+        assert situation.previous is not None, "there is a plan to compare with"
+        possible = self.plan(situation)
+        present_s = max(estimates_s(self.costs, situation.previous.pipelines, situation.speeds))
+        return present_s, possible.estimated_iteration_s
+
+    def _unchanged(self, situation: Situation, nodes: list[str], masks: Masks) -> Plan | None:
         """The previous plan, if its nodes are all there, nobody joined, and they hold every layer."""
+        previous = situation.previous
+        if previous is None:
+            return None
         used = set(previous.nodes)
         if not used <= set(nodes) or not set(nodes) <= used | set(previous.idle_nodes):
             return None
         if transfers(self.profile, previous.pipelines, masks) is None:
             return None
-        return self._as_plan("unchanged", previous.pipelines, previous, nodes, masks)
+        return self._as_plan(previous.pipelines, situation, nodes, masks, (), 0.0)
 
-    def _layout(self, previous: Plan | None, nodes: list[str], instantiator: Instantiator) -> _Layout:
-        best = instantiator.best(len(nodes))
+    def _layouts(self, previous: Plan | None, nodes: list[str]) -> list[Layout]:
+        instantiator = self.instantiator(len(nodes))
         if previous is None:
-            return _Layout("initial", tuple((size, None) for size in best.sizes))
+            return [first_layout(instantiator.best(len(nodes)))]
         usable = set(nodes)
-        before = [len(pipeline.nodes) for pipeline in previous.pipelines]
-        left = [sum(node in usable for node in pipeline.nodes) for pipeline in previous.pipelines]
-        if usable <= set(previous.nodes) | set(previous.idle_nodes):
-            mended = reinstantiate(before, left, self.templates(len(nodes)).sizes)
-            if mended is not None and sum(mended.sizes) == best.nodes:
-                kept = tuple((size, index) for index, size in enumerate(mended.sizes) if size)
-                if instantiator.required(len(nodes)) <= len(kept) <= self.policy.microbatches:
-                    return _Layout(mended.method, kept)
-        return _Layout("best", _aligned(best.sizes, before, left))
-
-    def _place(
-        self,
-        layout: _Layout,
-        instantiation: Instantiation,
-        previous: Plan | None,
-        nodes: list[str],
-        masks: Masks,
-    ) -> tuple[PipelinePlacement, ...]:
-        by_size = self.templates(len(nodes)).by_nodes
-        templates = [by_size[size] for size in layout.sizes]
-        places = [places_of(template) for template in templates]
-        habits: dict[str, Position] = {}
-        for number, (_, before) in enumerate(layout.pipelines):
-            if previous is not None and before is not None:
-                earlier = previous.pipelines[before].nodes
-                habits |= {node: (number, offset) for offset, node in enumerate(earlier)}
-        taken = self._assigner.assign(places, nodes, masks, habits)
-        shares = list(
-            zip(instantiation.sizes, instantiation.microbatches, instantiation.pipeline_ms, strict=True)
+        names = [pipeline.nodes for pipeline in previous.pipelines]
+        return layouts(
+            before=[len(of_pipeline) for of_pipeline in names],
+            left=[sum(node in usable for node in of_pipeline) for of_pipeline in names],
+            nodes=len(nodes),
+            templates=self.templates(len(nodes)).sizes,
+            instantiator=instantiator,
+            most=self.policy.microbatches,
         )
-        placements: list[PipelinePlacement] = []
-        first = 0
-        for number, template in enumerate(templates):
-            share = next(share for share in shares if share[0] == template.nodes)
-            shares.remove(share)
-            devices = [
-                self._assigner.devices_for(node, masks[node], place)
-                for node, place in zip(taken[number], places[number], strict=True)
-            ]
-            placements.append(
-                PipelinePlacement(
-                    stages=_on_devices(template, devices),
-                    first_microbatch=first,
-                    microbatches=share[1],
-                    estimated_s=share[2] / 1e3,
-                )
-            )
-            first += share[1]
-        return tuple(placements)
 
     def _as_plan(
         self,
-        method: Method,
         placements: tuple[PipelinePlacement, ...],
-        previous: Plan | None,
+        situation: Situation,
         nodes: list[str],
         masks: Masks,
+        considered: tuple[Considered, ...],
+        horizon_s: float,
     ) -> Plan:
+        """:param considered: empty where the previous plan goes on, as it is or with other shares."""
         moves = transfers(self.profile, placements, masks)
         assert moves is not None, "the nodes were chosen so that they hold every layer"
-        used = {node for placement in placements for node in placement.nodes}
+        taken = [placement.nodes for placement in placements]
+        used = {node for of_pipeline in taken for node in of_pipeline}
         idle = tuple(node for node in nodes if node not in used)
+        previous = situation.previous
         known = {*previous.nodes, *previous.idle_nodes} if previous is not None else set(nodes)
         lost = sorted(known.difference(nodes), key=natural_key)
         joined = [node for node in nodes if node not in known]
-        sizes = [len(placement.nodes) for placement in placements]
+        same = previous is not None and placements == previous.pipelines
+        method = considered[0].method if considered else "unchanged" if same else "rebalance"
+        slow = {node: speed for node, speed in situation.speeds.items() if node in used and speed < 1}
+        sizes = [len(of_pipeline) for of_pipeline in taken]
+        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow)
         return Plan(
             pipelines=placements,
             transfers=moves,
             method=method,
-            reason=reason_of(method, sizes, lost, joined, idle),
+            reason=reason,
             estimated_iteration_s=max(placement.estimated_s for placement in placements),
             idle_nodes=idle,
+            considered=considered,
         )
-
-
-def _aligned(
-    sizes: Sequence[int], before: Sequence[int], left: Sequence[int]
-) -> tuple[tuple[int, int | None], ...]:
-    """New sizes in the order of the previous pipelines: whole ones keep theirs, then the fullest choose."""
-    free = list(sizes)
-    matched: dict[int, int] = {}
-    order = sorted(range(len(before)), key=lambda index: (left[index] != before[index], -left[index], index))
-    for exact in (True, False):
-        for index in order:
-            wanted = [size for size in free if size == left[index]] if exact else free
-            if index not in matched and left[index] and wanted:
-                nearest = min((abs(size - left[index]), -size, size) for size in wanted)[2]
-                matched[index] = nearest
-                free.remove(nearest)
-    going_on: list[tuple[int, int | None]] = [(size, index) for index, size in sorted(matched.items())]
-    return (*going_on, *((size, None) for size in free))
-
-
-def _on_devices(template: Template, devices: Sequence[Sequence[Device]]) -> tuple[StagePlacement, ...]:
-    """The template's stages on the devices of its nodes, which are in the order of the places."""
-    left = [list(of_node) for of_node in devices]
-    placed: list[StagePlacement] = []
-    for stage in template.stages:
-        of_node = left[stage.node_offset]
-        taken, left[stage.node_offset] = of_node[: stage.devices], of_node[stage.devices :]
-        placed.append(
-            StagePlacement(
-                first_layer=stage.first_layer, end_layer=stage.end_layer, devices=tuple(sorted(taken))
-            )
-        )
-    return tuple(placed)

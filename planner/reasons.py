@@ -1,21 +1,47 @@
 """Why a plan is what it is, in one sentence for the user."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from planner.values import Method
+from planner.values import Considered, Method
 
 _STEPS: dict[Method, str] = {
     "simple": "each pipeline goes on with the nodes that are left of it",
     "borrow": "a pipeline that was left too small borrowed nodes of pipelines that could spare some",
     "merge": "a pipeline that was left too small was merged with another, as none could spare a node",
+    "grow": "the free nodes take places in the pipelines that there are",
+    "keep": "intact pipelines go on as they are, and the other nodes are used anew",
+    "even": "the pipelines that have survivors share all nodes evenly",
+    "rebalance": "the pipelines share the batch anew, by the speed of their nodes",
 }
+
+_NAMES: dict[Method, str] = {
+    "simple": "going on with what is left of each pipeline",
+    "borrow": "borrowing nodes",
+    "merge": "merging pipelines",
+    "grow": "filling up the pipelines",
+    "keep": "keeping intact pipelines",
+    "even": "pipelines of equal size",
+    "best": "the best pipelines for these nodes",
+}
+
+SAME = 0.0005
+"""Relative: step times that people need not tell apart."""
 
 
 def reason_of(
-    method: Method, sizes: Sequence[int], lost: Sequence[str], joined: Sequence[str], idle: Sequence[str]
+    method: Method,
+    sizes: Sequence[int],
+    lost: Sequence[str],
+    joined: Sequence[str],
+    idle: Sequence[str],
+    considered: Sequence[Considered] = (),
+    horizon_s: float = 0.0,
+    slow: Mapping[str, float] | None = None,
 ) -> str:
     """:param sizes: nodes of each pipeline of the plan.
     :param lost, joined: nodes that are gone or new since the previous plan.
+    :param slow: speeds of the plan's slow nodes.
+    :param considered: what was weighed, this plan first, over ``horizon_s`` to the next failure.
     """
     news = [f"{names(lost)} left"] if lost else []
     news += [f"{names(joined)} joined"] if joined else []
@@ -25,15 +51,62 @@ def reason_of(
             sentence = f"the quickest way to use the nodes is {what}"
         case "unchanged":
             sentence = f"the nodes of the pipelines are the same, and so is the plan: {what}"
-        case "simple" | "borrow" | "merge":
-            sentence = f"{_STEPS[method]}: {what}"
-        case "best" if joined or not lost:
-            sentence = f"the quickest way to use the nodes is now {what}"
         case "best":
-            sentence = f"mending single pipelines would waste nodes or copies; the quickest for all is {what}"
+            sentence = f"the quickest way to use the nodes is now {what}"
+        case _:
+            sentence = f"{_STEPS[method]}: {what}"
     if idle:
         sentence += f"; {names(idle)} {'is' if len(idle) == 1 else 'are'} idle, as no pipeline can use more"
+    if slow:
+        speeds = " and ".join(f"{speed:.0%}" for speed in sorted(set(slow.values())))
+        verb, whose = ("is", "its") if len(slow) == 1 else ("are", "their")
+        sentence += (
+            f"; {names(list(slow))} {verb} slow ({speeds} of the usual speed), which {whose} share allows for"
+        )
+    if len(considered) > 1:
+        sentence += f"; {trade(considered[0], considered[1], horizon_s)}"
     return f"{' and '.join(news)}: {sentence}." if news else f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def trade(chosen: Considered, other: Considered, horizon_s: float) -> str:
+    """Why one layout was taken and not the next best."""
+    this = _costs(chosen)
+    that = f"{_NAMES[other.method]}: {_costs(other)}"
+    if chosen.transfer_bytes is None or other.transfer_bytes is None:
+        return f"{this} ({that})"
+    slower = chosen.iteration_s > other.iteration_s * (1 + SAME)
+    quicker = chosen.iteration_s < other.iteration_s * (1 - SAME)
+    more = chosen.transfer_bytes > other.transfer_bytes
+    if quicker and more:
+        return f"{this}, which pays within the {_time(horizon_s)} expected to the next failure ({that})"
+    if slower and not more:
+        return f"{this}; a quicker step would not pay for its bytes within {_time(horizon_s)} ({that})"
+    return f"{this} ({that})"
+
+
+def _costs(considered: Considered) -> str:
+    step = f"{_time(considered.iteration_s)} a step"
+    if considered.transfer_bytes is None:
+        return step
+    return f"{step} with {_size(considered.transfer_bytes)} to move"
+
+
+def _time(seconds: float) -> str:
+    """Three digits; milliseconds below a second, minutes from ten of them on, hours from ten of those."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    if seconds < 36_000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes} bytes"
 
 
 def names(nodes: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from math import comb, isfinite
 import numpy as np
 
 from planner.costs import StageCosts
+from planner.descent import shifted
 from planner.enumeration import Ints, quickest
 from planner.errors import InfeasibleError
 from planner.makespan import Floats
@@ -20,8 +21,6 @@ ENUMERATED_CUTS = 5_000
 """Up to so many cuts are all looked at: about ten milliseconds."""
 LIMITS = 24
 """Limits on the slowest stage's time, from the least possible one upwards, that give a candidate each."""
-LONGEST_SHIFT = 8
-"""Cuts next to each other that move together in one step of the local search."""
 
 
 def recut(
@@ -65,7 +64,7 @@ class _Recut:
             self._offer([[0, *inner, layers] for inner in combinations(range(1, layers), stages - 1)])
             return self._cuts
         self._offer([self._given, *self._candidates()])
-        while self._offer(_shifted(self._cuts)):
+        while self._offer(list(shifted(self._cuts))):
             pass
         return self._cuts
 
@@ -75,8 +74,10 @@ class _Recut:
             return False
         cuts = np.array(rows, dtype=np.int64)
         devices = np.broadcast_to(self._devices, (len(rows), len(self._devices)))
-        found = quickest(self._costs, cuts, devices, self._microbatches, self._slowness)
-        if found is None or found[0] >= self._best_ms:
+        found = quickest(
+            self._costs, cuts, devices, self._microbatches, slowness=self._slowness, below_ms=self._best_ms
+        )
+        if found is None:
             return False
         self._best_ms = found[0]
         self._cuts = [stage.first_layer for stage in found[1]] + [self._costs.layers]
@@ -130,19 +131,3 @@ def _least(stage_ms: Floats, together: np.ufunc) -> list[int] | None:
     for chosen in reversed(ends):
         cuts.append(int(chosen[cuts[-1]]))
     return cuts
-
-
-def _shifted(cuts: list[int]) -> list[list[int]]:
-    """Cuts one move away: a run of neighbouring cuts goes up or down by one layer, or one cut by some."""
-    rows: list[list[int]] = []
-    stages = len(cuts) - 1
-    for first in range(1, stages):
-        for after in range(first + 1, min(first + LONGEST_SHIFT, stages) + 1):
-            for step in (-1, 1):
-                moved = [*cuts[:first], *(cut + step for cut in cuts[first:after]), *cuts[after:]]
-                if moved[first] > moved[first - 1] and moved[after] > moved[after - 1]:
-                    rows.append(moved)
-        for cut in range(cuts[first - 1] + 1, cuts[first + 1]):
-            if abs(cut - cuts[first]) > 1:
-                rows.append([*cuts[:first], cut, *cuts[first + 1 :]])
-    return rows

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
+from planner.feasibility import fewest_nodes, fullest_stage
 from planner.mapping import Mapper
 from planner.memory import in_flight
 from planner.values import Policy, Template
@@ -36,15 +37,14 @@ class Templates:
                 f"one replica of the model needs {self.n0} nodes of {policy.devices_per_node} devices, and "
                 f"there are {nodes}: {_tightest(costs, nodes)}; start {self.n0} nodes or more"
             )
-        self.by_nodes: dict[int, Template] = dict(templates or {})
+        self.by_nodes: dict[int, Template]
         if templates is not None:
+            self.by_nodes = dict(templates)
             return
         largest = max(nodes - policy.tolerate * self.n0, min(nodes, 2 * self.n0 - 1))
-        mapper = Mapper(costs, min(largest, costs.most_nodes))
-        for size in range(self.n0, min(largest, costs.most_nodes) + 1):
-            template = mapper.template(size, expected_share(policy, size, nodes))
-            if template is not None:
-                self.by_nodes[size] = template
+        largest = min(largest, costs.most_nodes)
+        shares = {size: expected_share(policy, size, nodes) for size in range(self.n0, largest + 1)}
+        self.by_nodes = Mapper(costs, largest).templates(shares)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,9 +74,9 @@ def smallest_pipeline(costs: StageCosts) -> int:
             f"microbatch {costs.policy.microbatch_rows} keeps at most {costs.max_devices} devices busy, and "
             "every stage needs a layer; use fewer devices per node or a larger microbatch"
         )
-    for nodes in range(1, costs.most_nodes + 1):
-        if Mapper(costs, nodes).fits(nodes):
-            return nodes
+    fewest = fewest_nodes(costs)
+    if fewest is not None:
+        return fewest
     raise InfeasibleError(
         f"the model does not fit into devices of {_size(costs.memory.limit_bytes or 0)} on any number of "
         f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch"
@@ -110,36 +110,15 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
 
 def _tightest(costs: StageCosts, nodes: int) -> str:
     """Which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
-    fewest = nodes * costs.fewest_stages
-    most = min(costs.layers, nodes * costs.devices_per_node)
-    cuts = [_least_memory(costs, stages, nodes) for stages in range(fewest, most + 1)]
-    first, end, after, size = min(cuts, key=lambda cut: cut[3])
-    where = f"layer {first}" if end - first == 1 else f"layers {first} to {end - 1}"
+    stage = fullest_stage(costs, nodes)
+    one = stage.end_layer - stage.first_layer == 1
+    where = f"layer {stage.first_layer}" if one else f"layers {stage.first_layer} to {stage.end_layer - 1}"
+    alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
-        f"the stage of {where} needs {_size(size)} per device (parameters, gradients, optimizer, activations "
-        f"of {in_flight(after, costs.policy.microbatches)} microbatches in flight) and a device has "
+        f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters, gradients, optimizer, "
+        f"activations of {alive} microbatches in flight) and a device has "
         f"{_size(costs.memory.limit_bytes or 0)}"
     )
-
-
-def _least_memory(costs: StageCosts, stages: int, nodes: int) -> tuple[int, int, int, int]:
-    """The fullest stage (first, end, stages behind it, bytes) of the emptiest cut into ``stages``.
-
-    Stages are spread evenly over the nodes, so that each can have at least so many devices:
-    """
-    devices = min(costs.max_devices, costs.devices_per_node // -(-stages // nodes))
-    best: dict[int, tuple[int, tuple[int, int, int]]] = {costs.layers: (0, (0, 0, 0))}
-    for after in range(stages):
-        longer: dict[int, tuple[int, tuple[int, int, int]]] = {}
-        for end, (fullest, place) in best.items():
-            for first in range(end):
-                size = costs.memory.stage_bytes(first, end, devices, after)
-                choice = (fullest, place) if fullest >= size else (size, (first, end, after))
-                if first not in longer or choice[0] < longer[first][0]:
-                    longer[first] = choice
-        best = longer
-    size, (first, end, after) = best[0]
-    return first, end, after, size
 
 
 def _size(size_bytes: int) -> str:

@@ -1,8 +1,10 @@
 """Which state must move before a plan can start: one transfer per device and layer that it lacks."""
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 from planner.assignment import Masks
+from planner.cover import layers_of
 from planner.values import Device, ModelProfile, PipelinePlacement, Transfer
 
 
@@ -14,28 +16,63 @@ def transfers(
 
     :returns: ``None`` where a layer that must move is held by no device of the plan.
     """
-    wanted: list[tuple[int, int, Device]] = []
-    devices = [(d, stage) for p in pipelines for stage in p.stages for d in stage.devices]
-    for device, stage in devices:
-        held = masks[device.node][device.index]
-        for layer in range(stage.first_layer, stage.end_layer):
-            if not held >> layer & 1:
-                wanted.append((-profile.layers[layer].state_bytes, layer, device))
-    if not wanted:
-        return ()
-    wanted.sort()
-    holders = {
-        layer: [device for device, _ in devices if masks[device.node][device.index] >> layer & 1]
-        for layer in {layer for _, layer, _ in wanted}
-    }
-    sending = {device: 0 for device, _ in devices}
+    devices: list[Device] = []
+    node_of: list[int] = []
+    ranks_of: list[list[int]] = []
+    holding: dict[int, list[int]] = {}
+    lacking: dict[int, list[int]] = {}
+    numbers: dict[str, int] = {}
+    for pipeline in pipelines:
+        for stage in pipeline.stages:
+            needs = (1 << stage.end_layer) - (1 << stage.first_layer)
+            for device in stage.devices:
+                number = numbers.setdefault(device.node, len(numbers))
+                if number == len(ranks_of):
+                    ranks_of.append([])
+                ranks_of[number].append(len(devices))
+                held = masks[device.node][device.index]
+                holding.setdefault(held, []).append(len(devices))
+                if needs & ~held:
+                    lacking.setdefault(needs & ~held, []).append(len(devices))
+                node_of.append(number)
+                devices.append(device)
+    wanted: dict[int, list[int]] = {}
+    for missing, ranks in lacking.items():
+        for layer in layers_of(missing):
+            wanted.setdefault(layer, []).extend(ranks)
+    sent = [0] * len(devices)
     moves: list[Transfer] = []
-    for negative_bytes, layer, target in wanted:
-        sources = holders[layer]
-        if not sources:
+    for negative, layer in sorted((-profile.layers[layer].state_bytes, layer) for layer in wanted):
+        holders = [rank for held, ranks in holding.items() if held >> layer & 1 for rank in ranks]
+        if not holders:
             return None
-        near = [source for source in sources if source.node == target.node]
-        source = min(near or sources, key=lambda device: (sending[device], device))
-        sending[source] -= negative_bytes
-        moves.append(Transfer(layer=layer, source=source, target=target, size_bytes=-negative_bytes))
+        sources, near = _Sources(sent, holders), {node_of[rank] for rank in holders}
+        is_holder = set(holders)
+        for rank in sorted(wanted[layer]):
+            number = node_of[rank]
+            if number in near:
+                source = min(is_holder.intersection(ranks_of[number]), key=lambda r: (sent[r], r))
+            else:
+                source = sources.least()
+            sent[source] -= negative
+            moves.append(
+                Transfer(layer=layer, source=devices[source], target=devices[rank], size_bytes=-negative)
+            )
     return tuple(moves)
+
+
+class _Sources:
+    """Holders of one layer by what they have to send so far, which only grows; ``sent`` is by rank."""
+
+    def __init__(self, sent: Sequence[int], holders: Sequence[int]) -> None:
+        self._sent = sent
+        self._queue = [(sent[rank], rank) for rank in holders]
+        heapify(self._queue)
+
+    def least(self) -> int:
+        """The rank that has least to send."""
+        sent, rank = self._queue[0]
+        while sent != self._sent[rank]:
+            heapreplace(self._queue, (self._sent[rank], rank))
+            sent, rank = self._queue[0]
+        return rank

@@ -167,7 +167,28 @@ class Transfer:
     size_bytes: int
 
 
-Method = Literal["initial", "unchanged", "simple", "borrow", "merge", "best"]
+Method = Literal[
+    "initial", "unchanged", "rebalance", "simple", "borrow", "merge", "grow", "keep", "even", "best"
+]
+"""How a layout came about: ``planner.candidates`` says what each means; ``rebalance``: the same nodes under
+other speeds (``planner.stragglers``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """A layout that was weighed against others, with what it costs (``planner.tradeoff``)."""
+
+    method: Method
+    sizes: tuple[int, ...]
+    """Nodes of each pipeline."""
+    iteration_s: float
+    """Of a step, with the batch distributed anew."""
+    transfer_bytes: int | None
+    """``None``: not counted, as the step alone takes longer than another layout's with its transfer."""
+    transfer_s: float | None
+    """Time of the device that sends or receives most."""
+    expected_iteration_s: float
+    """Of a step, if the transfer is paid back until the next failure; at least, where it was not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +203,9 @@ class Plan:
     """One sentence for the user: what was decided and why."""
     estimated_iteration_s: float
     idle_nodes: tuple[str, ...] = ()
+    considered: tuple[Considered, ...] = ()
+    """What was weighed, this plan's layout first, then by the expected time of a step; empty where the
+    previous plan goes on."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -208,5 +232,5 @@ class Situation:
     """Measured speed of a node as a factor: 1 is what the profile says and what is not named, 0.5 takes
     twice as long."""
     horizon_s: float | None = None
-    """Expected time to the next failure: what a better plan has to pay back the bytes it moves. ``None``
-    where nothing is known."""
+    """Expected time to the next failure, above 0: what a better plan has to pay back the bytes it moves.
+    ``None`` where nothing is known: ``planner.tradeoff.DEFAULT_HORIZON_S``."""

@@ -93,6 +93,8 @@ class Prepare(Frame, frozen=True, kw_only=True):
     job_id: str
     training: TrainingData
     profile: bool
+    devices_per_node: int = 1
+    """The profile tells the times of a stage of 2, 3, … up to so many devices."""
 
 
 class Quiesce(Frame, frozen=True, kw_only=True):

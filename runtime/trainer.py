@@ -68,7 +68,7 @@ class Trainer:
         data = prepare.training
         engine = Engine(data, torch_device(data.backend, self._device), self._pace)
         self._pace.tick()
-        profile: ProfileData | None = measure(engine.model, data) if prepare.profile else None
+        profile = self._profile(engine, prepare) if prepare.profile else None
         self._engine = engine
         # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
         # must not have to pay. What is here now stays anyway.
@@ -76,6 +76,15 @@ class Trainer:
         gc.freeze()
         self._pace.tick()
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
+
+    def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
+        measured = measure(
+            engine.model,
+            prepare.training,
+            devices_per_node=prepare.devices_per_node,
+            progress=lambda done, total: self._pace.tick(),  # A large model takes longer than a hang may.
+        )
+        return measured.profile
 
     def _report(self, quiesce: Quiesce) -> None:
         engine = self._engine

@@ -7,7 +7,7 @@ tells each event where to go.
 
 from typing import Any, assert_never
 
-from statemachine import durable, jobs, public, recovery, signals, timeouts
+from statemachine import durable, jobs, public, recovery, signals, stragglers, timeouts
 from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
@@ -17,6 +17,7 @@ from statemachine.events import (
     NodeVanished,
     PlanImpossible,
     PlanReady,
+    PlanWeighed,
     SignalArrived,
     StopRequested,
     TemplatesFailed,
@@ -40,6 +41,7 @@ ClusterEvent = (
     | TemplatesReady
     | TemplatesFailed
     | PlanReady
+    | PlanWeighed
     | PlanImpossible
 )
 
@@ -142,6 +144,8 @@ class ClusterMachine:
                 jobs.templates_failed(c, event.job_id, event.reason)
             case PlanReady():
                 recovery.take_plan(c, event)
+            case PlanWeighed():
+                stragglers.weighed(c, event)
             case PlanImpossible():
                 self._plan_impossible(event)
             case _:
@@ -155,6 +159,7 @@ class ClusterMachine:
         match event.name:
             case "tick":
                 timeouts.tick(c, late_s)
+                stragglers.look(c)
             case "quiesce":
                 timeouts.quiesce_overdue(c)
             case "resume":

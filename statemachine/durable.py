@@ -12,7 +12,7 @@ import msgspec
 from planner.values import Device, Plan
 from statemachine.node import NodeMachine
 from statemachine.rules import Resumption
-from statemachine.state import Attempt, Cluster, Ledger, Recovery
+from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
 from statemachine.values import (
     ClusterPhase,
@@ -48,6 +48,7 @@ class NodeRecord:
     lost_after: int
     gone: bool
     retired: tuple[int, ...]
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,14 @@ class RecoveryRecord:
     tried: int
     recomputed_steps: int
     pipelines_before: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureRecord:
+    failures: int = 0
+    node_s: float = 0.0
+    nodes: int = 0
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,8 @@ class Journal:
     resumed_vote: Vote | None = None
     resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
     plan: Plan | None = None
+    templates_for: int = 0
+    exposure: ExposureRecord = ExposureRecord()
 
 
 def _node(node: NodeMachine) -> dict[str, Any]:
@@ -119,6 +130,7 @@ def _node(node: NodeMachine) -> dict[str, Any]:
         "lost_after": node.lost_after,
         "gone": node.gone,
         "retired": list(node.retired),
+        "speed": node.speed,
     }
 
 
@@ -150,6 +162,8 @@ def write(c: Cluster) -> dict[str, Any]:
         "loss": ledger.loss,
         "step_s": ledger.step_s,
         "nodes": {name: _node(node) for name, node in c.nodes.items()},
+        "templates_for": max(c.templates_for, c.templates_before),
+        "exposure": msgspec.to_builtins(c.exposure),
     }
     if attempt is not None:
         state["attempt"] = {
@@ -210,6 +224,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         restored=True,
         at=at,
         told_before=journal.told,
+        templates_before=journal.templates_for,
+        exposure=Exposure(
+            failures=journal.exposure.failures,
+            node_s=journal.exposure.node_s,
+            nodes=journal.exposure.nodes,
+            since=min(journal.exposure.since, at),
+        ),
     )
     _read_generation(c, journal)
     return c
@@ -269,6 +290,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         obeyed=record.obeyed,
         lost_after=record.lost_after,
         gone=record.gone,
+        speed=record.speed,
     )
     node.retired.extend(record.retired)
     return node

@@ -68,10 +68,22 @@ class PublishCluster(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTemplates(Effect):
-    """Precompute templates and instantiations for up to ``max_nodes``: TemplatesReady / TemplatesFailed."""
+    """Precompute templates and instantiations for up to ``max_nodes``: TemplatesReady / TemplatesFailed.
+
+    TemplatesReady may come while the rest, for less likely numbers of nodes than ``present``, is still made.
+    """
 
     profiled: Profiled
     max_nodes: int
+    present: int
+    """Nodes that are here: the likeliest number to plan for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTemplates(Effect):
+    """The job is over: nobody needs what ``BuildTemplates`` has yet to precompute for it."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +92,15 @@ class ComputePlan(Effect):
 
     generation: int
     situation: Situation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighPlan(Effect):
+    """What would a new plan save? ``generation`` trains on meanwhile; answered by PlanWeighed."""
+
+    generation: int
+    situation: Situation
+    """With the plan under way as ``previous``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,18 @@ class PlanReady(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanWeighed(Event):
+    """Estimated time of a step under the plan of ``generation`` and under the best one, by the profile.
+
+    Both equal where there is no other plan.
+    """
+
+    generation: int
+    present_s: float
+    possible_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanImpossible(Event):
     """No plan now. ``too_few``: wait for nodes (PAUSED). Otherwise state is lost (FAILED)."""
 

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from statemachine.effects import AnswerRequest, BuildTemplates
+from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.group import follow_group, release, release_drained
 from statemachine.ledger import tell
@@ -12,7 +12,19 @@ from statemachine.messages import Prepare, Prepared, Stop
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.recovery import note_cause, reconfigure
-from statemachine.state import GIVE_UP, JOIN, QUIESCE, RESUME, SETTLE, STEPS, SUSPICION, Cluster, Ledger
+from statemachine.state import (
+    GIVE_UP,
+    JOIN,
+    QUIESCE,
+    RESUME,
+    SETTLE,
+    STEPS,
+    SUSPICION,
+    Balance,
+    Cluster,
+    Exposure,
+    Ledger,
+)
 from statemachine.values import ClusterPhase, Profiled
 
 SPARE_TEMPLATES = 2
@@ -40,8 +52,10 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.enter(PhaseEvent.JOB_ACCEPTED)
     c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
-    c.templates_ready, c.templates_for, c.raised = False, 0, 0
-    c.ledger = Ledger()
+    c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
+    c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
+    if event.profile is not None:
+        c.profiled = Profiled(job=job, profile=event.profile)
     c.told_before = 0
     for node in list(c.nodes.values()):
         node.forget_job()
@@ -98,6 +112,8 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)
+    if c.templates_for:
+        c.out.append(CancelTemplates(cause=c.cause, job_id=c.job.job_id))
     for node in c.alive():
         c.send(node, Stop(job_id=c.job.job_id, reason=reason))
         if node.draining is not None and not node.released:
@@ -139,9 +155,7 @@ def templates_ready(c: Cluster, job_id: str) -> None:
     c.templates_ready = True
     c.dirty = True
     if c.resumption is None:
-        c.emit(
-            "JobPrepared", f"the model is measured and templates for up to {c.templates_for} nodes are ready"
-        )
+        c.emit("JobPrepared", f"templates for up to {c.templates_for} nodes are ready")
         c.set_timer(SETTLE, c.timing.start_settle_s)
     c.publish()
 
@@ -176,8 +190,12 @@ def build_templates(c: Cluster) -> None:
     """Ask for templates when there are none in this process, or when more nodes came than they are for."""
     present = sum(1 for node in c.alive() if not node.released)
     if c.profiled is not None and (c.templates_for == 0 or present > c.templates_for):
-        c.templates_for = present + SPARE_TEMPLATES
-        c.out.append(BuildTemplates(cause=c.cause, profiled=c.profiled, max_nodes=c.templates_for))
+        c.templates_for = max(present + SPARE_TEMPLATES, c.templates_before)
+        c.out.append(
+            BuildTemplates(
+                cause=c.cause, profiled=c.profiled, max_nodes=c.templates_for, present=max(present, 1)
+            )
+        )
 
 
 def nobody_can_build(c: Cluster) -> str | None:

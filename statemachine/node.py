@@ -111,6 +111,13 @@ class NodeMachine:
     gone: bool = False
     """It said goodbye or was fenced: it cannot come back with its state."""
     step: int = 0
+    microbatch_ms: tuple[float, ...] = ()
+    """``Heartbeat.microbatch_ms``, as last said under generation ``timed_in``."""
+    timed_in: int = 0
+    speed: float = 1.0
+    """What plans reckon with: below 1 for a straggler, relative to the others (``stragglers``)."""
+    odd_since: float | None = None
+    """Since when it has computed at another speed than that."""
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
     """Incarnations of this name that are over."""
 
@@ -135,4 +142,5 @@ class NodeMachine:
         """The job is over: what was true about this node and that job is no more."""
         self.asked = self.prepared = self.returning = False
         self.unfit = None
-        self.counted_in = self.step = 0
+        self.counted_in = self.step = self.timed_in = 0
+        self.speed, self.odd_since = 1.0, None

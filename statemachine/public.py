@@ -96,6 +96,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
                 "in_plan": name in in_plan,
                 "draining": node.draining is not None,
                 "step": node.step,
+                "speed": node.speed,
             }
             for name, node in sorted(c.nodes.items())
         },

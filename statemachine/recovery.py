@@ -11,6 +11,7 @@ commit. A failure at any moment starts it again with the next generation. Which 
 from planner.values import Situation
 from statemachine.effects import ComputePlan
 from statemachine.events import PlanReady
+from statemachine.horizon import failed, horizon_s, plan_began, plan_ended
 from statemachine.ledger import learn, tell
 from statemachine.membership import fence, lose
 from statemachine.messages import Prepare, Quiesce, Quiesced, Resume
@@ -32,6 +33,8 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
         before = pipelines(c.resumption.plan if c.resumption is not None else None)
+        if cause in LOSSES:
+            failed(c)
         c.recovery = Recovery(
             cause=cause,
             nodes=list(nodes),
@@ -55,6 +58,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
         record.tried += 1
         record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
     c.enter(PhaseEvent.GENERATION_STARTED)
+    plan_ended(c)
     c.generation = next_generation(c)
     members = [node for node in c.alive() if node.ready]
     c.attempt = Attempt(
@@ -186,6 +190,8 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         nodes=usable,
         holdings={device: layers for device, layers in decision.holdings.items() if device.node in usable},
         previous=c.resumption.plan if c.resumption is not None else None,
+        speeds=c.speeds,
+        horizon_s=horizon_s(c, len(usable)),
     )
     c.publish()
     if c.templates_ready:
@@ -252,6 +258,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         ready=decision.ready,
     )
     attempt.resume_sent = True
+    c.balance.speeds = dict(attempt.situation.speeds) if attempt.situation is not None else {}
+    plan_began(c, len(plan.nodes))
     for name in attempt.members:
         c.nodes[name].counted_in = attempt.generation
     if c.recovery is not None:

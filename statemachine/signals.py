@@ -44,6 +44,7 @@ from statemachine.recovery import (
     take_quiesced,
 )
 from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
+from statemachine.stragglers import take_times
 from statemachine.timeouts import node_lost
 from statemachine.values import ClusterPhase
 
@@ -81,6 +82,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Heartbeat():
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
+            take_times(node, signal)
         case Prepared():
             take_prepared(c, node, signal)
         case Quiesced():

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.values import Situation
+from planner.values import Device, Plan, Situation
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -17,6 +17,7 @@ from statemachine.effects import (
     PublishCluster,
     SendCommand,
     SetTimer,
+    WeighPlan,
 )
 from statemachine.messages import Command, Finished, Resumed
 from statemachine.node import NodeMachine
@@ -104,6 +105,34 @@ class Ledger:
 
 
 @dataclass(slots=True, kw_only=True)
+class Exposure:
+    """What the job's nodes lived through, for ``horizon``."""
+
+    failures: int = 0
+    node_s: float = 0.0
+    """Time under plans that are over, summed over their nodes."""
+    nodes: int = 0
+    """Of the plan that is under way since ``since``."""
+    since: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Balance:
+    """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
+
+    speeds: dict[str, float] = field(default_factory=dict)
+    """The slow nodes' speeds that it was made for, or last weighed for."""
+    weighing: WeighPlan | None = None
+    """Asked, and not answered."""
+    weighed_at: float | None = None
+    usual: float = 1.0
+    """The cluster's median of measured over expected time: the profile's own error."""
+    expected_for: Plan | None = None
+    expected_ms: dict[Device, float] = field(default_factory=dict)
+    """How long each device of ``expected_for`` computes on a microbatch, by the profile."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Cluster:
     timing: Timing
     nodes: dict[str, NodeMachine] = field(default_factory=dict)
@@ -119,6 +148,10 @@ class Cluster:
     templates_ready: bool = False
     templates_for: int = 0
     """Node count that templates were asked for; 0: not yet, by this process."""
+    templates_before: int = 0
+    """Node count that an earlier coordinator's templates of this job were for."""
+    exposure: Exposure = field(default_factory=Exposure)
+    balance: Balance = field(default_factory=Balance)
     attempt: Attempt | None = None
     resumption: Resumption | None = None
     recovery: Recovery | None = None
@@ -184,6 +217,11 @@ class Cluster:
         if attempt is None or resumption is None or not attempt.resume_sent:
             return ()
         return resumption.plan.nodes
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Of the stragglers, for ``Situation.speeds``."""
+        return {name: node.speed for name, node in sorted(self.nodes.items()) if node.speed != 1.0}
 
     def alive(self) -> list[NodeMachine]:
         return [node for _, node in sorted(self.nodes.items()) if node.alive]

@@ -46,6 +46,22 @@ class Timing:
     raise_limit: int = 3
     """The job fails when its code raised this often in a running group with no step committed between."""
 
+    # --- stragglers (coordinator) ---
+    straggler_speed: float = 0.67
+    """A node that computes at less than this part of the others' speed is a straggler. Profiles of single
+    layers are not exact, and a plan made for noise would move state for nothing."""
+    straggler_recovered_speed: float = 0.85
+    """From this part of the others' speed on, a straggler is one no more. Above ``straggler_speed``, or it
+    would be both."""
+    straggler_s: float = 5.0
+    """How long a node must be slow, or quick again, to be called so."""
+    straggler_again_s: float = 15.0
+    """Between two looks for a better plan for the sake of speeds alone."""
+    straggler_gain: float = 0.05
+    """Such a plan must save at least this part of a step …"""
+    straggler_cost_s: float = 1.0
+    """… and this much in all the steps that are left: what a stop at a boundary costs."""
+
     # --- node agent ---
     hello_retry_s: float = 1.0
     """Period of Hello while the coordinator rejects this node."""
@@ -80,6 +96,11 @@ class Timing:
             raise ValueError(
                 f"timing: silence_s ({self.silence_s}) must be at least twice heartbeat_s "
                 f"({self.heartbeat_s}), or one late heartbeat would take a node down"
+            )
+        if not self.straggler_speed < self.straggler_recovered_speed <= 1:
+            raise ValueError(
+                f"timing: straggler_recovered_speed ({self.straggler_recovered_speed}) must be above "
+                f"straggler_speed ({self.straggler_speed}) and at most 1"
             )
         if self.hello_retry_s > self.silence_s:
             raise ValueError(

@@ -63,6 +63,8 @@ class Job:
     steps: int
     policy: Policy
     training: dict[str, Any] = field(default_factory=dict)
+    horizon_s: float | None = None
+    """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typer.main import get_command
 from ftd.cli.main import app
 from ftd.config.daemon import DaemonFile, daemon_config
 from ftd.config.job import JobFile, load_job
+from ftd.config.profile_document import ProfileDocument, TimedLayers
+from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
 from ftd.local.scenario import parse_scenario
 from runtime.protocol import TrainingData
@@ -119,6 +121,25 @@ def test_every_field_of_the_files_is_documented() -> None:
     fields = [*fields_of(DaemonFile), *fields_of(JobFile)]
     assert len(fields) > 20
     assert [f for f in fields if not re.search(rf"\b{f}\b", page)] == []
+
+
+def entries_of(kind: type[Any]) -> set[str]:
+    """The names of all fields of a profile, at any depth."""
+    definitions = msgspec.json.schema(kind)["$defs"].values()
+    return {name for definition in definitions for name in definition["properties"]}
+
+
+@pytest.mark.parametrize("kind", [ProfileDocument, TimedLayers])
+def test_every_field_of_a_profile_is_documented(kind: type[Any]) -> None:
+    names = entries_of(kind)
+    assert len(names) >= 5
+    assert [name for name in names if f"`{name}`" not in PAGES["profiles.md"]] == []
+
+
+def test_the_profile_in_the_documentation_is_one(tmp_path: Path) -> None:
+    (example,) = blocks("profiles.md", "json")
+    (tmp_path / "example.json").write_text(example)
+    assert load_profile(tmp_path / "example.json").stage_devices == (1, 2, 4)
 
 
 def test_every_timing_is_documented_with_its_default() -> None:

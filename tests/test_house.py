@@ -115,7 +115,7 @@ IRREGULAR_FACTS = {"Lost", "Ready", "Impossible", "Up", "Beat", "Done"}
 """Facts that do not end in -ed: of these, Beat is a past tense and the others are states reached."""
 IMPERATIVES = {
     "Set", "Cancel", "Emit", "Send", "Persist", "Publish", "Build", "Compute", "Answer", "Start", "Kill",
-    "Prepare", "Quiesce", "Resume", "Renew", "Exit",
+    "Prepare", "Quiesce", "Resume", "Renew", "Exit", "Weigh",
 }  # fmt: skip
 
 

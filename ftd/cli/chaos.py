@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (kill, term, stop, hang, disconnect, run):
+    for command in (kill, term, stop, hang, slow, disconnect, run):
         chaos.command(command.__name__)(command)
     app.add_typer(chaos)
 
@@ -105,6 +105,25 @@ def hang(
     _strike(address_of(broker, cluster, config), "hang", node, "trainer", device, for_s, as_json)
 
 
+def slow(
+    node: NodeArgument,
+    factor: Annotated[
+        float, typer.Option(min=1.0, help="Computing takes so many times as long; 1 ends it.")
+    ] = 3.0,
+    device: DeviceOption = None,
+    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a node's trainers compute slowly, as a hot or shared machine does.
+
+    Example: ftd chaos slow node-2 --factor 3 --for 60
+    """
+    _strike(address_of(broker, cluster, config), "slow", node, "trainer", device, for_s, as_json, factor)
+
+
 def disconnect(
     node: NodeArgument,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 5.")] = None,
@@ -151,6 +170,7 @@ def _strike(
     device: int | None,
     for_s: float | None,
     as_json: bool,
+    factor: float | None = None,
 ) -> None:
     """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
     from ftd.client import ClusterClient
@@ -164,6 +184,7 @@ def _strike(
         target=target,
         device=device,
         for_s=for_s,
+        factor=factor,
     )
 
     async def ask() -> None:

@@ -1,18 +1,128 @@
-"""``ftd plan``: what the planner would do with a job, without a cluster."""
+"""``ftd plan``: what the planner would do with a job or a profile, without a cluster."""
 
+import time
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ftd.cli.options import JsonOption, print_json, print_rich
-from ftd.errors import ConfigurationError, InternalError
+from ftd.cli.plan_request import (
+    MOST_DEVICES_PER_NODE,
+    MOST_MICROBATCHES,
+    MOST_NODES,
+    PlanOptions,
+    PlanRequest,
+    requested,
+)
+from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from planner.describe import CrossCheck, Description
+    from planner.crosscheck import CrossCheck
+    from planner.describe import Description, PipelineRow, TemplateRow
     from planner.errors import SolverError
-    from planner.values import ModelProfile
-    from statemachine.values import Job
+    from planner.preview import Preview
+
+SCHEMA_VERSION = 2
+PLOT_FORMATS = (".svg", ".png", ".html")
+
+
+class Objective(StrEnum):
+    """What a template's mapping minimises."""
+
+    iteration = "iteration"
+    paper = "paper"
+
+
+class BatchObjective(StrEnum):
+    """What the shares of the pipelines minimise."""
+
+    minmax = "minmax"
+    variance = "variance"
+
+
+class Split(StrEnum):
+    """How the devices of a node are split into stages."""
+
+    any = "any"
+    aligned = "aligned"
+
+
+JobArgument = Annotated[
+    Path | None, typer.Argument(help="A job file; its model is measured here.", metavar="[JOB.toml]")
+]
+NodesOption = Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes to plan for.")]
+ProfileOption = Annotated[
+    Path | None, typer.Option(help="Plan for this measured profile: no cluster, no model needed.")
+]
+DevicesOption = Annotated[
+    int,
+    typer.Option(
+        "--gpus-per-node",
+        "--devices-per-node",
+        min=1,
+        max=MOST_DEVICES_PER_NODE,
+        help="Devices of each node.",
+    ),
+]
+TemplateNodesOption = Annotated[
+    int | None, typer.Option(min=1, help="Only the template of so many nodes.", show_default="all")
+]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_MICROBATCHES,
+        help="Of one step, over all pipelines.",
+        show_default="the job's, or 4 a device",
+    ),
+]
+ObjectiveOption = Annotated[
+    Objective | None,
+    typer.Option(
+        help="What a template minimises: a step's true time, or the paper's formula.",
+        show_default="the job's, or iteration",
+    ),
+]
+SplitOption = Annotated[
+    Split | None,
+    typer.Option(
+        help="How a node is split into stages: in any order, or aligned to powers of two.",
+        show_default="the job's, or any",
+    ),
+]
+BatchObjectiveOption = Annotated[
+    BatchObjective | None,
+    typer.Option(
+        help="What shares of the batch minimise: the slowest pipeline's time, or the variance (Eq. 6).",
+        show_default="the job's, or minmax",
+    ),
+]
+TolerateOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Nodes that may fail at once with each layer left.", show_default="the job's, or 0"
+    ),
+]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Of one device: 80GiB, or bytes.", show_default="the profile's")
+]
+CheckpointOption = Annotated[
+    bool, typer.Option("--checkpoint-activations", help="Keep the inputs of layers alone, compute twice.")
+]
+CompareOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compare/--no-compare", help="Plan with the other objective, too.", show_default="not with --json"
+    ),
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Check the shares of the batch against an integer program.")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Draw timelines and memory: FILE.svg, FILE.png or FILE.html.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -20,95 +130,169 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes to plan for.")],
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of each node.")] = 1,
+    nodes: NodesOption,
+    job: JobArgument = None,
+    profile: ProfileOption = None,
+    gpus_per_node: DevicesOption = 1,
+    template_nodes: TemplateNodesOption = None,
+    microbatches: MicrobatchesOption = None,
+    objective: ObjectiveOption = None,
+    split: SplitOption = None,
+    batch_objective: BatchObjectiveOption = None,
+    tolerate: TolerateOption = None,
+    memory: MemoryOption = None,
+    checkpoint_activations: CheckpointOption = False,
+    compare: CompareOption = None,
+    check: CheckOption = False,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the pipeline templates of a job and the pipelines chosen for a number of nodes.
+    """Show the pipeline templates of a model and the pipelines chosen for a number of nodes.
 
-    Builds the model once on this machine to measure its layers; nothing is trained. How the batch is
-    distributed is checked against an integer program.
+    Give a profile, or a job file: then the model is built once on this machine to measure its layers.
+    Nothing is trained.
 
     Example: ftd plan examples/gpt.toml --nodes 13
     """
-    from ftd.config.job import load_job
-
-    loaded = load_job(job, devices_per_node=devices_per_node)
-    description, check = planned(loaded, profiled(loaded), nodes)
-    if as_json:
-        print_json(_as_json(description, check))
-        return
-    from ftd.view.plan import render_plan
-
-    print_rich(render_plan(description, check, policy=loaded.policy))
-
-
-def profiled(job: "Job") -> "ModelProfile":
-    """Measure the job's layers, in a process of its own: this one never loads torch.
-
-    :raises ConfigurationError: the training function, or what it returns, cannot be used.
-    """
-    import subprocess
-    import sys
-
-    import msgspec
-
-    from planner.values import ModelProfile
-    from runtime.protocol import ProfileData
-
-    done = subprocess.run(
-        # Safe path: a planner.py in the current directory must not be imported for ours.
-        [sys.executable, "-P", "-m", "runtime.profile"],
-        input=msgspec.json.encode(job.training),
-        capture_output=True,
-        check=False,
-    )
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == 2:
-        raise ConfigurationError(said.splitlines()[-1] if said else "it failed", field="training")
-    if done.returncode != 0:
-        raise InternalError(f"measuring the model failed (exit code {done.returncode}):\n{said}")
-    data = msgspec.json.decode(done.stdout, type=ProfileData)
-    return msgspec.convert(msgspec.to_builtins(data), ModelProfile)
-
-
-def planned(
-    job: "Job", profile: "ModelProfile", nodes: int
-) -> "tuple[Description, CrossCheck | SolverError]":
-    """The plan of a fresh start on ``nodes`` nodes, and the check of its batch distribution, if it worked.
-
-    :raises ConfigurationError: the job cannot run on so many nodes; says what would work.
-    """
-    from ftd.coordinator.planning import explain, first_or_next_plan
-    from planner.describe import cross_check, describe
-    from planner.errors import PlanningError, SolverError, TooFewNodesError
-    from planner.planner import Planner
-
-    try:
-        planner = Planner(profile, job.policy)
-        plan = first_or_next_plan(planner, planner.fresh([f"node-{index}" for index in range(nodes)]))
-    except TooFewNodesError as error:
+    if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigurationError(
-            str(error), field="--nodes", remedy=f"at least {error.needed} are needed"
-        ) from None
-    except PlanningError as error:
-        raise ConfigurationError(explain(error)) from None
-    description = describe(planner, plan)
+            f"{plot.name} names no format", field="--plot", remedy="end it in .svg, .png or .html"
+        )
+    request = requested(
+        PlanOptions(
+            job=job,
+            profile=profile,
+            nodes=nodes,
+            devices_per_node=gpus_per_node,
+            template_nodes=template_nodes,
+            microbatches=microbatches,
+            objective=None if objective is None else objective.value,
+            split=None if split is None else split.value,
+            batch_objective=None if batch_objective is None else batch_objective.value,
+            tolerate=tolerate,
+            memory=memory,
+            checkpoint_activations=checkpoint_activations,
+        )
+    )
+    _tell(
+        request, compare=not as_json if compare is None else compare, check=check, plot=plot, as_json=as_json
+    )
+
+
+def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None, as_json: bool) -> None:
+    """Plan, and say it in every form that was asked for."""
+    from planner.describe import describe
+
+    # Its packages are no part of the planning, and once loaded they cost nothing again.
+    import planner.preview  # isort: skip  # noqa: F401
+
+    started_s = time.perf_counter()
+    seen = request.preview()
+    planning_s = time.perf_counter() - started_s
+    description = describe(seen)
+    other = describe(request.other_objective().preview()) if compare else None
+    checked = _checked(seen) if check else None
+    if as_json:
+        print_json(_as_json(description, planning_s, other, checked))
+    else:
+        from ftd.view.plan import render_plan
+
+        print_rich(render_plan(description, planning_s=planning_s, other=other, check=checked))
+    if plot is not None:
+        from ftd.view.plan_plot import plot_plan
+
+        plot_plan(description, plot, name=request.name, other=other)
+
+
+def _checked(seen: "Preview") -> "CrossCheck | SolverError":
+    from planner.crosscheck import cross_check
+    from planner.errors import SolverError
+
     try:
-        return description, cross_check(planner, plan)
+        return cross_check(seen)
     except SolverError as error:
-        return description, error
+        return error
 
 
-def _as_json(description: "Description", check: "CrossCheck | SolverError") -> dict[str, Any]:
+def _as_json(
+    told: "Description",
+    planning_s: float,
+    other: "Description | None",
+    check: "CrossCheck | SolverError | None",
+) -> dict[str, Any]:
+    """``docs/planning.md`` explains every field."""
+    policy = told.policy
+    document: dict[str, Any] = {
+        "schema": SCHEMA_VERSION,
+        "planning_s": planning_s,
+        "objective": policy.objective,
+        "split": policy.split,
+        "batch_objective": policy.batch_objective,
+        "nodes": told.nodes,
+        "devices_per_node": policy.devices_per_node,
+        "layers": told.layers,
+        "tolerate": policy.tolerate,
+        "microbatches": policy.microbatches,
+        "microbatch_rows": policy.microbatch_rows,
+        "memory_limit_bytes": told.memory_limit_bytes,
+        "templates": [_template_json(row) for row in told.templates],
+        "instantiation": {
+            "iteration_ms": told.iteration_ms,
+            "samples_per_s": told.samples_per_s,
+            "bubble_ratio": told.bubble_ratio,
+            "idle_nodes": told.idle_nodes,
+            "pipelines": [_pipeline_json(row) for row in told.pipelines for _ in range(row.count)],
+        },
+    }
+    if other is not None:
+        document["comparison"] = {
+            "objective": other.policy.objective,
+            "iteration_ms": other.iteration_ms,
+            "pipelines": [_pipeline_json(row) for row in other.pipelines for _ in range(row.count)],
+        }
+    if check is not None:
+        document["batch_check"] = _check_json(check)
+    return document
+
+
+def _template_json(row: "TemplateRow") -> dict[str, Any]:
+    return {
+        "nodes": row.nodes,
+        "objective_ms": row.objective_ms,
+        "lower_bound_ms": row.lower_bound_ms,
+        "proved_optimal": row.proved_optimal,
+        "microbatches": row.microbatches,
+        "stages": [[stage.first_layer, stage.end_layer, stage.devices] for stage in row.stages],
+        "memory_bytes": row.memory_bytes,
+        "stage_costs": [
+            {
+                "node": stage.node_offset,
+                "forward_ms": stage.forward_ms,
+                "backward_ms": stage.backward_ms,
+                "memory_bytes": stage.memory_bytes,
+            }
+            for stage in row.stages
+        ],
+    }
+
+
+def _pipeline_json(row: "PipelineRow") -> dict[str, Any]:
+    return {
+        "nodes": row.nodes,
+        "microbatches": row.microbatches,
+        "step_ms": row.step_ms,
+        "makespan_ms": row.makespan_ms,
+        "sync_ms": row.sync_ms,
+        "bubble_ratio": row.bubble_ratio,
+        "memory_bytes": row.memory_bytes,
+    }
+
+
+def _check_json(check: "CrossCheck | SolverError") -> dict[str, Any]:
     import msgspec
 
     from planner.errors import SolverError
 
-    batch_check = (
-        {"agrees": None, "reason": str(check)}
-        if isinstance(check, SolverError)
-        else {"agrees": check.agrees, **msgspec.to_builtins(check)}
-    )
-    return {"schema": 1, **msgspec.to_builtins(description), "batch_check": batch_check}
+    if isinstance(check, SolverError):
+        return {"agrees": None, "reason": str(check)}
+    return {"agrees": check.agrees, **msgspec.to_builtins(check)}

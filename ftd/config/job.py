@@ -7,21 +7,24 @@ script under the same absolute path, so it must be there on every host.
 
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from ftd.clash import check_clash
+from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
 from ftd.errors import ConfigurationError
-from ftd.wire.public import JobData, PolicyData
-from planner.values import Policy
+from ftd.wire.public import JobData, PolicyData, encode_json
+from planner.values import ModelProfile, Policy
 from runtime.protocol import TrainingData
 from statemachine.values import Job
 
 DTYPES = ("float32", "float64", "bfloat16")
 BACKENDS = ("gloo", "nccl")
 _MIB = 1024 * 1024
+_MAX_PROFILE_BYTES = 900_000
+"""A submitted job is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
 class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,8 +57,16 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``[planner]``."""
 
     objective: Literal["iteration", "paper"] = "iteration"
+    split: Literal["any", "aligned"] = "any"
+    """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
+    batch_objective: Literal["minmax", "variance"] = "minmax"
+    """What the pipelines' shares of the batch minimise."""
     device_memory_mib: float | None = None
     """Plan for devices of this size, whatever they report."""
+    horizon_s: float | None = None
+    """Expected time to the next failure; left out: learned from the job's failures."""
+    profile: str | None = None
+    """A saved profile, relative to the job file; left out: a node measures the layers."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +103,7 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         arguments=file.training.arguments,
     )
     memory_mib = file.planner.device_memory_mib
+    profile = None if file.planner.profile is None else load_profile(directory / file.planner.profile)
     return JobData(
         name=file.name,
         steps=file.steps,
@@ -101,10 +113,14 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
             tolerate=file.tolerance.failures,
             minimum=file.tolerance.minimum,
             objective=file.planner.objective,
+            split=file.planner.split,
+            batch_objective=file.planner.batch_objective,
             checkpoint_activations=file.training.checkpoint_activations,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
         ),
         training=msgspec.to_builtins(training),
+        horizon_s=file.planner.horizon_s,
+        profile=None if profile is None else _plain_profile(profile),
     )
 
 
@@ -122,6 +138,8 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     if agreed != (data.steps, data.policy.global_batch, data.policy.microbatch_rows):
         raise ConfigurationError("training and policy name different steps or batches", field="training")
     require_positive(devices_per_node, "policy.devices_per_node")
+    if data.horizon_s is not None:
+        require_positive(data.horizon_s, "planner.horizon_s")
     return Job(
         job_id=job_id,
         name=data.name,
@@ -133,11 +151,22 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             microbatch_rows=data.policy.microbatch_rows,
             minimum=data.policy.minimum,
             objective=data.policy.objective,
+            split=data.policy.split,
+            batch_objective=data.policy.batch_objective,
             checkpoint_activations=data.policy.checkpoint_activations,
             device_memory_bytes=data.policy.device_memory_bytes,
         ),
         training=data.training,
+        horizon_s=data.horizon_s,
     )
+
+
+def profile_from_data(data: JobData) -> ModelProfile | None:
+    """The profile that came with a job; ``None``: the layers are to be measured.
+
+    :raises ConfigurationError: it is none. Whether its numbers make sense, the planner says.
+    """
+    return None if data.profile is None else convert(data.profile, ModelProfile, where="planner.profile")
 
 
 def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None) -> Job:
@@ -172,6 +201,21 @@ def _check_values(file: JobFile) -> None:
         require_positive(file.training.clip_gradient_norm, "training.clip_gradient_norm")
     if file.planner.device_memory_mib is not None:
         require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
+    if file.planner.horizon_s is not None:
+        require_positive(file.planner.horizon_s, "planner.horizon_s")
+
+
+def _plain_profile(profile: ModelProfile) -> dict[str, Any]:
+    """:raises ConfigurationError: too large to be submitted."""
+    plain: dict[str, Any] = msgspec.to_builtins(profile)
+    size = len(encode_json(plain))
+    if size > _MAX_PROFILE_BYTES:
+        raise ConfigurationError(
+            f"the profile of {len(profile.layers)} layers takes {size} bytes to submit",
+            field="planner.profile",
+            remedy=f"at most {_MAX_PROFILE_BYTES}; leave the field out, and a node measures the layers",
+        )
+    return plain
 
 
 def _check_batch(global_batch: int, microbatch: int) -> None:

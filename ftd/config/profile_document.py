@@ -106,7 +106,7 @@ class NetworkEntry(_Entry, frozen=True, kw_only=True):
     point_to_point: tuple[PointToPointEntry, ...]
     all_reduce: tuple[AllReduceEntry, ...]
     link_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-    """Root of the mean squared relative error of the fit: 0.1 is ten per cent."""
+    """By which a measurement typically differs from the fit: 0.1 is a tenth more or less."""
     ring_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 

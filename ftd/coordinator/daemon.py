@@ -1,8 +1,8 @@
 """``ftd coordinator``: drives the cluster machine between the broker, the journal and the planner.
 
 The order of things on a failure, all on one event loop: the last will arrives, the machine answers with
-effects, the state is journaled, the commands go out. Everything slow is elsewhere (planning in a thread) or
-limited (the public state goes out at most ten times a second).
+effects, the state is journaled, the commands go out. Everything slow is elsewhere (planning in a process and
+a thread of its own) or limited (the public state goes out at most ten times a second).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
+from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.requests import Requests
 from ftd.driver import Driver
@@ -31,12 +32,14 @@ from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
     AnswerRequest,
     BuildTemplates,
+    CancelTemplates,
     ComputePlan,
     Effect,
     EmitEvent,
     PersistState,
     PublishCluster,
     SendCommand,
+    WeighPlan,
 )
 from statemachine.events import BrokerConnected, BrokerLost, NodeVanished, SignalArrived
 from statemachine.messages import ToNode
@@ -48,7 +51,15 @@ STATE_PERIOD_S = 0.1
 GOODBYE_S = 1.0
 
 ClusterEffect = (
-    EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates | ComputePlan | AnswerRequest
+    EmitEvent
+    | SendCommand
+    | PersistState
+    | PublishCluster
+    | BuildTemplates
+    | CancelTemplates
+    | ComputePlan
+    | WeighPlan
+    | AnswerRequest
 )
 
 
@@ -69,7 +80,12 @@ class Coordinator:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._machine, self._first_effects = self._restore(config)
         self._driver = Driver(self._machine, self._perform)
-        self._planning = PlanningService(self._driver.feed, self._driver)
+        self._planning = PlanningService(
+            self._driver.feed,
+            self._driver,
+            PlanCache(config.state_dir / "plans"),
+            on_progress=self._publish_state_soon,
+        )
         self._events = EventStream(self._topics, self._journal)
         self._session = self._new_session(config)
         self._requests = Requests(
@@ -117,7 +133,7 @@ class Coordinator:
         )
         await self._session.flush(GOODBYE_S)
         await _cancelled(last)
-        self._planning.close()
+        await self._planning.close()
         self._journal.close()
         _log.info("stopped")
 
@@ -235,8 +251,12 @@ class Coordinator:
                 self._publish_state_soon()
             case BuildTemplates():
                 self._planning.build(effect)
+            case CancelTemplates():
+                self._planning.cancel(effect)
             case ComputePlan():
                 self._planning.plan(effect)
+            case WeighPlan():
+                self._planning.weigh(effect)
             case AnswerRequest():
                 self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
             case _:
@@ -254,8 +274,10 @@ class Coordinator:
         self._forced_for = promise
 
     def _public_state(self) -> dict[str, Any]:
+        progress = self._planning.progress
         return {
             **self._machine.public_state(),
+            "planning": progress and {"done": progress[0], "total": progress[1]},
             "schema": SCHEMA,
             "coordinator": self._incarnation,
             "at": timestamp(),

@@ -1,87 +1,255 @@
 """Carries out ``BuildTemplates`` and ``ComputePlan`` beside the event loop, never in it.
 
-One worker thread, so that work is done in the order of the effects: a plan is asked for after its templates
-and finds them. The planner is imported at start, so that the path of a failure imports nothing.
+What can be precomputed is made in a process of its own (``plan_process``), or was made by an earlier one
+(``plan_cache``). A plan is a look-up and an assignment, in one worker thread; what it lacks, because the
+process is not that far yet or the cluster has outgrown it, is made there for this one plan. The planner is
+imported at start, so that the path of a failure imports nothing.
 """
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import structlog
 
+from ftd.coordinator.plan_cache import PlanCache
+from ftd.coordinator.plan_process import COMMAND, PlanProcess
+from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work
 from ftd.driver import Driver
-from planner.errors import BatchError, InfeasibleError, PlanningError, TooFewNodesError
+from ftd.errors import PeerError
+from planner.errors import (
+    BatchError,
+    InfeasibleError,
+    PlanningError,
+    RestoreError,
+    StateLostError,
+    TooFewNodesError,
+)
 from planner.values import Plan, Situation
-from statemachine.effects import BuildTemplates, ComputePlan
-from statemachine.events import Event, PlanImpossible, PlanReady, TemplatesFailed, TemplatesReady
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
+from statemachine.events import (
+    Event,
+    PlanImpossible,
+    PlanReady,
+    PlanWeighed,
+    TemplatesFailed,
+    TemplatesReady,
+)
 
 if TYPE_CHECKING:
     from planner.planner import Planner
 
 _log = structlog.get_logger("ftd.planning")
 
+T = TypeVar("T")
+
+PROGRESS_AFTER_S = 1.0
+"""Planning that takes no longer is not worth a progress bar."""
+
 
 class PlanningService:
     """Answers land as events in the driver's queue, with the cause of the effect that asked."""
 
-    def __init__(self, feed: Callable[[Event], None], driver: Driver) -> None:
+    def __init__(
+        self,
+        feed: Callable[[Event], None],
+        driver: Driver,
+        cache: PlanCache,
+        *,
+        on_progress: Callable[[], None] = lambda: None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """``on_progress`` is called when ``progress`` has changed."""
         self._feed = feed
         self._driver = driver
+        self._cache = cache
+        self._on_progress = on_progress
+        self._command = command
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planning")
         self._planner: Planner | None = None
-        self._work: set[asyncio.Future[None]] = set()
+        self._planned_job = ""
+        self._process: PlanProcess | None = None
+        self._building: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self.progress: tuple[int, int] | None = None
+        """Instantiations made, of all; ``None`` while none are made, or for less than a second."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that precomputes, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def building(self) -> bool:
+        """Something is still being precomputed, read or written."""
+        return self._building is not None and not self._building.done()
 
     def warm_up(self) -> None:
-        """Import the planner and its solvers now, in the worker."""
-        self._submit(_import_planner)
+        """Import the planner now, in the worker thread."""
+        self._start(self._in_thread(_import_planner))
 
     def build(self, effect: BuildTemplates) -> None:
-        self._submit(lambda: self._answer(self._build(effect)))
+        """A build that is under way is given up: the new one is for more nodes, or for another job."""
+        self._stop_building()
+        self._building = self._start(self._build(effect))
+
+    def cancel(self, effect: CancelTemplates) -> None:
+        """The job is over. Without a build under way, nothing happens."""
+        if effect.job_id == self._planned_job:
+            self._stop_building()
 
     def plan(self, effect: ComputePlan) -> None:
-        self._submit(lambda: self._answer(self._plan(effect)))
+        self._start(self._plan(effect))
 
-    def close(self) -> None:
-        """Forget what is waiting; what is being computed runs to its end and is not heard."""
+    def weigh(self, effect: WeighPlan) -> None:
+        self._start(self._weigh(effect))
+
+    async def close(self) -> None:
+        """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
+        self._stop_building()
         for work in self._work:
-            work.cancel()
+            if not work.cancelling():  # A second cancellation would interrupt what the first one tidies up.
+                work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, work: Callable[[], None]) -> None:
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        self._work.add(future)
-        future.add_done_callback(self._work.discard)
-        self._loop = asyncio.get_running_loop()
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
 
-    def _answer(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._feed, event)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _build(self, effect: BuildTemplates) -> Event:
-        """In the worker thread."""
-        from planner.planner import Planner
+    def _stop_building(self) -> None:
+        if self._building is not None:
+            self._building.cancel()  # This kills the process, too.
+        self._building = self._process = None
+        self._tell(None)
 
-        profiled = effect.profiled
-        job_id = profiled.job.job_id
+    def _tell(self, progress: tuple[int, int] | None) -> None:
+        if progress != self.progress:
+            self.progress = progress
+            self._on_progress()
+
+    # --- precomputing ------------------------------------------------------------------------------
+
+    async def _build(self, effect: BuildTemplates) -> None:
+        job_id = self._planned_job = effect.profiled.job.job_id
         try:
-            planner = Planner(profiled.profile, profiled.job.policy)
-            # Whether there are microbatches for f+1 pipelines; that enough nodes are there is asked later,
-            # since more may come: too few of them is a pause, not a failure.
-            planner.check_tolerance((planner.policy.tolerate + 1) * planner.n0)
-            planner.precompute(max(effect.max_nodes, planner.n0))
+            await self._build_or_read(effect)
         except PlanningError as error:
-            return self._templates_failed(effect, job_id, explain(error))
+            self._fail(effect, explain(error))
+        except PeerError as error:
+            _log.error("build", job=job_id, cause=effect.cause, error=str(error))
+            self._fail(effect, str(error))
         except Exception as error:
             _log.exception("build", job=job_id, cause=effect.cause)
-            return self._templates_failed(effect, job_id, f"the planner has a bug: {error!r}")
-        self._planner = planner
-        return TemplatesReady(at=self._driver.now(), cause=effect.cause, job_id=job_id)
+            self._fail(effect, f"the planner has a bug: {error!r}")
+        finally:
+            if self._building is asyncio.current_task():
+                self._tell(None)
 
-    def _templates_failed(self, effect: BuildTemplates, job_id: str, reason: str) -> TemplatesFailed:
-        return TemplatesFailed(at=self._driver.now(), cause=effect.cause, job_id=job_id, reason=reason)
+    def _fail(self, effect: BuildTemplates, reason: str) -> None:
+        job_id, at = effect.profiled.job.job_id, self._driver.now()
+        self._feed(TemplatesFailed(at=at, cause=effect.cause, job_id=job_id, reason=reason))
 
-    def _plan(self, effect: ComputePlan) -> Event:
+    def _ready(self, effect: BuildTemplates) -> None:
+        self._feed(
+            TemplatesReady(at=self._driver.now(), cause=effect.cause, job_id=effect.profiled.job.job_id)
+        )
+
+    async def _build_or_read(self, effect: BuildTemplates) -> None:
+        """:raises PlanningError: the job cannot run. :raises PeerError: the process failed."""
+        profiled = effect.profiled
+        planner = await self._in_thread(lambda: self._planner_for(effect))
+        work = Work(
+            profile=profiled.profile,
+            policy=profiled.job.policy,
+            max_nodes=max(effect.max_nodes, planner.n0),
+            present=effect.present,
+        )
+        key = await self._in_thread(lambda: self._cache.key(work))
+        if await self._in_thread(lambda: self._read(planner, key)):
+            _log.info("read", job=profiled.job.job_id, nodes=work.max_nodes)
+            self._ready(effect)
+            return
+        try:
+            made = await self._precompute(effect, planner, work)
+        except PeerError as error:
+            # Whatever ended it (a lack of memory, somebody's kill) may not end another one.
+            _log.warning("precompute", job=profiled.job.job_id, cause=effect.cause, error=str(error))
+            made = await self._precompute(effect, planner, work)
+        if made:
+            await self._in_thread(lambda: self._cache.write(key, made))
+
+    def _planner_for(self, effect: BuildTemplates) -> "Planner":
+        """In the worker thread. The planner of this job, which goes on with what it has; or a new one.
+
+        :raises PlanningError: the job cannot run.
+        """
+        from planner.planner import Planner
+
+        profile, policy = effect.profiled.profile, effect.profiled.job.policy
+        planner = self._planner
+        if planner is None or (planner.profile, planner.policy) != (profile, policy):
+            planner = Planner(profile, policy)
+            # Whether there are microbatches for f+1 pipelines; that enough nodes are there is asked later,
+            # since more may come: too few of them is a pause, not a failure.
+            planner.check_tolerance((policy.tolerate + 1) * planner.n0)
+            self._planner = planner
+        return planner
+
+    def _read(self, planner: "Planner", key: str) -> bool:
+        """In the worker thread. Whether an earlier process's work was found and taken over."""
+        found = self._cache.read(key)
+        if found is None:
+            return False
+        try:
+            _restore(planner, found)
+        except (msgspec.DecodeError, RestoreError) as error:
+            self._cache.refuse(key, str(error))
+            return False
+        return True
+
+    async def _precompute(self, effect: BuildTemplates, planner: "Planner", work: Work) -> bytes:
+        """In a process; its parts go into the planner as they come. What it made in the end, or nothing where
+        the job was refused.
+
+        :raises PeerError: the process failed.
+        """
+        began_at, made = time.monotonic(), b""
+        process = self._process = PlanProcess(self._command)
+        async with aclosing(process.run(work)) as answers:
+            async for answer in answers:
+                match answer:
+                    case Progressed(done=done, total=total):
+                        if time.monotonic() - began_at >= PROGRESS_AFTER_S:
+                            self._tell((done, total))
+                    case Made(precomputed=part):
+                        ready, made = bool(made), bytes(part)
+                        await self._in_thread(partial(_take_part, planner, made))
+                        if not ready:
+                            self._ready(effect)
+                    case Refused(reason=reason):
+                        self._fail(effect, reason)
+                    case Done():
+                        took_s = round(time.monotonic() - began_at, 3)
+                        _log.info("precompute", nodes=work.max_nodes, seconds=took_s, size_bytes=len(made))
+        return made
+
+    # --- planning ----------------------------------------------------------------------------------
+
+    async def _plan(self, effect: ComputePlan) -> None:
+        self._feed(await self._in_thread(lambda: self._answer(effect)))
+
+    def _answer(self, effect: ComputePlan) -> Event:
         """In the worker thread."""
         too_few, needed = False, None
         reason = "no templates were built for this job; this is a bug"
@@ -106,14 +274,39 @@ class PlanningService:
             reason=reason,
         )
 
+    async def _weigh(self, effect: WeighPlan) -> None:
+        """Where there is no better plan, whatever the reason, nothing is to be gained."""
+        present_s, possible_s = await self._in_thread(lambda: self._weighed(effect))
+        self._feed(
+            PlanWeighed(
+                at=self._driver.now(),
+                cause=effect.cause,
+                generation=effect.generation,
+                present_s=present_s,
+                possible_s=possible_s,
+            )
+        )
+
+    def _weighed(self, effect: WeighPlan) -> tuple[float, float]:
+        """In the worker thread."""
+        try:
+            if self._planner is not None:
+                return self._planner.weigh(effect.situation)
+        except PlanningError as error:
+            _log.warning("weigh", generation=effect.generation, cause=effect.cause, error=explain(error))
+        except Exception:
+            _log.exception("weigh", generation=effect.generation, cause=effect.cause)
+        return 0.0, 0.0
+
 
 def first_or_next_plan(planner: "Planner", situation: Situation) -> Plan:
     """A plan; a job must start with its ``tolerance.failures`` to spare, later it may go on with less.
 
     :raises TooFewNodesError: too few nodes to start or to go on.
-    :raises StateLostError: no usable device holds some layer.
+    :raises StateLostError: no usable device holds some layer, or the profile is of another model.
     """
     if situation.previous is None:
+        _check_layers(planner, situation)
         present = len(situation.nodes)
         try:
             planner.check_tolerance(present)
@@ -121,6 +314,21 @@ def first_or_next_plan(planner: "Planner", situation: Situation) -> Plan:
             needed = (planner.policy.tolerate + 1) * planner.n0
             raise TooFewNodesError(str(error), needed=needed, present=present) from None
     return planner.plan(situation)
+
+
+def _check_layers(planner: "Planner", situation: Situation) -> None:
+    """At the start everybody holds the whole model, so a profile from a file can be compared with it.
+
+    :raises StateLostError: they have different numbers of layers.
+    """
+    held = max((layer + 1 for layers in situation.holdings.values() for layer in layers), default=0)
+    profiled = len(planner.profile.layers)
+    if held not in (0, profiled):
+        raise StateLostError(
+            f"the profile has {profiled} layers and the model has {held}: correct planner.profile, or leave "
+            "it out, and a node measures the model",
+            tuple(range(min(held, profiled), max(held, profiled))),
+        )
 
 
 def explain(error: PlanningError) -> str:
@@ -131,5 +339,24 @@ def explain(error: PlanningError) -> str:
     return str(error)
 
 
+def _take_part(planner: "Planner", part: bytes) -> None:
+    """In the worker thread.
+
+    :raises PeerError: the process made something that does not fit the job.
+    """
+    try:
+        _restore(planner, part)
+    except (msgspec.DecodeError, RestoreError) as error:
+        raise PeerError(f"the planning process made something unusable: {error}") from None
+
+
+def _restore(planner: "Planner", precomputed: bytes) -> None:
+    """:raises msgspec.DecodeError, RestoreError: it is nothing that was precomputed for this job."""
+    from planner.precomputed import Precomputed
+
+    planner.restore(msgspec.msgpack.decode(precomputed, type=Precomputed))
+
+
 def _import_planner() -> None:
-    import planner.planner  # noqa: F401
+    import planner.planner
+    import planner.precomputed  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import msgspec
 import structlog
 
-from ftd.config.job import job_from_data
+from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
 from ftd.coordinator.journal import Journal
 from ftd.driver import Driver
@@ -110,7 +110,9 @@ class Requests:
                     job_id=f"{data.name}-{uuid.uuid5(uuid.NAMESPACE_OID, number).hex[:8]}",
                     devices_per_node=data.policy.devices_per_node or self._usual_devices(),
                 )
-                self._driver.feed(JobSubmitted(at=at, cause=cause, request=number, job=job))
+                self._driver.feed(
+                    JobSubmitted(at=at, cause=cause, request=number, job=job, profile=profile_from_data(data))
+                )
             case StopRequest(request=number, job=job_name):
                 self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
             case DrainRequest(request=number, node=node):

@@ -59,6 +59,7 @@ class RemoteInjector:
             target=fault.target,
             device=fault.device,
             for_s=fault.for_s,
+            factor=fault.factor,
         )
         await self._client.request(request, topic=self._client.topics.chaos(node))
 

@@ -4,11 +4,13 @@ Example::
 
     [[fault]]
     at_step = 20            # or after_s = 3.0, or on_event = "PlanChosen" (with occurrence = 2)
-    do = "kill"             # kill | term | stop | hang | disconnect | start | kill_coordinator | kill_broker
+    do = "kill"             # kill | term | stop | hang | slow | disconnect, or by ftd local alone:
+                            # start | kill_coordinator | kill_broker
     nodes = ["node-2"]      # or node = "node-2"
     target = "node"         # kill, stop: the whole "node" (daemon and trainers) or one "trainer"
-    device = 0              # with target = "trainer", and for hang; left out: all trainers of the node
-    for_s = 2.0             # hang, disconnect, stop: how long
+    device = 0              # with target = "trainer", for hang and slow; left out: all trainers of the node
+    for_s = 2.0             # hang, slow, disconnect, stop: how long
+    factor = 3.0            # slow: computing takes so many times as long
     restart_after_s = 0.5   # kill_coordinator, kill_broker: how long it stays away
 
 ``start``, ``kill_coordinator`` and ``kill_broker`` need the processes in hand, so only ``ftd local`` does
@@ -25,7 +27,7 @@ import msgspec
 from ftd.config.reading import convert, read_toml, require_name
 from ftd.errors import ConfigurationError
 
-NodeFault = Literal["kill", "term", "stop", "hang", "disconnect"]
+NodeFault = Literal["kill", "term", "stop", "hang", "slow", "disconnect"]
 """Faults that a node does to itself when it is asked over MQTT."""
 LocalFault = Literal["start", "kill_coordinator", "kill_broker"]
 """Faults of ``ftd local`` alone."""
@@ -33,7 +35,7 @@ Target = Literal["node", "trainer"]
 
 NODE_FAULTS: tuple[str, ...] = get_args(NodeFault)
 LOCAL_FAULTS: tuple[str, ...] = get_args(LocalFault)
-_TIMED_FAULTS = ("stop", "hang", "disconnect")
+_TIMED_FAULTS = ("stop", "hang", "slow", "disconnect")
 _TARGETED_FAULTS = ("kill", "stop")
 _TRIGGERS = ("at_step", "after_s", "on_event")
 
@@ -84,7 +86,8 @@ class Fault:
     device: int | None = None
     """``None``: every trainer of the node."""
     for_s: float | None = None
-    """``None``: for ever (stop), or the fault's own default (hang, disconnect)."""
+    """``None``: for ever (stop, slow), or the fault's own default (hang, disconnect)."""
+    factor: float | None = None
     restart_after_s: float = 0.0
 
     def __str__(self) -> str:
@@ -115,6 +118,7 @@ class _FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     target: Target | None = None
     device: int | None = None
     for_s: float | None = None
+    factor: float | None = None
     restart_after_s: float | None = None
 
 
@@ -145,6 +149,10 @@ def _fault(entry: dict[str, Any], where: str) -> Fault:
     for name, value in (("for_s", table.for_s), ("restart_after_s", table.restart_after_s)):
         if value is not None and value < 0:
             raise ConfigurationError(f"{value:g} is negative", field=f"{where}: {name}")
+    if table.factor is not None and table.factor < 1:
+        raise ConfigurationError(
+            f"{table.factor:g}; 1 is as quick as it is, 3 takes three times as long", field=f"{where}: factor"
+        )
     if table.device is not None and table.device < 0:
         raise ConfigurationError(f"{table.device}; devices are numbered from 0", field=f"{where}: device")
     return Fault(
@@ -154,6 +162,7 @@ def _fault(entry: dict[str, Any], where: str) -> Fault:
         target=_target(table),
         device=table.device,
         for_s=table.for_s,
+        factor=table.factor,
         restart_after_s=table.restart_after_s or 0.0,
     )
 
@@ -195,7 +204,7 @@ def _nodes(table: _FaultTable, where: str) -> tuple[str, ...]:
 def _target(table: _FaultTable) -> Target:
     if table.target is not None:
         return table.target
-    return "trainer" if table.do in ("stop", "hang") else "node"
+    return "trainer" if table.do in ("stop", "hang", "slow") else "node"
 
 
 def _refuse_idle_fields(table: _FaultTable, where: str) -> None:
@@ -204,10 +213,11 @@ def _refuse_idle_fields(table: _FaultTable, where: str) -> None:
         ("target", lambda: table.do in _TARGETED_FAULTS, "kill and stop"),
         (
             "device",
-            lambda: table.do in ("kill", "stop", "hang") and _target(table) == "trainer",
-            'hang, and to kill and stop with target = "trainer"',
+            lambda: table.do in ("kill", "stop", "hang", "slow") and _target(table) == "trainer",
+            'hang and slow, and to kill and stop with target = "trainer"',
         ),
-        ("for_s", lambda: table.do in _TIMED_FAULTS, "stop, hang and disconnect"),
+        ("for_s", lambda: table.do in _TIMED_FAULTS, "stop, hang, slow and disconnect"),
+        ("factor", lambda: table.do == "slow", "slow"),
         ("restart_after_s", lambda: table.do.startswith("kill_"), "kill_coordinator and kill_broker"),
     )
     for name, applies, owners in rules:

@@ -16,7 +16,7 @@ import structlog
 
 from ftd.node.processes import die_with_parent, kill_group
 from ftd.wire.public import Answer, ChaosRequest, decode_json
-from runtime.protocol import Sleep
+from runtime.protocol import Sleep, Slow
 
 log = structlog.get_logger()
 
@@ -28,6 +28,8 @@ _REMEMBERED = 100
 """Requests that are not obeyed a second time when they come again."""
 DEFAULT_HANG_S = 3600.0
 DEFAULT_DISCONNECT_S = 5.0
+DEFAULT_FACTOR = 3.0
+MOST_FACTOR = 1000.0
 
 
 class Hands(Protocol):
@@ -37,7 +39,8 @@ class Hands(Protocol):
 
     def zygote_pid(self) -> int | None: ...
 
-    def send_sleep(self, device: int, frame: Sleep) -> None: ...
+    def send_fault(self, device: int, frame: Sleep | Slow) -> None:
+        """To the trainer of this device, if it has one."""
 
     def leave(self, reason: str) -> None:
         """Begin a graceful leave, as SIGTERM does."""
@@ -67,6 +70,8 @@ class Chaos:
         self._hands = hands
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
+        self._slowed: dict[int, int] = {}
+        """How often each device's trainer was made slow: a later fault outlives the end of an earlier one."""
 
     def on_request(self, payload: bytes) -> None:
         """Check, answer, and strike.
@@ -98,7 +103,15 @@ class Chaos:
             return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
         if request.for_s is not None and not 0 < request.for_s < float("inf"):
             return f"for_s is {request.for_s:g}; give a positive number of seconds"
-        if request.do in ("kill", "stop", "hang") and not _whole_node(request) and not self._pids(request):
+        if request.factor is not None and not 1 <= request.factor <= MOST_FACTOR:
+            return (
+                f"factor is {request.factor:g}; give 1 (as quick as it is) to {MOST_FACTOR:g} times as long"
+            )
+        if (
+            request.do in ("kill", "stop", "hang", "slow")
+            and not _whole_node(request)
+            and not self._pids(request)
+        ):
             return f"{self._node} runs no such trainer now"
         return None
 
@@ -112,6 +125,8 @@ class Chaos:
             "device": None if whole else request.device,
             "for_s": request.for_s,
         }
+        if request.do == "slow":
+            details["factor"] = request.factor or DEFAULT_FACTOR
         log.warning("chaos_injected", **details)
         self._hands.announce("ChaosInjected", f"asked for by {request.reply}", details)
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
@@ -131,8 +146,10 @@ class Chaos:
             case "stop":
                 self._stop(request)
             case "hang":
-                for device in range(self._devices) if request.device is None else (request.device,):
-                    self._hands.send_sleep(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+                for device in self._struck(request):
+                    self._hands.send_fault(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+            case "slow":
+                self._slow(request)
             case "term":
                 self._hands.leave("ftd chaos term")
             case "disconnect":
@@ -158,6 +175,22 @@ class Chaos:
         for pid in pids:  # This process comes last.
             os.kill(pid, signal.SIGSTOP)
 
+    def _slow(self, request: ChaosRequest) -> None:
+        """A trainer that is started anew meanwhile is as quick as ever."""
+        for device in self._struck(request):
+            number = self._slowed[device] = self._slowed.get(device, 0) + 1
+            self._hands.send_fault(device, Slow(factor=request.factor or DEFAULT_FACTOR))
+            if request.for_s is not None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(request.for_s, self._quicken, device, number)
+
+    def _quicken(self, device: int, number: int) -> None:
+        if self._slowed.get(device) == number:
+            self._hands.send_fault(device, Slow(factor=1.0))
+
+    def _struck(self, request: ChaosRequest) -> tuple[int, ...]:
+        return tuple(range(self._devices)) if request.device is None else (request.device,)
+
     def _pids(self, request: ChaosRequest) -> list[int]:
         return self._hands.trainer_pids(None if _whole_node(request) else request.device)
 
@@ -170,11 +203,11 @@ class Chaos:
 
 
 def _whole_node(request: ChaosRequest) -> bool:
-    """It strikes the daemon, too; ``hang`` never does, ``term`` and ``disconnect`` always."""
+    """It strikes the daemon, too; ``hang`` and ``slow`` never do, ``term`` and ``disconnect`` always."""
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
-        case "hang":
+        case "hang" | "slow":
             return False
         case "term" | "disconnect":
             return True

@@ -285,7 +285,7 @@ class NodeDaemon:
     def zygote_pid(self) -> int | None:
         return self._supervisor.zygote_pid
 
-    def send_sleep(self, device: int, frame: protocol.Sleep) -> None:
+    def send_fault(self, device: int, frame: protocol.Sleep | protocol.Slow) -> None:
         self._supervisor.send(device, frame)
 
     def leave(self, reason: str) -> None:

@@ -79,7 +79,12 @@ def resume_frame(resume: messages.Resume, device: Device, token: str) -> protoco
 def prepare_frame(job: Job, profile: bool) -> protocol.Prepare:
     """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
     training = msgspec.convert(job.training, protocol.TrainingData)
-    return protocol.Prepare(job_id=job.job_id, training=training, profile=profile)
+    return protocol.Prepare(
+        job_id=job.job_id,
+        training=training,
+        profile=profile,
+        devices_per_node=job.policy.devices_per_node,
+    )
 
 
 def vote_data(vote: Vote) -> protocol.VoteData:

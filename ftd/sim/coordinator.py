@@ -14,6 +14,7 @@ from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AnswerRequest,
     BuildTemplates,
+    CancelTemplates,
     CancelTimer,
     ComputePlan,
     Effect,
@@ -22,6 +23,7 @@ from statemachine.effects import (
     PublishCluster,
     SendCommand,
     SetTimer,
+    WeighPlan,
 )
 from statemachine.events import (
     BrokerConnected,
@@ -31,6 +33,7 @@ from statemachine.events import (
     NodeVanished,
     PlanImpossible,
     PlanReady,
+    PlanWeighed,
     SignalArrived,
     StopRequested,
     TemplatesReady,
@@ -46,7 +49,7 @@ MOST_NODES = 7
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | ComputePlan | AnswerRequest
+    | CancelTemplates | ComputePlan | WeighPlan | AnswerRequest
 )  # fmt: skip
 
 
@@ -64,7 +67,8 @@ _PLANS: dict[Any, Plan | PlanningError] = {}
 
 def plan_for(planner: Planner, situation: Situation) -> Plan:
     """:raises PlanningError: as the planner does."""
-    key = (id(planner), situation.nodes, frozenset(situation.holdings.items()), situation.previous)
+    holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
+    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s)
     answer = _PLANS.get(key)
     if answer is None:
         if len(_PLANS) > 20_000:
@@ -227,7 +231,9 @@ class SimCoordinator:
                 world.at(world.between(0.01, 0.5), self._built, effect, self._life)
             case ComputePlan():
                 world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
-            case PublishCluster() | AnswerRequest():
+            case WeighPlan():
+                world.at(world.between(0.001, 0.1), self._weighed, effect, self._life)
+            case PublishCluster() | AnswerRequest() | CancelTemplates():
                 pass
             case _:
                 assert_never(effect)
@@ -242,6 +248,24 @@ class SimCoordinator:
         job = effect.profiled.job
         self.planner = planner_for(effect.profiled.profile, job.policy)
         self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
+
+    def _weighed(self, effect: WeighPlan, life: int) -> None:
+        if life != self._life:
+            return
+        assert self.planner is not None, "there is a plan to compare with"
+        try:
+            present_s, possible_s = self.planner.weigh(effect.situation)
+        except PlanningError:
+            present_s = possible_s = 0.0
+        self.feed(
+            PlanWeighed(
+                at=self.world.now,
+                cause=effect.cause,
+                generation=effect.generation,
+                present_s=present_s,
+                possible_s=possible_s,
+            )
+        )
 
     def _planned(self, effect: ComputePlan, life: int) -> None:
         if life != self._life:

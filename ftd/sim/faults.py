@@ -178,6 +178,16 @@ def unbuildable(sim: "Simulation") -> None:
         sim.log(f"{node.unbuildable} builds fail on {node.name}")
 
 
+def slow_node(sim: "Simulation") -> None:
+    """A node computes slowly, for a while or until the healing."""
+    node = _some_node(sim)
+    if node is not None:
+        node.slowness = sim.world.between(1.2, 6.0)
+        sim.log(f"slow {node.name} by {node.slowness:.1f}")
+        if sim.world.chance(0.6):
+            sim.world.at(sim.world.between(3.0, 15.0), sim.quicken, node)
+
+
 def add_node(sim: "Simulation") -> None:
     sim.add_node()
 
@@ -216,6 +226,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (2, drain_node),
     (2, terminate_node),
     (1, unbuildable),
+    (5, slow_node),
     (3, add_node),
     (2, restart_node),
     (1, stop_job),

@@ -5,7 +5,7 @@ from typing import Any
 
 from ftd.sim.trainers import Group, SimTrainer, Versions
 from ftd.sim.world import Violation, World
-from planner.values import Plan, Policy
+from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent, SendCommand
 from statemachine.messages import Quiesce, Resume
@@ -15,8 +15,9 @@ from statemachine.rules import owned_layers
 class Invariants:
     """The world's truth, gathered where it happens; each method checks what has just become true."""
 
-    def __init__(self, world: World, versions: Versions, policy: Policy, layers: int) -> None:
-        self.world, self.versions, self.policy, self.layers = world, versions, policy, layers
+    def __init__(self, world: World, versions: Versions, policy: Policy, profile: ModelProfile) -> None:
+        self.world, self.versions, self.policy, self.profile = world, versions, policy, profile
+        self.layers = len(profile.layers)
         self.nodes: dict[str, Any] = {}
         self.groups: dict[int, Group] = {}
         self.told: dict[int, int] = {}

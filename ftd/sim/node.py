@@ -81,6 +81,8 @@ class SimNode:
         """It exited on its own accord."""
         self.frozen = False
         self.data_cut = False
+        self.slowness = 1.0
+        """Its trainers take so many times as long to compute."""
         self.unbuildable = 0
         """How many of the next builds fail."""
         self.trainers: dict[int, SimTrainer] = {}

@@ -105,7 +105,7 @@ class Simulation:
         self.job: Job | None = None
         self.jobs = 0
         self.versions = Versions()
-        self.invariants = Invariants(world, self.versions, self.policy, shape.layers)
+        self.invariants = Invariants(world, self.versions, self.policy, self.profile)
         self.network = Network(world)
         self.network.duplicates = world.rng.choice((0.0, 0.0, 0.03))
         self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
@@ -161,6 +161,9 @@ class Simulation:
     def reconnect_data(self, node: SimNode) -> None:
         node.data_cut = False
 
+    def quicken(self, node: SimNode) -> None:
+        node.slowness = 1.0
+
     def strike(self, fault: faults.Fault) -> None:
         if not self.healed:
             fault(self)
@@ -214,6 +217,7 @@ class Simulation:
         for node in self.nodes.values():
             node.data_cut = False
             node.unbuildable = 0
+            node.slowness = 1.0
             node.thaw()
             self.revive(node)
             for trainer in list(node.trainers.values()):

@@ -8,6 +8,7 @@ version, as different rounding does. A step's vote carries its version as the lo
 from typing import TYPE_CHECKING, Literal
 
 from ftd.sim.world import Violation, World
+from planner.layers import expected_ms
 from statemachine.events import (
     TrainerDone,
     TrainerQuiesced,
@@ -164,9 +165,9 @@ class SimTrainer:
     def start_step(self) -> None:
         self.phase = "compute"
         self.progress += 1
-        world = self.node.world
-        pace = self.node.pace
-        world.at(pace.step_s * (1 + pace.imbalance * world.rng.random()), self._computed, self.token)
+        world, pace = self.node.world, self.node.pace
+        computing_s = pace.step_s * (1 + pace.imbalance * world.rng.random()) * self.node.slowness
+        world.at(computing_s, self._computed, self.token)
 
     def _computed(self, token: int) -> None:
         if token != self.token or self.group is None:
@@ -217,6 +218,7 @@ class SimTrainer:
                 step=self.committed,
                 vote=Vote(loss=float(self.version), gradient_norm=1.0),
                 step_s=node.pace.step_s,
+                microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )
         )
 
@@ -258,6 +260,8 @@ class Group:
         owned = owned_layers(resume.plan)
         self.owned = [owned[device] for device in devices]
         self.size = len(devices)
+        expected = expected_ms(invariants.profile, invariants.policy, resume.plan.pipelines)
+        self.expected_ms = [expected[device] for device in devices]
         self.members: dict[int, SimTrainer] = {}
         self.gone = False
         """Somebody left: nothing that needs everybody happens any more."""

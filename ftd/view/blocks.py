@@ -87,7 +87,10 @@ def _role_text(node: JsonMap, role: str | None) -> Text:
     if node["state"] == "UNHEALTHY":
         return Text("restarting", style="yellow")
     if node.get("in_plan") and role:
-        return Text(role)
+        text = Text(role)
+        if (speed := float(node.get("speed", 1.0))) < 1:
+            text.append(f"  at {speed:.0%} of the usual speed", style="yellow")
+        return text
     return Text("idle" if role is None else "waiting", style="dim")
 
 

@@ -1,8 +1,9 @@
 """The report of a run (``ftd local --report FILE.json``): what it contains.
 
 ``docs/report.md`` explains every field; ``docs/report.schema.json`` is generated from these classes
-(``python -m ftd.view.schema report``) and a test keeps the two equal. Times ending in ``_ms`` are milliseconds,
-in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on the monotonic clock.
+(``python -m ftd.view.schema report``) and a test keeps the two equal. Times ending in ``_ms`` are
+milliseconds, in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on the monotonic
+clock.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Recovery:
 
     cause: str
     """``start``, ``node_lost``, ``trainer_lost``, ``connection_lost``, ``node_joined``, ``node_returned``,
-    ``node_drained``,
+    ``node_drained``, ``speed_changed``,
     or ``resumed`` (enough nodes again after a pause)."""
     node: str | None
     """The first of ``nodes``."""

@@ -33,7 +33,7 @@ class LiveView:
         self._lock = Lock()
         self._live: Live | None = None
         self._last_progress_s = -PROGRESS_EVERY_S
-        self._last_plain_step = -1
+        self._last_news = (-1, "")
 
     def start(self) -> None:
         """Begin to draw. On a console that is no terminal nothing happens until there is news."""
@@ -88,9 +88,9 @@ class LiveView:
         if self._console.is_terminal:
             return
         now_s = time.monotonic()
-        step = self._picture.step
-        if step == self._last_plain_step or (not force and now_s - self._last_progress_s < PROGRESS_EVERY_S):
+        news = self._picture.news
+        if news == self._last_news or (not force and now_s - self._last_progress_s < PROGRESS_EVERY_S):
             return
         self._last_progress_s = now_s
-        self._last_plain_step = step
+        self._last_news = news
         self._plain(self._picture.progress_line())

@@ -21,6 +21,7 @@ from ftd.view.text import (
     clock,
     duration,
     number,
+    planning_words,
     plural,
 )
 
@@ -99,7 +100,14 @@ class Picture:
             f"{phase}, {plural(at_work, 'node')} at work",
         ]
         waiting = self._state.get("waiting_for")
-        return "  ".join(parts) + (f", waiting for {waiting}" if waiting else "")
+        planning = planning_words(self._state)
+        parts[-1] += (f", waiting for {waiting}" if waiting else "") + (f", {planning}" if planning else "")
+        return "  ".join(parts)
+
+    @property
+    def news(self) -> tuple[int, str]:
+        """What a progress line is worth printing for, when it has changed."""
+        return self.step, planning_words(self._state)
 
     def draw(self, width: int, height: int) -> RenderableType:
         """One frame for a terminal of this size; a narrow one gets the boxes one below the other."""
@@ -135,18 +143,23 @@ class Picture:
         total = self.total_steps
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(width=13)
-        grid.add_column(width=16)
+        grid.add_column(width=16 if self.step else 21)
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
         share = self.step / total if total else 0.0
         progress = Table.grid(expand=True)
         progress.add_column(ratio=1)
+        what, done, of_all = f"step {self.step}" + (f"/{total}" if total else ""), self.step, total
+        planning: JsonMap | None = self._state.get("planning") if phase == "WAITING" else None
+        if planning:
+            what, done, of_all = planning_words(self._state), int(planning["done"]), int(planning["total"])
+            share = done / of_all
         progress.add_row(
-            ProgressBar(total=total or 1, completed=self.step, complete_style=style, finished_style=style)
+            ProgressBar(total=of_all or 1, completed=done, complete_style=style, finished_style=style)
         )
         grid.add_row(
             Text(phase, style=f"{style} reverse" if phase != "RUNNING" else f"bold {style}"),
-            Text(f"step {self.step}" + (f"/{total}" if total else ""), style="bold"),
+            Text(what, style="bold", no_wrap=True),
             progress,
             Text(f"{share:4.0%}  {self._left(total)}"),
         )

@@ -30,6 +30,7 @@ _CHANGE_HOW = {
     "node_joined": "prepared",
     "node_returned": "prepared",
     "node_drained": "request",
+    "speed_changed": "measured",
     "resumed": "prepared",
 }
 """What sets a change in motion that is no failure."""

@@ -17,6 +17,7 @@ _MEANINGS = {
     "FAILED": "the job cannot go on",
     "UNREACHABLE": "the coordinator is away; trainers go on by themselves",
 }
+_BAR_WIDTH = 24
 MOST = 10_000
 """A status page leaves nothing out, unlike the live view, which must fit a screen."""
 
@@ -35,6 +36,11 @@ def render_status(state: JsonMap) -> RenderableType:
     )
     if state.get("waiting_for"):
         grid.add_row("waiting", Text(f"for {state['waiting_for']}", style="yellow"))
+    if planning := state.get("planning"):
+        done, total = int(planning["done"]), int(planning["total"])
+        filled = done * _BAR_WIDTH // max(total, 1)
+        bar = Text.assemble(("━" * filled, "green"), ("━" * (_BAR_WIDTH - filled), "dim"))
+        grid.add_row("planning", bar.append(f" {done} of {total} numbers of nodes"))
     job = state.get("job")
     if job:
         grid.add_row("job", f"{job['name']} ({job['id']}), global batch {job['global_batch']}")

@@ -43,9 +43,11 @@ EVENT_MARKS = {
     "BrokerLost": ("▲", "yellow"),
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
+    "StragglerDetected": ("▲", "yellow"),
     "MessageRefused": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),
     "NodeRecovered": ("✚", "green"),
+    "StragglerRecovered": ("✚", "green"),
     "RecoveryCompleted": ("✔", "bold green"),
     "JobFinished": ("✔", "bold green"),
     "BrokerRestored": ("✔", "green"),
@@ -65,6 +67,7 @@ CAUSE_WORDS = {
     "node_joined": "joined",
     "node_returned": "came back",
     "node_drained": "drained",
+    "speed_changed": "changed speed",
     "resumed": "enough nodes again",
 }
 
@@ -116,6 +119,12 @@ def how_words(how: str | None) -> str:
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
+
+
+def planning_words(state: JsonMap) -> str:
+    """How far the coordinator is with the plans for all numbers of nodes; empty when it is done."""
+    planning: JsonMap | None = state.get("planning")
+    return f"planning {planning['done']} of {planning['total']}" if planning else ""
 
 
 def layer_range(first_layer: int, end_layer: int) -> str:

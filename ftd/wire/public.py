@@ -65,6 +65,8 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tolerate: int = 1
     minimum: Literal["one_replica", "oobleck"] = "one_replica"
     objective: Literal["iteration", "paper"] = "iteration"
+    split: Literal["any", "aligned"] = "any"
+    batch_objective: Literal["minmax", "variance"] = "minmax"
     checkpoint_activations: bool = False
     device_memory_bytes: int | None = None
 
@@ -76,6 +78,10 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     steps: int
     policy: PolicyData
     training: dict[str, Any]
+    horizon_s: float | None = None
+    """Expected time to the next failure; None: the coordinator learns it from the job's failures."""
+    profile: dict[str, Any] | None = None
+    """``planner.values.ModelProfile``; None: a node measures the layers."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="do"):
@@ -134,11 +140,13 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     request: str
     reply: str
-    do: Literal["kill", "term", "stop", "hang", "disconnect"]
+    do: Literal["kill", "term", "stop", "hang", "slow", "disconnect"]
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
     """One trainer; left out, all trainers of the node."""
     for_s: float | None = None
+    factor: float | None = None
+    """``slow``: computing takes so many times as long; 1 ends it."""
     schema: int = SCHEMA
 
 

@@ -305,7 +305,7 @@ class Playground:
 def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
     """A cluster with its home nodes on their way up; gone at the end, however the test ends."""
     with private_directory() as directory:
-        ground = Playground(directory, ClusterOptions(broker="mosquitto", **options))
+        ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", **options}))
         try:
             ground.open()
             for name in HOME[:nodes]:

@@ -136,7 +136,7 @@ plans = st.builds(
     Plan,
     pipelines=st.lists(pipelines, max_size=3).map(tuple),
     transfers=st.lists(transfers, max_size=3).map(tuple),
-    method=st.sampled_from(["initial", "unchanged", "simple", "borrow", "merge", "best"]),
+    method=st.sampled_from(["initial", "unchanged", "rebalance", "simple", "borrow", "merge", "best"]),
     reason=texts,
     estimated_iteration_s=reals,
     idle_nodes=st.lists(names, max_size=2).map(tuple),

@@ -16,6 +16,7 @@ from conftest import RunningBroker
 from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.job import load_job_data
+from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import RequestRefused, Unreachable
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.session import MqttSession, Will
@@ -190,9 +191,9 @@ class PlayedNode:
     async def start_training(self, job_id: str) -> int:
         """From the job's acceptance to its first steps; the generation."""
         asked = await self.expect(Prepare)
-        assert asked.job.job_id == job_id and asked.profile
+        assert asked.job.job_id == job_id
         self.job_id = job_id
-        self.say(Prepared(job_id=job_id, profile=PROFILE))
+        self.say(Prepared(job_id=job_id, profile=PROFILE if asked.profile else None))
         quiesce = await self.expect(Quiesce)
         report = DeviceReport(
             device=0, committed_step=0, ready_step=None, vote=None, held=tuple(range(LAYERS))
@@ -291,6 +292,48 @@ def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemo
                 steps = await client.history(what="steps")
                 assert [s["step"] for s in steps] == list(range(1, 9))
                 assert "GenerationStarted" in await events_of(client)
+
+    asyncio.run(scene())
+
+
+def test_a_saved_profile_is_not_measured_again_and_its_plans_are_found_again(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """By a second job with the same profile, and by a coordinator that comes back; another batch is new."""
+    save_profile(tmp_path / "saved.json", profile_document(PROFILE))
+    path = daemon.config.with_name("job.toml")
+
+    plans = daemon.directory / "state" / "plans"
+
+    def read_from_disk() -> int:
+        return daemon.said().count('"event": "read"')
+
+    async def until(true: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():  # noqa: ASYNC110  # files have no events
+                await asyncio.sleep(0.02)
+
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client, PlayedNode(daemon, "node-0") as node:
+            for read, batch in enumerate((16, 16, 20)):
+                job_data(tmp_path)
+                text = path.read_text().replace("global_batch = 16", f"global_batch = {batch}")
+                path.write_text(f'{text}[planner]\nprofile = "saved.json"\n')
+                job_id = await submitted(client, load_job_data(path))
+                prepare = await node.expect(Prepare)
+                assert not prepare.profile, "nobody is asked to measure"
+                node.job_id = job_id
+                node.say(Prepared(job_id=job_id, profile=None))
+                await node.expect(Quiesce)
+                assert read_from_disk() == min(read, 1)
+                await until(lambda: len(list(plans.glob("*.plan"))) == (2 if batch == 20 else 1))  # noqa: B023
+                if batch == 16:
+                    await client.request(StopRequest(**client.envelope(), job=job_id))
+                    node.job_id = None
+            await asyncio.to_thread(daemon.end)
+            await asyncio.to_thread(daemon.start)
+            await node.expect(Inquiry)
+            await until(lambda: read_from_disk() == 2)
 
     asyncio.run(scene())
 

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from ftd.clash import OUR_PACKAGES
-from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches
+from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
+from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, decode_json, encode_json
-from planner.values import Policy
+from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from runtime.protocol import TrainingData
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,13 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         "arguments": {"layers": 3, "name": "x", "rate": 0.5, "tied": True},
     }
     tables["tolerance"] = {"failures": 2, "minimum": "oobleck"}
-    tables["planner"] = {"objective": "paper", "device_memory_mib": 1.5}
+    tables["planner"] = {
+        "objective": "paper",
+        "split": "aligned",
+        "batch_objective": "variance",
+        "device_memory_mib": 1.5,
+        "horizon_s": 3600.0,
+    }
     job = load_job(write(tmp_path, tables), devices_per_node=2)
     assert job.name == "gpt" and job.job_id.startswith("gpt-") and job.steps == 10
     assert job.policy == Policy(
@@ -77,9 +84,12 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         microbatch_rows=4,
         minimum="oobleck",
         objective="paper",
+        split="aligned",
+        batch_objective="variance",
         checkpoint_activations=True,
         device_memory_bytes=3 * 2**19,
     )
+    assert job.horizon_s == 3600.0
     training = msgspec.convert(job.training, TrainingData)
     assert training.function == f"{tmp_path.resolve()}/train.py:build"
     assert training.path == str(tmp_path.resolve())
@@ -129,6 +139,14 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
         ("planner.objective", "speed", "planner.objective", "speed"),
         ("planner.device_memory_mib", 0, "planner.device_memory_mib", "above 0"),
+        ("planner.split", "some", "planner.split", "some"),
+        ("planner.batch_objective", "mean", "planner.batch_objective", "mean"),
+        ("planner.horizon_s", 0, "planner.horizon_s", "above 0"),
+        ("planner.horizon_s", -5.0, "planner.horizon_s", "above 0"),
+        ("planner.horizons_s", 5.0, "planner.horizons_s", "did you mean 'horizon_s'"),
+        ("planner.profile", 5, "planner.profile", "Expected `str"),
+        ("planner.profile", "gone.json", "gone.json", "does not exist"),
+        ("planner.profile", "job.toml", "job.toml", "not valid JSON"),
     ],
 )
 def test_every_mistake_names_its_field_and_the_remedy(
@@ -138,6 +156,46 @@ def test_every_mistake_names_its_field_and_the_remedy(
         load_job(write(tmp_path, changed(path, value)))
     assert field in str(caught.value)
     assert says in str(caught.value)
+
+
+def saved_profile(directory: Path, layers: int = 3) -> ModelProfile:
+    layer = LayerProfile(
+        forward_ms=1 / 3,
+        backward_ms=0.1,
+        parameter_bytes=1,
+        gradient_bytes=2,
+        optimizer_bytes=3,
+        activation_bytes=4,
+        output_bytes=5,
+        split=(SplitTime(devices=2, forward_ms=0.25, backward_ms=0.1),),
+    )
+    profile = ModelProfile(layers=(layer,) * layers, microbatch_rows=4, device_memory_bytes=10**9)
+    save_profile(directory / "saved.json", profile_document(profile))
+    return profile
+
+
+def test_a_profile_beside_the_job_file_is_submitted_with_it(tmp_path: Path) -> None:
+    path = write(tmp_path, changed("planner.profile", "saved.json"))
+    profile = saved_profile(tmp_path)
+    data = decode_json(encode_json(load_job_data(path)), JobData)
+    assert profile_from_data(data) == profile, "to the last bit"
+    assert profile_from_data(load_job_data(write(tmp_path, GOOD))) is None
+
+
+def test_a_profile_too_large_to_submit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    path = write(tmp_path, changed("planner.profile", "saved.json"))
+    saved_profile(tmp_path, layers=1000)
+    load_job_data(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftd.config.job._MAX_PROFILE_BYTES", 100_000)
+        with pytest.raises(ConfigurationError, match=r"planner\.profile: the profile of 1000 layers takes"):
+            load_job_data(path)
+
+
+def test_a_submitted_profile_that_is_none_is_refused(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    with pytest.raises(ConfigurationError, match=r"planner\.profile"):
+        profile_from_data(msgspec.structs.replace(data, profile={"layers": [1]}))
 
 
 @pytest.mark.parametrize("name", OUR_PACKAGES)

@@ -58,6 +58,8 @@ def test_every_field_is_understood() -> None:
         ({"at_step": 1, "do": "kill", "node": "a", "device": 0}, "device has no effect on kill"),
         ({"at_step": 1, "do": "hang", "node": "a", "for_s": -2}, "negative"),
         ({"at_step": 1, "do": "hang", "node": "a", "device": -2}, "numbered from 0"),
+        ({"at_step": 1, "do": "slow", "node": "a", "factor": 0.5}, "1 is as quick as it is"),
+        ({"at_step": 1, "do": "hang", "node": "a", "factor": 2.0}, "it belongs to slow"),
         ({"at_step": 1, "do": "term", "node": "a", "target": "trainer"}, "target has no effect on term"),
         ({"at_step": 1, "do": "start", "node": "a", "restart_after_s": 1}, "restart_after_s has no effect"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from ftd.errors import WireError
 from ftd.node.chaos import Chaos
 from ftd.wire.public import Answer, encode_json
-from runtime.protocol import Sleep
+from runtime.protocol import Sleep, Slow
 
 
 class Hands:
@@ -30,8 +30,12 @@ class Hands:
     def zygote_pid(self) -> int | None:
         return None
 
-    def send_sleep(self, device: int, frame: Sleep) -> None:
-        self.log.append(("sleep", device, frame.seconds))
+    def send_fault(self, device: int, frame: Sleep | Slow) -> None:
+        match frame:
+            case Sleep():
+                self.log.append(("sleep", device, frame.seconds))
+            case Slow():
+                self.log.append(("slow", device, frame.factor))
 
     def leave(self, reason: str) -> None:
         self.log.append(("leave", reason))
@@ -95,6 +99,8 @@ def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
     [
         ({"do": "hang", "device": 5}, "devices 0 to 1"),
         ({"do": "hang", "for_s": 0}, "positive"),
+        ({"do": "slow", "factor": 0.5}, "give 1"),
+        ({"do": "slow"}, "no such trainer"),
         ({"do": "kill", "target": "trainer"}, "no such trainer"),
         ({"do": "stop", "target": "trainer", "device": 1}, "no such trainer"),
     ],
@@ -171,3 +177,25 @@ def test_faults_that_others_carry_out() -> None:
             ],
         )
     )
+
+
+def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
+    hands = Hands({0: 1, 1: 2})
+
+    def slowed() -> list[tuple[int, float]]:
+        return [entry[1:] for entry in hands.log if entry[0] == "slow"]
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload("a", do="slow", device=1, factor=4.0, for_s=0.05))
+        await until(lambda: slowed() == [(1, 4.0), (1, 1.0)])
+        hands.log.clear()
+        chaos.on_request(payload("b", do="slow", device=0, factor=4.0, for_s=0.05))
+        await until(lambda: slowed() == [(0, 4.0)])
+        chaos.on_request(payload("c", do="slow"))
+        await until(lambda: len(slowed()) == 3)
+        await asyncio.sleep(0.1)
+        assert slowed() == [(0, 4.0), (0, 3.0), (1, 3.0)], (
+            "the end of an earlier fault is none of a later one"
+        )
+
+    play(hands, body)

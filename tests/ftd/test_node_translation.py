@@ -1,11 +1,13 @@
 """A plan becomes ranks, frames become events."""
 
-from ftd.node.translation import event_of, rank_of, resume_frame, world_data
-from planner.values import Device, PipelinePlacement, Plan, StagePlacement, Transfer
+import msgspec
+
+from ftd.node.translation import event_of, prepare_frame, rank_of, resume_frame, world_data
+from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, Transfer
 from runtime import protocol
 from statemachine.events import TrainerFailed, TrainerQuiesced, TrainerStepped
 from statemachine.messages import Resume
-from statemachine.values import Vote
+from statemachine.values import Job, Vote
 
 
 def device(node: str, index: int = 0) -> Device:
@@ -61,6 +63,22 @@ def test_a_resume_for_one_device() -> None:
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
     assert frame.vote == protocol.VoteData(loss=0.5, gradient_norm=2.0)
+
+
+def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
+    training = {
+        "function": "a.py:b",
+        "path": "/here",
+        "seed": 1,
+        "steps": 2,
+        "global_batch": 8,
+        "microbatch_rows": 4,
+    }
+    policy = Policy(devices_per_node=3, global_batch=8, microbatch_rows=4)
+    job = Job(job_id="x-1", name="x", steps=2, policy=policy, training=training)
+    frame = prepare_frame(job, True)
+    assert (frame.job_id, frame.profile, frame.devices_per_node) == ("x-1", True, 3)
+    assert msgspec.to_builtins(frame.training).items() >= training.items()
 
 
 def test_reports_keep_all_they_say() -> None:

@@ -405,7 +405,8 @@ ODD: list[Any] = [
 ]
 ODD += ["", "1", "ftd-profile/1", "x" * 2000, "\ud800", [], {}, [[]], {"1": 0.0}, [None], {"": None}]
 NAMES = ["schema", "kind", "layers", "split", "devices", "forward_ms", "allreduce_in_node_ms", "1", "3", ""]
-odd = st.sampled_from(ODD) | st.floats() | st.integers() | st.text(max_size=5)
+# Copied, as a later change may go into what an earlier one put there.
+odd = st.sampled_from(ODD).map(copy.deepcopy) | st.floats() | st.integers() | st.text(max_size=5)
 
 
 @st.composite

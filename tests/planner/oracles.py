@@ -1,9 +1,11 @@
 """What the planner is checked against: slow, obvious, and sharing no code with it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, product
+from random import Random
 
-from planner.values import LayerProfile, Link, ModelProfile, Plan, Policy, Situation
+from planner.values import LayerProfile, Link, ModelProfile, Plan, Policy, Situation, SplitTime
 
 Stage = tuple[int, int, int]
 """(first layer, end layer, devices)."""
@@ -37,6 +39,57 @@ def profile_of(times_ms: Sequence[float], memory_bytes: int | None = None, rows:
         link=Link(latency_ms=0.0),
         ring=Link(latency_ms=0.0, bytes_per_s=1e12),
     )
+
+
+def random_model(random: Random, objective: str = "iteration") -> tuple[ModelProfile, Policy, int]:
+    """A small model, a policy, and a number of nodes: small enough to look at every mapping.
+
+    Half of them have times that doubles do not hold exactly, half a memory limit; node splits and measured
+    times on several devices are restricted or there or not.
+    """
+    devices, rows = random.randint(1, 4), random.choice([1, 2, 4, 4])
+    exact, measured = random.random() < 0.5, random.random() < 0.5
+
+    def time_ms(least: float) -> float:
+        time = random.choice([least, least * random.randint(1, 20) / 4])
+        return time if exact else time * random.uniform(0.9, 1.1)
+
+    layers = tuple(
+        LayerProfile(
+            forward_ms=time_ms(1.0),
+            backward_ms=time_ms(2.0),
+            parameter_bytes=random.randint(0, 9),
+            gradient_bytes=random.randint(0, 9),
+            optimizer_bytes=random.randint(0, 9),
+            activation_bytes=random.randint(0, 9),
+            output_bytes=random.randint(0, 9),
+            split=tuple(
+                SplitTime(devices=d, forward_ms=time_ms(1 / d), backward_ms=time_ms(2 / d))
+                for d in range(2, devices + 1)
+                if measured and random.random() < 0.8
+            ),
+        )
+        for _ in range(random.randint(1, 7 if devices < 4 else 6))
+    )
+    split = random.choice(["any", "aligned"]) if devices in (1, 2, 4) else "any"
+    profile = ModelProfile(
+        layers=layers,
+        microbatch_rows=rows,
+        device_memory_bytes=random.choice([None, random.randint(20, 200)]),
+        stage_devices=random.choice([None, (1,), (1, 2), (1, 2, 4) if devices != 3 else (1, 3)]),
+        link=Link(latency_ms=random.choice([0.0, 0.5]), bytes_per_s=8e3),
+    )
+    if devices == 3 and profile.stage_devices == (1, 2):
+        profile = replace(profile, stage_devices=(1, 2, 3))
+    policy = Policy(
+        devices_per_node=devices,
+        global_batch=rows * random.randint(1, 12),
+        microbatch_rows=rows,
+        objective="paper" if objective == "paper" else "iteration",
+        split="aligned" if split == "aligned" else "any",
+        checkpoint_activations=random.random() < 0.25,
+    )
+    return profile, policy, random.randint(1, 3 if devices < 4 else 2)
 
 
 def operations(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
@@ -83,19 +136,45 @@ def compositions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def all_mappings(layers: int, nodes: int, devices: int, largest: int) -> Iterator[tuple[Stage, ...]]:
-    for splits in product(list(compositions(devices, largest)), repeat=nodes):
+def node_splits(profile: ModelProfile, policy: Policy) -> list[tuple[int, ...]]:
+    """The ways to split a node's devices into stages that the profile and the policy allow."""
+    splits = []
+    for split in compositions(policy.devices_per_node, policy.devices_per_node):
+        starts = [sum(split[:index]) for index in range(len(split))]
+        aligned = all(d in (1, 2, 4, 8) and start % d == 0 for d, start in zip(split, starts, strict=True))
+        if profile.stage_devices is None:
+            known = max(split) <= policy.microbatch_rows
+        else:
+            known = set(split) <= set(profile.stage_devices)
+        if known and (aligned or policy.split == "any"):
+            splits.append(split)
+    return splits
+
+
+def all_mappings(profile: ModelProfile, policy: Policy, nodes: int) -> Iterator[tuple[Stage, ...]]:
+    layers = len(profile.layers)
+    for splits in product(node_splits(profile, policy), repeat=nodes):
         sizes = [size for split in splits for size in split]
         for cuts in combinations(range(1, layers), len(sizes) - 1):
             edges = [0, *cuts, layers]
             yield tuple(zip(edges, edges[1:], sizes, strict=False))
 
 
-def stage_ms(profile: ModelProfile, stage: Stage, rows: int) -> tuple[float, float]:
+def stage_ms(
+    profile: ModelProfile, stage: Stage, rows: int, checkpoint_activations: bool = False
+) -> tuple[float, float]:
+    """Measured where the profile has it, else by the rows of the fullest device."""
     first, end, devices = stage
-    share = -(-rows // devices) / rows
-    layers = profile.layers[first:end]
-    return sum(x.forward_ms for x in layers) * share, sum(x.backward_ms for x in layers) * share
+    forward_ms = backward_ms = 0.0
+    for x in profile.layers[first:end]:
+        measured = [split for split in x.split if split.devices == devices]
+        if measured:
+            there, back = measured[0].forward_ms, measured[0].backward_ms
+        else:
+            there, back = (time * -(-rows // devices) / rows for time in (x.forward_ms, x.backward_ms))
+        forward_ms += there * rows / profile.microbatch_rows
+        backward_ms += (back + there * checkpoint_activations) * rows / profile.microbatch_rows
+    return forward_ms, backward_ms
 
 
 def stage_bytes(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> int:
@@ -133,7 +212,8 @@ def paper_ms(times_ms: Sequence[float]) -> float:
 
 def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], microbatches: int) -> float:
     """The policy's objective."""
-    times = [stage_ms(profile, stage, policy.microbatch_rows) for stage in mapping]
+    rows, checkpoint = policy.microbatch_rows, policy.checkpoint_activations
+    times = [stage_ms(profile, stage, rows, checkpoint) for stage in mapping]
     if policy.objective == "paper":
         return paper_ms([there + back for there, back in times])
     links = [
@@ -144,10 +224,9 @@ def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], 
 
 
 def best_mapping_ms(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int) -> float | None:
-    largest = min(policy.devices_per_node, policy.microbatch_rows)
     scores = [
         mapping_ms(profile, policy, mapping, microbatches)
-        for mapping in all_mappings(len(profile.layers), nodes, policy.devices_per_node, largest)
+        for mapping in all_mappings(profile, policy, nodes)
         if fits(profile, policy, mapping)
     ]
     return min(scores, default=None)

@@ -1,15 +1,26 @@
 """Batch distribution against all distributions, and against the integer program."""
 
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from random import Random
+from statistics import pvariance
 
 import pytest
 from oracles import shares
 
-from planner.batch import Cost, check_batch, distribute, distribute_by_model
+from planner.batch import (
+    BatchObjective,
+    Cost,
+    check_batch,
+    distribute,
+    distribute_for,
+    largest_share,
+    score_ms,
+)
 from planner.errors import BatchError
 from planner.makespan import PipelineClock
+from planner.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
+from planner.variance import least_variance
 
 
 def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:
@@ -53,6 +64,76 @@ def test_the_integer_program_agrees() -> None:
         given, modelled = distribute(costs, microbatches), distribute_by_model(costs, microbatches)
         assert sum(modelled) == microbatches and min(modelled) >= 1
         assert slowest_ms(costs, given) == pytest.approx(slowest_ms(costs, modelled), rel=1e-6)
+
+
+def spread(times_ms: list[float], given: tuple[int, ...]) -> float:
+    return pvariance([share * time for share, time in zip(given, times_ms, strict=True)])
+
+
+def random_times(random: Random, pipelines: int) -> list[float]:
+    """Some equal, some in ratios that balance exactly."""
+    kinds = [
+        random.choice([1.0, 2.0, 3.0, random.uniform(0.2, 5)]) for _ in range(random.randint(1, pipelines))
+    ]
+    return [random.choice(kinds) for _ in range(pipelines)]
+
+
+def test_the_variance_is_the_least_of_all_distributions() -> None:
+    random = Random(4)
+    for _ in range(200):
+        pipelines = random.randint(1, 5)
+        microbatches = random.randint(pipelines, 14)
+        times_ms = random_times(random, pipelines)
+        given = least_variance(times_ms, microbatches)
+        assert sum(given) == microbatches and min(given) >= 1
+        least = min(spread(times_ms, option) for option in shares(microbatches, pipelines))
+        assert spread(times_ms, given) == pytest.approx(least, rel=1e-9, abs=1e-12)
+
+
+def test_the_quadratic_program_agrees() -> None:
+    random = Random(5)
+    for pipelines in (1, 2, 5, 9):
+        times_ms = [random.uniform(0.5, 5) for _ in range(pipelines)]
+        times_ms[-1] = times_ms[0]
+        microbatches = random.randint(pipelines, 128)
+        given, modelled = (m(times_ms, microbatches) for m in (least_variance, least_variance_by_model))
+        assert sum(modelled) == microbatches and min(modelled) >= 1
+        assert spread(times_ms, modelled) == pytest.approx(spread(times_ms, given), rel=1e-6, abs=1e-9)
+
+
+def test_thousands_of_pipelines() -> None:
+    random = Random(6)
+    times_ms = [random.uniform(1, 4) for _ in range(7)] * 700
+    given = least_variance(times_ms, 100_003)
+    assert sum(given) == 100_003
+    # No single microbatch can be moved to advantage.
+    spent = [share * time for share, time in zip(given, times_ms, strict=True)]
+    squares, total = sum(x * x for x in spent), sum(spent)
+    least = squares - total**2 / len(spent)
+    for giver, taker in product(range(0, len(given), 97), range(0, len(given), 101)):
+        if giver != taker:
+            fewer, more = spent[giver] - times_ms[giver], spent[taker] + times_ms[taker]
+            moved = squares - spent[giver] ** 2 - spent[taker] ** 2 + fewer**2 + more**2
+            changed = total - times_ms[giver] + times_ms[taker]
+            assert moved - changed**2 / len(spent) >= least * (1 - 1e-9)
+    clocks = [PipelineClock([time / 3], [time * 2 / 3], []) for time in times_ms[:7]] * 700
+    costs: list[Cost] = [clock.makespan_ms for clock in clocks]
+    slowest = slowest_ms(costs, distribute(costs, 100_003))
+    done = sum(largest_share(cost, slowest * (1 - 1e-9), 100_003) for cost in costs)
+    assert done < 100_003
+
+
+def test_each_objective_is_the_best_at_what_it_minimises() -> None:
+    clocks = [PipelineClock([1.0] * s, [2.0] * s, [0.1] * (s - 1)) for s in (1, 2, 4)]
+    slow = PipelineClock([3.0, 1.0], [5.0, 2.0], [0.1])
+    costs: list[Cost] = [*(clock.makespan_ms for clock in clocks), slow.makespan_ms, slow.makespan_ms]
+    objectives: tuple[BatchObjective, ...] = ("minmax", "variance")
+    given = {objective: distribute_for(objective, costs, 61) for objective in objectives}
+    for objective in objectives:
+        scores = [score_ms(objective, costs, given[other]) for other in objectives]
+        assert score_ms(objective, costs, given[objective]) == min(scores)
+        modelled = distribute_for_by_model(objective, costs, 61)
+        assert score_ms(objective, costs, modelled) == pytest.approx(min(scores), rel=1e-6)
 
 
 def test_equal_pipelines_share_as_evenly_as_can_be_and_the_first_gets_more() -> None:

@@ -54,7 +54,7 @@ def test_a_planner_restored_from_bytes_plans_alike_and_maps_nothing(monkeypatch:
         raise AssertionError("made anew")
 
     monkeypatch.setattr("planner.templates.Mapper", never)
-    monkeypatch.setattr(Instantiator, "_best_of_exactly", never)
+    monkeypatch.setattr("planner.search.Search.quickest", never)
     for count in range(2, 8):
         situation = first.fresh([f"node-{number}" for number in range(count)])
         assert second.plan(situation) == first.plan(situation)

@@ -72,7 +72,7 @@ def test_the_survivors_that_a_careless_merge_makes_one_pipeline_of_stay_two() ->
     assert [len(p.nodes) for p in plan.pipelines] == [2, 2]
 
 
-def test_where_the_steps_lead_nowhere_the_best_instantiation_is_taken() -> None:
+def test_where_the_steps_lead_nowhere_intact_pipelines_are_kept() -> None:
     """Two layers on two nodes: three survivors of [2, 2] can neither borrow nor merge."""
     planner = planner_of(layers=2, memory_bytes=20, tolerate=1)
     assert planner.templates(4).sizes == (2,)
@@ -80,7 +80,8 @@ def test_where_the_steps_lead_nowhere_the_best_instantiation_is_taken() -> None:
     situation = after(start, {"node-3"})
     plan = planner.plan(situation)
     check_plan(plan, situation, planner.profile, planner.policy)
-    assert (plan.method, len(plan.pipelines), len(plan.idle_nodes)) == ("best", 1, 1)
+    assert (plan.method, len(plan.pipelines), len(plan.idle_nodes)) == ("keep", 1, 1)
+    assert plan.transfers == ()
     assert "idle" in plan.reason
 
 
@@ -185,7 +186,7 @@ def test_the_only_holder_is_chosen_even_where_that_moves_more() -> None:
     holdings = {Device(node=n, index=0): frozenset({0}) for n in "ab"}
     holdings[Device(node="c", index=0)] = frozenset({1})
     masks = assigner.masks("abc", 1, holdings)
-    taken = assigner.assign([[((0, 2),)], [((0, 2),)]], "abc", masks, {})
+    taken = assigner.assign([[((0, 2),)], [((0, 2),)]], "abc", masks, {}).taken
     assert "c" in {node for nodes in taken for node in nodes}
 
 

@@ -1,13 +1,17 @@
 """Memory, n₀, template sizes, and what is said when there are none."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
-from oracles import layer, profile_of, stage_bytes
+from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes
 
 from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
+from planner.feasibility import fewest_nodes, fullest_stage
 from planner.memory import MemoryModel, in_flight
 from planner.planner import Planner
-from planner.templates import Templates, check_tolerance
+from planner.templates import Templates, check_tolerance, smallest_pipeline
 from planner.values import ModelProfile, Policy
 
 
@@ -112,3 +116,42 @@ def test_no_layers_and_no_devices_are_refused() -> None:
         Planner(ModelProfile(layers=(), microbatch_rows=4), policy_of())
     with pytest.raises(InfeasibleError, match="devices_per_node"):
         Planner(profile_of([1.0]), policy_of(devices_per_node=0))
+
+
+def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
+    random, outcomes = Random(3), set()
+    for _ in range(150):
+        profile, policy, _ = random_model(random)
+        profile = replace(profile, device_memory_bytes=random.randint(20, 120))
+        costs = StageCosts(profile, policy)
+        fitting = [
+            nodes
+            for nodes in range(1, costs.most_nodes + 1)
+            if any(fits(profile, policy, mapping) for mapping in all_mappings(profile, policy, nodes))
+        ]
+        assert fewest_nodes(costs) == min(fitting, default=None)
+        outcomes.add(min(fitting, default=None))
+        for nodes in range(1, costs.most_nodes + 1):
+            fullest = fullest_stage(costs, nodes)
+            stage = fullest.first_layer, fullest.end_layer
+            sizes = [
+                stage_bytes(profile, policy, (*stage, d), fullest.stages_after) for d in costs.stage_devices
+            ]
+            assert fullest.size_bytes in sizes
+            if costs.stage_devices == (1,):
+                fullest_of = [
+                    max(
+                        stage_bytes(profile, policy, stage, len(mapping) - 1 - number)
+                        for number, stage in enumerate(mapping)
+                    )
+                    for mapping in all_mappings(profile, policy, nodes)
+                ]
+                assert fullest.size_bytes == min(fullest_of)
+    assert {None, 1, 2} <= outcomes
+
+
+def test_a_large_model_that_fits_nowhere_is_told_so_at_once() -> None:
+    """96 layers: looking for the fullest stage of all cuts one by one took minutes."""
+    profile = profile_of([1.0] * 96, memory_bytes=14)
+    with pytest.raises(InfeasibleError, match=r"stage of layer \d+ needs .* and a device has"):
+        smallest_pipeline(StageCosts(profile, policy_of(devices_per_node=4)))

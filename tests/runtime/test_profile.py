@@ -1,7 +1,9 @@
 """Profiles: sizes are exact, times are positive, the model is left as it was; and the command line."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -9,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.measurement import LayersMeasured, Progress, spread_of
 from runtime.model import Model
 from runtime.optimizer import Optimization
 from runtime.profile import measure
-from runtime.protocol import ProfileData
 from runtime.state import LayerStates
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, script, training_of
@@ -22,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_sizes_are_those_of_the_model() -> None:
     data = gpt_data(dtype="float32")
-    profile = measure(Model(load(data), data), data)
+    profile = measure(Model(load(data), data), data).profile
     embedding, block, _, head = profile.layers
     width, length, rows = 8, 8, 4
     assert embedding.parameter_bytes == 4 * (256 + length) * width
@@ -40,14 +42,14 @@ def test_sizes_are_those_of_the_model() -> None:
 def test_activation_bytes_are_what_autograd_keeps() -> None:
     data = data_for("unused.py:build")
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(6, 1)]
-    profile = measure(Model(training_of(layers), data), data)
+    profile = measure(Model(training_of(layers), data), data).profile
     one_tensor = 4 * 6 * 8
     assert [layer.activation_bytes for layer in profile.layers] == [one_tensor, 2 * one_tensor, one_tensor]
 
 
 def test_checkpointing_does_not_change_what_is_measured() -> None:
     plain, checkpointed = (
-        measure(Model(load(data), data), data).layers
+        measure(Model(load(data), data), data).profile.layers
         for data in (gpt_data(), gpt_data(checkpoint_activations=True))
     )
     assert [layer.activation_bytes for layer in plain] == [layer.activation_bytes for layer in checkpointed]
@@ -72,14 +74,88 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
     data = gpt_data()
     training = load(data)
     training.layers[0].requires_grad_(False)
-    profile = measure(Model(training, data), data)
+    profile = measure(Model(training, data), data).profile
     assert profile.layers[0].gradient_bytes == profile.layers[0].optimizer_bytes == 0
     assert profile.layers[0].backward_ms < profile.layers[1].backward_ms
 
 
-def run(stdin: bytes) -> subprocess.CompletedProcess[bytes]:
+def test_the_times_are_the_medians_of_what_was_measured() -> None:
+    data = gpt_data()
+    found = measure(Model(load(data), data), data)
+    assert found.names == ("Embedding", "Block", "Block", "Head")
+    assert found.device.endswith("thread") or found.device.endswith("threads")
+    for layer, (whole,) in zip(found.profile.layers, found.rows, strict=True):
+        assert (layer.forward_ms, layer.backward_ms) == (whole.forward.median_ms, whole.backward.median_ms)
+        assert whole.rows == 4 and 7 <= whole.forward.repeats == whole.backward.repeats <= 31
+        for spread in (whole.forward, whole.backward):
+            assert spread.minimum_ms <= spread.lower_quartile_ms <= spread.median_ms
+            assert spread.median_ms <= spread.upper_quartile_ms <= spread.maximum_ms
+
+
+def test_a_spread_is_that_of_the_numbers() -> None:
+    spread = spread_of([0.004, 0.001, 0.003, 0.002, 0.010])
+    assert spread.repeats == 5
+    assert spread.minimum_ms == 1.0 and spread.median_ms == 3.0 and spread.maximum_ms == 10.0
+    assert (spread.lower_quartile_ms, spread.upper_quartile_ms) == (2.0, 4.0)
+    alone = spread_of([0.5])
+    assert alone.minimum_ms == alone.lower_quartile_ms == alone.median_ms == alone.maximum_ms == 500.0
+
+
+class RowsSeen(nn.Module):
+    """Takes a time that its rows decide, and remembers on how many it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        time.sleep(0.004 * len(x))
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+def test_a_stage_of_several_devices_takes_what_its_fullest_device_takes() -> None:
+    data = data_for("unused.py:build", microbatch_rows=8)
+    layer = RowsSeen()
+    found = measure(Model(training_of([layer, nn.Linear(6, 1)]), data), data, devices_per_node=5)
+    assert [entry.rows for entry in found.rows[0]] == [8, 4, 3, 2]
+    assert set(layer.seen) == {8, 4, 3, 2}, "rows of ⌈8/5⌉ and ⌈8/4⌉ devices are the same measurement"
+    split = {entry.devices: entry for entry in found.profile.layers[0].split}
+    assert list(split) == [2, 3, 4, 5]
+    assert split[4].forward_ms == split[5].forward_ms < split[3].forward_ms < split[2].forward_ms
+    for devices, rows in ((2, 4), (3, 3), (4, 2)):
+        assert split[devices].forward_ms >= 4 * rows
+        assert split[devices].backward_ms > 0
+
+
+def test_short_layers_are_measured_more_often_than_long_ones() -> None:
+    data = data_for("unused.py:build", microbatch_rows=8)
+    found = measure(Model(training_of([nn.Linear(6, 6), RowsSeen(), nn.Linear(6, 1)]), data), data)
+    repeats = [whole.forward.repeats for (whole,) in found.rows]
+    assert repeats[0] > repeats[1] == 7
+
+
+def test_no_more_devices_are_measured_than_there_are_rows() -> None:
+    data = data_for("unused.py:build", microbatch_rows=2)
+    found = measure(Model(training_of([nn.Linear(6, 1)]), data), data, devices_per_node=8)
+    assert [entry.devices for entry in found.profile.layers[0].split] == [2]
+
+
+def test_a_layer_that_cannot_compute_on_few_rows_is_left_to_the_model() -> None:
+    data = data_for("unused.py:build")
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 1)]
+    found = measure(Model(training_of(layers), data), data, devices_per_node=4)
+    assert [entry.devices for entry in found.profile.layers[0].split] == [2, 3]
+    assert [entry.devices for entry in found.profile.layers[1].split] == [2, 3, 4]
+    (problem,) = found.unmeasured
+    assert problem.startswith("layer 0 raised ValueError on 1 rows")
+
+
+def run(stdin: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "runtime.profile"],
+        [sys.executable, "-m", "runtime.profile", "--parent", str(os.getpid()), *arguments],
         input=stdin,
         capture_output=True,
         cwd=REPOSITORY,
@@ -91,18 +167,26 @@ def test_the_command_takes_msgpack_and_json_and_answers_json(tmp_path: Path) -> 
     script(
         tmp_path,
         """
+        import os
+
         def build():
             print("what users print must not get into the answer")
+            os.write(1, b"nor what their libraries do")
             return Training(layers=[nn.Linear(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
         """,
     )
     data = data_for("mine.py:build", tmp_path)
     for encode in (msgspec.json.encode, msgspec.msgpack.encode):
-        done = run(encode(data))
+        done = run(encode(data), "--devices-per-node", "2")
         assert done.returncode == 0, done.stderr.decode()
-        profile = msgspec.json.decode(done.stdout, type=ProfileData)
-        assert [layer.parameter_bytes for layer in profile.layers] == [4 * 8]
-        assert b"what users print" in done.stderr
+        progress, found = [
+            msgspec.json.decode(line, type=Progress | LayersMeasured) for line in done.stdout.splitlines()
+        ]
+        assert progress == Progress(done=1, total=1)
+        assert isinstance(found, LayersMeasured)
+        assert [layer.parameter_bytes for layer in found.profile.layers] == [4 * 8]
+        assert [split.devices for split in found.profile.layers[0].split] == [2]
+        assert b"what users print" in done.stderr and b"nor what their libraries do" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,10 @@ def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, t
 
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
-    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True))
+    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True, devices_per_node=2))
     prepared = trainer.take(p.Prepared)
     assert prepared.profile is not None and len(prepared.profile.layers) == 4
+    assert [[s.devices for s in layer.split] for layer in prepared.profile.layers] == [[2]] * 4
     trainer.close()
 
 

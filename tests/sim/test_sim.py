@@ -74,12 +74,22 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     assert shapes == set(SHAPES)
     assert set(causes) == {
         "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "resumed",
-        "connection_lost",
+        "connection_lost", "speed_changed",
     }  # fmt: skip
     assert set(decisions) == {"start", "boundary", "redo", "roll_forward"}
-    assert {"crash", "trainer", "cut", "reset", "freeze", "the", "drain", "terminate", "restart"} <= set(
-        faults
-    )
+    assert {
+        "crash",
+        "trainer",
+        "cut",
+        "reset",
+        "freeze",
+        "the",
+        "drain",
+        "terminate",
+        "restart",
+        "slow",
+    } <= set(faults)
+    assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names
     )

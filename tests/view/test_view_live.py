@@ -125,3 +125,27 @@ def test_a_terminal_gets_a_picture_and_keeps_the_last(run_events: list[Json], st
     text = out.getvalue()
     assert "\x1b[" in text
     assert "step 120/120" in text and "job finished" in text
+
+
+def test_planning_that_takes_long_is_a_progress_bar(state: Json) -> None:
+    """In the place of the steps before the first one; later it is nobody's concern."""
+    waiting = {**state, "phase": "WAITING", "step": 0, "waiting_for": "pipeline templates"}
+    picture = Picture(120)
+    picture.see_state({**waiting, "planning": {"done": 16, "total": 64}})
+    lines = frame(picture)
+    line = next(line for line in lines if "planning 16 of 64" in line)
+    assert "25%" in line and "━" in line and "step 0" not in "".join(lines)
+    assert picture.progress_line().endswith("waiting for pipeline templates, planning 16 of 64")
+    picture.see_state({**state, "planning": {"done": 17, "total": 64}})
+    assert not any("planning 17" in line for line in frame(picture))
+
+
+def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.view.live.PROGRESS_EVERY_S", 0.0)
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=200), 120)
+    waiting = {**state, "phase": "WAITING", "step": 0}
+    for done in (5, 5, 37):
+        view.on_state({**waiting, "planning": {"done": done, "total": 64}})
+    told = [line for line in out.getvalue().splitlines() if "planning" in line]
+    assert [line.split("planning ")[1] for line in told] == ["5 of 64", "37 of 64"]

@@ -121,6 +121,12 @@ def test_the_status_of_a_cluster_without_a_job_and_of_one_that_waits(state: Json
     assert "PAUSED" in text and "for 1 more node" in text
 
 
+def test_the_status_shows_how_far_planning_is(state: Json) -> None:
+    text = printed(render_status(state | {"planning": {"done": 16, "total": 64}}))
+    assert "16 of 64 numbers of nodes" in text and "━" * 24 in text
+    assert "planning" not in printed(render_status(state | {"planning": None}))
+
+
 def test_the_status_of_a_coordinator_that_is_away() -> None:
     text = printed(render_status({"schema": 1, "phase": "UNREACHABLE"}))
     assert "UNREACHABLE" in text and "trainers go on by themselves" in text

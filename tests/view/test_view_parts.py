@@ -1,17 +1,13 @@
-"""Numbers with units, the loss chart, the plan's page."""
+"""Numbers with units, the loss chart."""
 
-import io
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from ftd.view.blocks import natural
 from ftd.view.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
-from ftd.view.plan import render_plan
 from ftd.view.text import (
     NodeColours,
     device_names,
@@ -24,13 +20,6 @@ from ftd.view.text import (
     size,
     words,
 )
-from planner.describe import CrossCheck, Description, Estimate, StageRow, TemplateRow
-from planner.errors import SolverError
-from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-
-
-def cells(line: str) -> list[str]:
-    return line.split()
 
 
 @pytest.mark.parametrize(
@@ -120,88 +109,3 @@ def test_the_chart_survives_losses_that_are_not_finite() -> None:
     assert [row[1:3] for row in rows] == ["  ", "  "]
     assert rows[0][0] == "█" and rows[1][3] != " "
     assert loss_chart(History(), width=10, height=2).plain == "waiting for the first step"
-
-
-def described() -> Description:
-    stages = tuple(
-        StageRow(
-            first_layer=first,
-            end_layer=first + 4,
-            node_offset=first // 4,
-            devices=1,
-            memory_bytes=(18 << 20) - first,
-            forward_ms=0.04,
-            backward_ms=0.08,
-        )
-        for first in (0, 4)
-    )
-    common: dict[str, Any] = {"memory_bytes": 18 << 20, "stages": stages}
-    placed = tuple(
-        StagePlacement(
-            first_layer=s.first_layer,
-            end_layer=s.end_layer,
-            devices=(Device(node=f"node-{s.node_offset}", index=0),),
-        )
-        for s in stages
-    )
-    plan = Plan(
-        pipelines=(PipelinePlacement(stages=placed, first_microbatch=0, microbatches=8, estimated_s=0.61),),
-        transfers=(),
-        method="initial",
-        reason="one pipeline of two nodes",
-        estimated_iteration_s=0.64,
-        idle_nodes=("node-2",),
-    )
-    return Description(
-        memory_limit_bytes=64 << 20,
-        templates=(
-            TemplateRow(nodes=2, objective_ms=600.0, lower_bound_ms=600.0, proved_optimal=True, **common),
-            TemplateRow(nodes=3, objective_ms=550.0, lower_bound_ms=500.0, proved_optimal=False, **common),
-        ),
-        plan=plan,
-        estimates=(Estimate(memory_bytes=18 << 20, makespan_ms=600.0, sync_ms=10.0, bubble_ratio=0.107),),
-        samples_per_s=50.0,
-    )
-
-
-def plan_page(check: CrossCheck | SolverError) -> list[str]:
-    out = io.StringIO()
-    policy = Policy(global_batch=32, microbatch_rows=4)
-    Console(width=110, file=out).print(render_plan(described(), check, policy=policy))
-    return out.getvalue().splitlines()
-
-
-def checked(model_iteration_ms: float) -> CrossCheck:
-    return CrossCheck(
-        microbatches=(5, 3),
-        iteration_ms=640.0,
-        model_microbatches=(4, 4),
-        model_iteration_ms=model_iteration_ms,
-    )
-
-
-def test_the_plans_page() -> None:
-    lines = plan_page(checked(640.0))
-    rows = [cells(line) for line in lines]
-    assert cells("2 0–3 (1) │ 4–7 (1) 18.0 MiB 600 ms proved") in rows
-    assert cells("3 0–3 (1) │ 4–7 (1) 18.0 MiB 550 ms within 10.0%") in rows
-    assert cells("A node-0 0–3 │ node-1 4–7 8 18.0 MiB 610 ms 11%") in rows
-    text = "\n".join(lines)
-    assert "8 layers, 1 device a node, a device has 64.0 MiB" in text
-    assert "Chosen  for 3 nodes" in text and "one pipeline of two nodes" in lines
-    assert "idle: node-2" in text
-    assert "expected step 640 ms, 50 samples/s; global batch 32 as 8 microbatches of 4" in text
-
-
-@pytest.mark.parametrize(
-    ("check", "says"),
-    [
-        (checked(640.0), "checked against the integer program (Pyomo, HiGHS): equal"),
-        (checked(600.0), "it finds 600 ms instead of 640 ms with 4, 4 microbatches; this is a bug"),
-        (SolverError("HiGHS is gone"), "not checked against the integer program: HiGHS is gone"),
-    ],
-)
-def test_the_plans_page_ends_with_the_check_of_the_shares(check: CrossCheck | SolverError, says: str) -> None:
-    page = " ".join(plan_page(check))
-    assert says in " ".join(page.split())
-    assert page.index("batch distribution") > page.index("expected step")

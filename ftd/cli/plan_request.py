@@ -1,0 +1,217 @@
+"""What ``ftd plan`` was asked: its options and files as a profile, a policy and a number of nodes."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from planner.errors import PlanningError
+    from planner.preview import Preview
+    from planner.values import ModelProfile, Policy
+    from statemachine.values import Job
+
+MOST_NODES = 100_000
+MOST_DEVICES_PER_NODE = 128
+MOST_MICROBATCHES = 10_000_000
+MICROBATCHES_PER_DEVICE = 4
+"""Where nobody says how many: the paper's N_b = 4S (Oobleck §4.1.2), were every device a stage."""
+MOST_TABLE_CELLS = 1 << 28
+"""Of the planner's tables of stage times, (devices + 1)·(layers + 1)² numbers each: 2 GiB for one table."""
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The command line as given; ``None`` where an option was not."""
+
+    job: Path | None = None
+    profile: Path | None = None
+    nodes: int
+    devices_per_node: int = 1
+    template_nodes: int | None = None
+    microbatches: int | None = None
+    objective: Literal["iteration", "paper"] | None = None
+    split: Literal["any", "aligned"] | None = None
+    batch_objective: Literal["minmax", "variance"] | None = None
+    tolerate: int | None = None
+    memory: str | None = None
+    checkpoint_activations: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the planner takes, and the options that its errors are told in."""
+
+    options: PlanOptions
+    name: str
+    """Of the job or of the profile's file."""
+    profile: "ModelProfile"
+    policy: "Policy"
+
+    def other_objective(self) -> "PlanRequest":
+        """The same question under the objective that was not asked for."""
+        other: Literal["iteration", "paper"] = "iteration" if self.policy.objective == "paper" else "paper"
+        return replace(self, policy=replace(self.policy, objective=other))
+
+    def preview(self) -> "Preview":
+        """Plan it.
+
+        :raises ConfigurationError: it cannot be; names the option and what would work.
+        """
+        from planner.errors import PlanningError
+        from planner.preview import preview
+
+        self._check()
+        options = self.options
+        try:
+            seen = preview(self.profile, self.policy, options.nodes, options.template_nodes)
+        except PlanningError as error:
+            raise self._explained(error) from None
+        if not 0 <= seen.instantiation.iteration_ms < float("inf"):
+            raise ConfigurationError(
+                "the times of the layers are too large to add up", field=self.name, remedy="check its units"
+            )
+        return seen
+
+    def _check(self) -> None:
+        """What is wrong in the words of the command line, before the planner says it in its own."""
+        options, policy = self.options, self.policy
+        pipelines = policy.tolerate + 1
+        if pipelines > options.nodes and options.tolerate is not None:
+            raise ConfigurationError(
+                f"tolerating {policy.tolerate} failures takes {pipelines} pipelines of a node or more, and "
+                f"there are {options.nodes} nodes",
+                field="--tolerate",
+                remedy=f"write at most {options.nodes - 1}, or --nodes {pipelines}",
+            )
+        if pipelines > policy.microbatches and (options.job is None or options.microbatches is not None):
+            raise ConfigurationError(
+                f"{policy.microbatches} cannot be distributed to the {pipelines} pipelines that tolerating "
+                f"{policy.tolerate} failures takes",
+                field="--microbatches",
+                remedy=f"write {pipelines} or more",
+            )
+        layers = len(self.profile.layers)
+        cells = (policy.devices_per_node + 1) * (layers + 1) ** 2
+        if cells > MOST_TABLE_CELLS:
+            most = int((MOST_TABLE_CELLS / (policy.devices_per_node + 1)) ** 0.5) - 1
+            raise ConfigurationError(
+                f"{layers} layers are too many for {policy.devices_per_node} devices per node",
+                field=self.name,
+                remedy=f"at most {most}: measure several layers as one",
+            )
+
+    def _explained(self, error: "PlanningError") -> ConfigurationError:
+        """The planner's error with its settings called as the command line calls them."""
+        told = str(error)
+        for setting, option in _OPTIONS.items():
+            told = told.replace(setting, option)
+        if self.options.job is None or self.options.tolerate is not None:
+            told = told.replace("tolerance.failures =", "--tolerate").replace(
+                "tolerance.failures to", "--tolerate to"
+            )
+        return ConfigurationError(told.replace("profile.layers", "layers"), field=self.name)
+
+
+_OPTIONS = {
+    "policy.devices_per_node": "--gpus-per-node",
+    "policy.tolerate": "--tolerate",
+    "policy.device_memory_bytes": "--memory",
+    "split = aligned": "--split aligned",
+    "split = any": "--split any",
+    " or checkpoint_activations": " or --checkpoint-activations",
+}
+
+
+def requested(options: PlanOptions) -> PlanRequest:
+    """Read the files and, where a job but no profile is given, measure the model.
+
+    :raises ConfigurationError: names the option or the field, and what would work.
+    """
+    from ftd.config.job import job_from_data, load_job_data, profile_from_data
+
+    if options.job is None and options.profile is None:
+        raise ConfigurationError(
+            "nothing says what to plan for",
+            field="--profile",
+            remedy="give --profile FILE (no cluster needed), or a JOB.toml whose model is then measured",
+        )
+    memory_bytes = None if options.memory is None else size_bytes(options.memory, field="--memory")
+    job = known = None
+    if options.job is not None:
+        data = load_job_data(options.job)
+        job = job_from_data(data, job_id=data.name, devices_per_node=options.devices_per_node)
+        known = profile_from_data(data)
+    profile = _profile(options, job, known)
+    policy = _policy_of_job(job, options) if job is not None else _policy_alone(profile, options)
+    policy = replace(
+        policy,
+        objective=options.objective or policy.objective,
+        split=options.split or policy.split,
+        batch_objective=options.batch_objective or policy.batch_objective,
+        tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
+        device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
+        checkpoint_activations=policy.checkpoint_activations or options.checkpoint_activations,
+    )
+    file = options.job or options.profile
+    assert file is not None, "one of the two was given"
+    name = job.name if job is not None else file.name
+    return PlanRequest(options=options, name=name, profile=profile, policy=policy)
+
+
+def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | None") -> "ModelProfile":
+    """:param known: what the job file names."""
+    if options.profile is not None:
+        from ftd.config.profile_file import load_profile
+
+        return load_profile(options.profile)
+    if known is not None:
+        return known
+    assert job is not None, "one of the two was given"
+    from ftd.profiling.layers import measured_profile
+    from ftd.view.progress import late_progress
+
+    with late_progress("measuring layers") as told:
+        return measured_profile(job, told)
+
+
+def _policy_of_job(job: "Job", options: PlanOptions) -> "Policy":
+    if options.microbatches is None:
+        return job.policy
+    return replace(job.policy, global_batch=options.microbatches * job.policy.microbatch_rows)
+
+
+def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> "Policy":
+    """No job: microbatches as they were measured, nothing to tolerate."""
+    from planner.values import Policy
+
+    microbatches = options.microbatches
+    if microbatches is None:
+        microbatches = MICROBATCHES_PER_DEVICE * options.nodes * options.devices_per_node
+    return Policy(
+        devices_per_node=options.devices_per_node,
+        tolerate=0,
+        global_batch=microbatches * profile.microbatch_rows,
+        microbatch_rows=profile.microbatch_rows,
+    )
+
+
+def size_bytes(written: str, *, field: str) -> int:
+    """``80GiB``, ``500 MB``, ``1048576`` as bytes.
+
+    :raises ConfigurationError: it is no size, or none at all.
+    """
+    match = _SIZE.fullmatch(written.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit is not None else 0
+    if size < 1:
+        raise ConfigurationError(
+            f"{written!r} is no size of a memory", field=field, remedy="write it like 80GiB, or in bytes"
+        )
+    return size

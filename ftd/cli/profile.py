@@ -1,0 +1,77 @@
+"""``ftd profile``: what each layer of a job's model costs on this machine, as a file for the planner."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftd.cli.options import print_rich, run_async
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ftd.config.profile_document import ProfileDocument
+    from statemachine.values import Job
+
+
+def register(app: typer.Typer) -> None:
+    app.command("profile")(profile)
+
+
+def profile(
+    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the profile here.", metavar="FILE", show_default="NAME.profile.json, here"),
+    ] = None,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, max=1024, help="Measure the split of a microbatch over up to so many, too.")
+    ] = 1,
+    network: Annotated[
+        bool, typer.Option(help="Measure messages and all-reduces between processes of this machine.")
+    ] = True,
+) -> None:
+    """Measure a job's model layer by layer on this machine's own device, and save the profile as JSON.
+
+    Builds the model once; nothing is trained. The file is what ftd plan --profile takes.
+
+    Example: ftd profile examples/gpt.toml --output gpt.json
+    """
+    from ftd.config.job import load_job
+    from ftd.config.profile_file import save_profile
+    from ftd.view.profile import render_profile
+
+    loaded = load_job(job, devices_per_node=devices_per_node)
+    path = output if output is not None else Path(f"{loaded.name}.profile.json")
+    _check_output(path)
+    document = run_async(_measured(loaded, network=network))
+    save_profile(path, document)
+    print_rich(render_profile(document))
+    typer.echo(f"\nsaved as {path}; next: ftd plan --profile {path} --nodes 4")
+
+
+async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
+    from ftd.profiling.document import document_of
+    from ftd.profiling.layers import measured_layers
+    from ftd.profiling.network import measured_links
+    from ftd.view.progress import late_progress
+
+    with late_progress("measuring layers") as told:
+        layers = await measured_layers(job, told)
+    links = None
+    if network:
+        with late_progress("measuring the network") as told:
+            links = await measured_links(job.training["backend"], told)
+    return document_of(job.name, layers, links, job.policy.devices_per_node)
+
+
+def _check_output(path: Path) -> None:
+    """Before measuring, not behind it.
+
+    :raises ConfigurationError: nothing can be written there.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a directory", field="--output", remedy="name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigurationError(
+            f"the directory {path.parent} does not exist", field="--output", remedy="make it, or name another"
+        )

@@ -1,0 +1,39 @@
+"""A job's model, measured layer by layer on this machine's own device."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ftd.profiling.process import Told, ask
+
+if TYPE_CHECKING:
+    from planner.values import ModelProfile
+    from runtime.measurement import LayersMeasured
+    from statemachine.values import Job
+
+
+def measured_profile(job: "Job", told: Told = lambda done, total: None) -> "ModelProfile":
+    """The profile that the planner takes; of the network nothing is known.
+
+    :param told: called with how many layers are measured, and of how many.
+    :raises ConfigurationError: the training function, or what it returns, cannot be used.
+    """
+    from planner.values import ModelProfile
+
+    found = asyncio.run(measured_layers(job, told))
+    return msgspec.convert(msgspec.to_builtins(found.profile), ModelProfile)
+
+
+async def measured_layers(job: "Job", told: Told) -> "LayersMeasured":
+    """All that was measured. :raises ConfigurationError: as above."""
+    from runtime.measurement import LayersMeasured
+
+    return await ask(
+        "runtime.profile",
+        "--devices-per-node",
+        str(job.policy.devices_per_node),
+        order=msgspec.json.encode(job.training),
+        answer=LayersMeasured,
+        told=told,
+    )

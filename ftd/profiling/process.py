@@ -1,0 +1,100 @@
+"""A measuring process: started, listened to line by line, and always ended.
+
+This process never loads torch, so all measuring is done by ``python -m runtime.…``, which answers as
+``runtime.measurement`` says.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from ftd.errors import ConfigurationError, InternalError
+from runtime.measurement import INVALID_EXIT, LayersMeasured, LinksMeasured, Progress
+
+Told = Callable[[int, int], None]
+"""Called with how much of the measuring is done, and of how much."""
+Answer = TypeVar("Answer", LayersMeasured, LinksMeasured)
+
+_MAX_LINE_BYTES = 64 * 1024 * 1024
+_KEPT_LINES = 200
+"""Of what the process says on stderr: enough for a traceback, whatever the user's code prints before."""
+
+
+async def ask(
+    module: str,
+    *arguments: str,
+    order: bytes,
+    answer: type[Answer],
+    told: Told,
+    timeout_s: float | None = None,
+) -> Answer:
+    """Run ``python -m module`` on an order and wait for its answer.
+
+    It has as many threads as a trainer has, unless the environment says otherwise.
+
+    :param timeout_s: of all; ``None`` where only the user's code knows how long it takes.
+    :raises ConfigurationError: the user has to change something.
+    :raises InternalError: the process failed, or took too long.
+    """
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    process = await asyncio.create_subprocess_exec(
+        # Safe path: a planner.py in the current directory must not be imported for ours.
+        *(sys.executable, "-P", "-m", module, "--parent", str(os.getpid()), *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**threads, **os.environ},
+        limit=_MAX_LINE_BYTES,
+    )
+    said: deque[str] = deque(maxlen=_KEPT_LINES)
+    try:
+        async with asyncio.timeout(timeout_s):
+            found, _, _ = await asyncio.gather(
+                _answer(process, answer, told), _listen(process, said), _give(process, order)
+            )
+            code = await process.wait()
+    except TimeoutError:
+        raise InternalError(f"{module} did not answer within {timeout_s:g} s:\n" + "\n".join(said)) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code == INVALID_EXIT:
+        raise ConfigurationError(said[-1] if said else "it failed", field="training")
+    if code != 0 or found is None:
+        raise InternalError(f"measuring failed ({module}, exit code {code}):\n" + "\n".join(said))
+    return found
+
+
+async def _give(process: asyncio.subprocess.Process, order: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # It has ended; its exit code says why.
+        process.stdin.write(order)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _answer(process: asyncio.subprocess.Process, answer: type[Answer], told: Told) -> Answer | None:
+    assert process.stdout is not None
+    decoder = msgspec.json.Decoder(Progress | answer)
+    async for line in process.stdout:
+        said: Progress | Answer = decoder.decode(line)
+        if isinstance(said, Progress):
+            told(said.done, said.total)
+        else:
+            return said
+    return None
+
+
+async def _listen(process: asyncio.subprocess.Process, said: deque[str]) -> None:
+    assert process.stderr is not None
+    async for line in process.stderr:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            said.append(text)

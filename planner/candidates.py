@@ -1,0 +1,158 @@
+"""Which layouts are worth weighing after a change: Oobleck's steps, the optimum, and what lies between.
+
+All use as many nodes as the best instantiation does, and have the pipelines that the user's tolerance asks
+for; so which one is taken is only a matter of time: ``planner.tradeoff``.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.instantiation import Instantiation, Instantiator
+from planner.reconfiguration import reinstantiate
+from planner.values import Method
+
+KEPT_LAYOUTS = 2
+"""How many layouts that keep intact pipelines are weighed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Template sizes in the plan's order, each with the previous pipeline it goes on from, if any."""
+
+    method: Method
+    pipelines: tuple[tuple[int, int | None], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for size, _ in self.pipelines]
+
+
+def first_layout(best: Instantiation) -> Layout:
+    """At a job's start."""
+    return Layout("initial", tuple((size, None) for size in best.sizes))
+
+
+def layouts(
+    before: Sequence[int],
+    left: Sequence[int],
+    nodes: int,
+    templates: Sequence[int],
+    instantiator: Instantiator,
+    most: int,
+) -> list[Layout]:
+    """Different ones, the best instantiation always among them; of equal ones the first of these is named.
+
+    * *simple*, *borrow*, *merge*: the published steps, unless they dead-end or leave nodes out;
+    * *grow*: nodes without a pipeline fill the gaps in those that lost some, then join the smallest;
+    * *keep*: intact pipelines go on, the rest is instantiated anew as is best for it alone; where it is too
+      small, the smallest intact ones give way;
+    * *even*: as many pipelines as have survivors, as equal in size as can be;
+    * *best*: the best instantiation.
+
+    :param before, left: nodes of each previous pipeline, and how many of them are there.
+    :param nodes: all that are there, in a pipeline before or not.
+    :param templates: the sizes that there are, ascending.
+    :param most: pipelines that the batch suffices for.
+    """
+    best = instantiator.best(nodes)
+    fewest = instantiator.required(nodes)
+    available = set(templates)
+    proposed = [
+        *_stepped(before, left, templates),
+        *_grown(before, left, nodes, templates),
+        *_kept(before, left, best.nodes, templates[0], instantiator),
+        *_evened(before, left, best.nodes),
+        Layout("best", _aligned(best.sizes, before, left, range(len(before)))),
+    ]
+    found: dict[tuple[int, ...], Layout] = {}
+    for layout in proposed:
+        sizes = layout.sizes
+        fits = sum(sizes) == best.nodes and fewest <= len(sizes) <= most and available.issuperset(sizes)
+        if fits:
+            found.setdefault(tuple(sorted(sizes)), layout)
+    return list(found.values())
+
+
+def _stepped(before: Sequence[int], left: Sequence[int], templates: Sequence[int]) -> list[Layout]:
+    mended = reinstantiate(before, left, templates)
+    return [] if mended is None else [Layout(mended.method, _going_on(mended.sizes))]
+
+
+def _grown(before: Sequence[int], left: Sequence[int], nodes: int, templates: Sequence[int]) -> list[Layout]:
+    free = nodes - sum(left)
+    if not free or not any(left):
+        return []
+    grown, available = list(left), set(templates)
+    # The smallest gaps first, so that most pipelines are whole; those without survivors last.
+    for index in sorted(range(len(left)), key=lambda i: (left[i] == 0, before[i] - left[i], i)):
+        given = min(free, before[index] - grown[index])
+        grown[index] += given
+        free -= given
+    while free:
+        takers = [index for index, size in enumerate(grown) if size and size + 1 in available]
+        if not takers:
+            break
+        grown[min(takers, key=lambda index: (grown[index], index))] += 1
+        free -= 1
+    mended = reinstantiate(before, grown, templates)
+    return [] if mended is None else [Layout("grow", _going_on(mended.sizes))]
+
+
+def _kept(
+    before: Sequence[int], left: Sequence[int], usable: int, n0: int, instantiator: Instantiator
+) -> list[Layout]:
+    intact = [index for index, count in enumerate(left) if count and count == before[index]]
+    intact.sort(key=lambda index: (-before[index], index))
+    found: list[Layout] = []
+    while intact and len(found) < KEPT_LAYOUTS:
+        kept = sum(before[index] for index in intact)
+        rest = usable - kept
+        if rest == 0:
+            found.append(Layout("keep", tuple((before[index], index) for index in sorted(intact))))
+        elif rest >= n0:
+            others = sorted(set(range(len(left))).difference(intact))
+            anew = _aligned(instantiator.best(rest).sizes, before, left, others)
+            going_on = [(before[index], index) for index in intact]
+            known = sorted((index, size) for size, index in (*going_on, *anew) if index is not None)
+            new = tuple(pair for pair in anew if pair[1] is None)
+            found.append(Layout("keep", (*((size, index) for index, size in known), *new)))
+        intact.pop()
+    return found
+
+
+def _evened(before: Sequence[int], left: Sequence[int], usable: int) -> list[Layout]:
+    pipelines = sum(count > 0 for count in left)
+    if not pipelines:
+        return []
+    size, larger = divmod(usable, pipelines)
+    sizes = [size + 1] * larger + [size] * (pipelines - larger)
+    return [Layout("even", _aligned(sizes, before, left, range(len(before))))] if size else []
+
+
+def _going_on(sizes: Sequence[int]) -> tuple[tuple[int, int | None], ...]:
+    return tuple((size, index) for index, size in enumerate(sizes) if size)
+
+
+def _aligned(
+    sizes: Iterable[int], before: Sequence[int], left: Sequence[int], among: Iterable[int]
+) -> tuple[tuple[int, int | None], ...]:
+    """New sizes in the order of the previous pipelines: whole ones keep theirs, then the fullest choose.
+
+    :param among: the previous pipelines to go on from.
+    """
+    free = Counter(sizes)
+    matched: dict[int, int] = {}
+    survived = [index for index in among if left[index]]
+    order = sorted(survived, key=lambda index: (left[index] != before[index], -left[index], index))
+    for exact in (True, False):
+        for index in order:
+            if index in matched or not free or (exact and left[index] not in free):
+                continue
+            nearest = min(free, key=lambda size: (abs(size - left[index]), -size))
+            matched[index] = nearest
+            free[nearest] -= 1
+            if not free[nearest]:
+                del free[nearest]
+    going_on: list[tuple[int, int | None]] = [(size, index) for index, size in sorted(matched.items())]
+    return (*going_on, *((size, None) for size in sorted(free.elements(), reverse=True)))

@@ -1,0 +1,55 @@
+"""A second opinion on the shares of a plan: the same batch, distributed by an integer program."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from planner.batch import Cost, score_ms
+from planner.makespan import PipelineClock
+from planner.preview import Preview
+from planner.programs import distribute_for_by_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossCheck:
+    """The batch distribution of a plan, by the planner's own method and by an integer program.
+
+    A score is what ``Policy.batch_objective`` minimises (``batch.score_ms``).
+    """
+
+    microbatches: tuple[int, ...]
+    """In the order of the plan's pipelines."""
+    score_ms: float
+    model_microbatches: tuple[int, ...]
+    model_score_ms: float
+    iteration_ms: float
+
+    @property
+    def agrees(self) -> bool:
+        """Equally good, to the solver's tolerance; the shares themselves may differ."""
+        return abs(self.score_ms - self.model_score_ms) <= 1e-6 * self.iteration_ms
+
+
+def cross_check(seen: Preview) -> CrossCheck:
+    """Distribute the batch to the chosen pipelines again, with Pyomo: up to some seconds.
+
+    :raises SolverError: the solver is not there, or found no proved optimum.
+    """
+    chosen, policy = seen.instantiation, seen.costs.policy
+    per_size: dict[int, Cost] = {}
+    for size in set(chosen.sizes):
+        stages = seen.templates[size].stages
+        sync_ms = seen.costs.sync_ms(stages, len(chosen.sizes))
+        per_size[size] = partial(_step_ms, seen.costs.clock(stages), sync_ms)
+    costs = [per_size[size] for size in chosen.sizes]
+    shares = distribute_for_by_model(policy.batch_objective, costs, policy.microbatches)
+    return CrossCheck(
+        microbatches=chosen.microbatches,
+        score_ms=score_ms(policy.batch_objective, costs, chosen.microbatches),
+        model_microbatches=shares,
+        model_score_ms=score_ms(policy.batch_objective, costs, shares),
+        iteration_ms=chosen.iteration_ms,
+    )
+
+
+def _step_ms(clock: PipelineClock, sync_ms: float, microbatches: int) -> float:
+    return clock.makespan_ms(microbatches) + sync_ms

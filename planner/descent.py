@@ -1,0 +1,124 @@
+"""A local search over mappings: the best of all small moves, again and again, while the step gets shorter."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.costs import StageCosts
+from planner.enumeration import Ints, quickest
+from planner.values import StageTemplate
+
+LONGEST_SHIFT = 8
+"""Cuts next to each other that move together in one step."""
+NEAR = 2
+"""Layers that a cut moves at most when devices move from one of its stages to the other."""
+MOST_STEPS = 100
+
+Row = tuple[list[int], list[int]]
+"""Cuts, from 0 to L, and the devices of the stages between them."""
+
+
+def descend(
+    costs: StageCosts,
+    stages: tuple[StageTemplate, ...],
+    makespan_ms: float,
+    microbatches: int,
+    floor_ms: float,
+) -> tuple[float, tuple[StageTemplate, ...]]:
+    """A mapping that no move makes quicker, and its makespan.
+
+    :param makespan_ms: of ``stages``.
+    :param floor_ms: a lower bound on all makespans; nothing is looked for below it.
+    """
+    for _ in range(MOST_STEPS):
+        found = quickest_of(costs, list(_neighbours(stages, costs)), microbatches, makespan_ms)
+        if found is None or makespan_ms <= floor_ms:
+            break
+        makespan_ms, stages = found
+    return makespan_ms, stages
+
+
+def quickest_of(
+    costs: StageCosts, rows: list[Row], microbatches: int, below_ms: float
+) -> tuple[float, tuple[StageTemplate, ...]] | None:
+    """The quickest of mappings with any numbers of stages, ``None`` if none takes less than ``below_ms``."""
+    by_depth: dict[int, list[Row]] = {}
+    for row in rows:
+        by_depth.setdefault(len(row[1]), []).append(row)
+    best = None
+    for _, group in sorted(by_depth.items()):
+        cuts: Ints = np.array([cuts for cuts, _ in group], dtype=np.int64)
+        devices: Ints = np.array([devices for _, devices in group], dtype=np.int64)
+        found = quickest(costs, cuts, devices, microbatches, below_ms=below_ms)
+        if found is not None:
+            best, below_ms = found, found[0]
+    return best
+
+
+def as_row(stages: tuple[StageTemplate, ...]) -> Row:
+    return [0, *(stage.end_layer for stage in stages)], [stage.devices for stage in stages]
+
+
+def shifted(cuts: list[int]) -> Iterator[list[int]]:
+    """A run of neighbouring cuts goes up or down by one layer, or one cut by more."""
+    stages = len(cuts) - 1
+    for first in range(1, stages):
+        for after in range(first + 1, min(first + LONGEST_SHIFT, stages) + 1):
+            for step in (-1, 1):
+                moved = [*cuts[:first], *(cut + step for cut in cuts[first:after]), *cuts[after:]]
+                if moved[first] > moved[first - 1] and moved[after] > moved[after - 1]:
+                    yield moved
+        for cut in range(cuts[first - 1] + 1, cuts[first + 1]):
+            if abs(cut - cuts[first]) > 1:
+                yield [*cuts[:first], cut, *cuts[first + 1 :]]
+
+
+def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> Iterator[Row]:
+    """Mappings one move away."""
+    cuts, devices = as_row(stages)
+    positions = [sum(devices[:index]) % costs.devices_per_node for index in range(len(devices))]
+    for moved in shifted(cuts):
+        yield moved, devices
+    for index, stage in enumerate(stages):
+        for left, right in _halves(costs, stage.devices, positions[index]):
+            split = [*devices[:index], left, right, *devices[index + 1 :]]
+            for cut in range(stage.first_layer + 1, stage.end_layer):
+                yield [*cuts[: index + 1], cut, *cuts[index + 1 :]], split
+    for index in range(1, len(stages)):
+        if stages[index - 1].node_offset != stages[index].node_offset:
+            continue
+        together, before = devices[index - 1] + devices[index], positions[index - 1]
+        if together in costs.stage_devices and costs.can_start(before, together):
+            yield (
+                [*cuts[:index], *cuts[index + 1 :]],
+                [*devices[: index - 1], together, *devices[index + 1 :]],
+            )
+        for left, right in _halves(costs, together, before):
+            if left != devices[index - 1]:
+                changed = [*devices[: index - 1], left, right, *devices[index + 1 :]]
+                nearest = max(cuts[index - 1] + 1, cuts[index] - NEAR)
+                for cut in range(nearest, min(cuts[index + 1], cuts[index] + NEAR + 1)):
+                    yield [*cuts[:index], cut, *cuts[index + 1 :]], changed
+    yield from ((cuts, swapped) for swapped in _swapped(devices, costs.devices_per_node))
+
+
+def _halves(costs: StageCosts, devices: int, position: int) -> Iterator[tuple[int, int]]:
+    """Two stages in the place of ``devices`` devices from ``position`` on in their node."""
+    for left in costs.stage_devices:
+        right = devices - left
+        known = right in costs.stage_devices
+        if known and costs.can_start(position, left) and costs.can_start(position + left, right):
+            yield left, right
+
+
+def _swapped(devices: list[int], devices_per_node: int) -> Iterator[list[int]]:
+    """A node and the one behind it change places, where they are split differently."""
+    nodes: list[list[int]] = [[]]
+    for d in devices:
+        if sum(nodes[-1]) == devices_per_node:
+            nodes.append([])
+        nodes[-1].append(d)
+    for index in range(1, len(nodes)):
+        if nodes[index - 1] != nodes[index]:
+            order = [*nodes[: index - 1], nodes[index], nodes[index - 1], *nodes[index + 1 :]]
+            yield [d for node in order for d in node]

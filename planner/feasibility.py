@@ -1,0 +1,129 @@
+"""Whether stages fit into memory: on how few nodes, and where they do not, which stage is too large.
+
+Times do not matter here, only bytes, and with them the number of stages behind each stage (``memory``).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs import StageCosts
+from planner.memory import Bytes
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fullest:
+    """The stage that needs most memory, in a mapping that needs as little as possible."""
+
+    first_layer: int
+    end_layer: int
+    stages_after: int
+    size_bytes: int
+
+
+def sizes_allowed(costs: StageCosts) -> list[int]:
+    """How many of ``stage_devices`` a stage can have that is the first of a pipeline's last g devices.
+
+    Index g modulo the devices of a node. Smaller stages can start wherever larger ones can, so the sizes
+    allowed are the first ones.
+    """
+    nodes_devices = costs.devices_per_node
+    positions = [-g % nodes_devices for g in range(nodes_devices)]
+    return [sum(costs.can_start(position, d) for d in costs.stage_devices) for position in positions]
+
+
+def memory_ends(costs: StageCosts, nodes: int) -> Ints:
+    """Last end of a stage from layer u that fits, ``u`` if none; for pipelines of up to ``nodes`` nodes.
+
+    Shape (rows, sizes of a stage, L + 1). Row r has r stages behind it; the last row that or more, so there
+    are as many rows as make a difference.
+    """
+    starts = np.arange(costs.layers + 1)
+    if costs.memory.limit_bytes is None:
+        return np.full((1, len(costs.stage_devices), costs.layers + 1), costs.layers, dtype=np.int64)
+    longer = starts[None, :] > starts[:, None]
+    depths = min(nodes * costs.devices_per_node, costs.layers, costs.policy.microbatches)
+    ends: Ints = np.array(
+        [
+            # A longer stage needs no less memory, so the ends that fit are a run.
+            [starts + (costs.fits(d, depth) & longer).sum(axis=1) for d in costs.stage_devices]
+            for depth in range(depths)
+        ]
+    )
+    changes = (ends[1:] != ends[:-1]).any(axis=(1, 2)).nonzero()[0]
+    return ends[: int(changes[-1]) + 2 if len(changes) else 1]
+
+
+def fewest_nodes(costs: StageCosts) -> int | None:
+    """Nodes of the smallest pipeline that fits into memory, ``None`` if not even the largest does."""
+    if costs.memory.limit_bytes is None or not costs.most_nodes:
+        return 1 if costs.most_nodes else None
+    ends = memory_ends(costs, costs.most_nodes)
+    rows, starts = np.arange(len(ends))[:, None], np.arange(costs.layers + 1)
+    if (ends[0, -1, :-1] == starts[:-1]).any():
+        return None  # a layer that fits nowhere, and there are quicker ways to see that
+    allowed = sizes_allowed(costs)
+    nothing = np.zeros((len(ends), costs.layers + 1), dtype=np.bool_)
+    nothing[0, -1] = True
+    reached: dict[int, Ints] = {0: nothing.cumsum(axis=1)}
+    for g in range(1, costs.most_nodes * costs.devices_per_node + 1):
+        # Where layers [u, L) fit on the last g devices; summed up, a window has one if its ends differ.
+        here = np.zeros_like(nothing)
+        for index, d in enumerate(costs.stage_devices[: allowed[g % len(allowed)]]):
+            sums = reached[g - d]
+            found = sums[rows, ends[:, index]] > sums[rows, starts]
+            here[1:] |= found[:-1]
+            here[-1] |= found[-1]
+        if g % costs.devices_per_node == 0 and here[:, 0].any():
+            return g // costs.devices_per_node
+        reached[g] = here.cumsum(axis=1)
+        reached.pop(g - costs.max_devices, None)
+    return None
+
+
+def fullest_stage(costs: StageCosts, nodes: int) -> Fullest:
+    """Of all numbers of stages on ``nodes`` nodes, the cut whose fullest stage needs fewest bytes.
+
+    Stages are spread evenly over the nodes: each has as many devices as the node with most stages allows.
+    """
+    most = min(costs.layers, nodes * costs.devices_per_node)
+    by_devices: dict[int, list[int]] = {}
+    for stages in range(nodes * costs.fewest_stages, most + 1):
+        share = costs.devices_per_node // -(-stages // nodes)
+        devices = max((d for d in costs.stage_devices if d <= share), default=costs.stage_devices[0])
+        by_devices.setdefault(devices, []).append(stages)
+    cuts = [cut for devices, counts in by_devices.items() for cut in _emptiest(costs, devices, counts)]
+    return min(cuts, key=lambda cut: cut.size_bytes)
+
+
+def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fullest]:
+    """The fullest stage of the emptiest cut into each number of stages, all on so many devices."""
+    never = np.iinfo(np.int64).max
+    starts = np.arange(costs.layers + 1)
+    longer = starts[None, :] > starts[:, None]
+    fullest: Bytes = np.where(starts == costs.layers, 0, never)
+    choices: list[Ints] = []
+    found: list[Fullest] = []
+    for after in range(max(counts)):
+        table = np.where(longer, costs.memory.table(devices, after), never)
+        both = np.maximum(table, fullest[None, :])
+        choices.append(both.argmin(axis=1))
+        fullest = both.min(axis=1)
+        if after + 1 in counts:
+            found.append(_follow(costs, devices, choices))
+    return found
+
+
+def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> Fullest:
+    """The fullest of the stages that begin at layer 0 and end where ``choices[stages behind][u]`` says."""
+    stages: list[Fullest] = []
+    first = 0
+    for after in reversed(range(len(choices))):
+        end = int(choices[after][first])
+        size = costs.memory.stage_bytes(first, end, devices, after)
+        stages.append(Fullest(first_layer=first, end_layer=end, stages_after=after, size_bytes=size))
+        first = end
+    return max(stages, key=lambda stage: stage.size_bytes)

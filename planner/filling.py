@@ -1,0 +1,138 @@
+"""The most microbatches that exactly r templates of exactly N' nodes in all can do: an exact-fill knapsack
+by halving, and the bound that spares most of them.
+
+Let w be the difference between the largest and the smallest template. Sort 2k templates by size and deal them
+alternately to two hands: the hands' sums differ by at most w. So the best of 2k templates with sum v is the
+best pair of k templates each with sums within w/2 of v/2. Asked for one sum at r, it takes sums in a band
+3·w wide at most for r/2, r/4, … 1 templates: at an odd count one template is taken out first, which widens
+the band by w, and halving it takes half away again. That is log₂ r (max, +)-convolutions of arrays of at
+most 3·w entries, whatever N' is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from planner.clocks import Ints
+from planner.makespan import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Band:
+    """Most microbatches of ``count`` templates by their nodes: ``work[v − low]`` for ``low`` ≤ v."""
+
+    count: int
+    low: int
+    work: Floats
+
+
+def bound(sizes: Ints, shares: Ints, nodes: int, fewest: int, most: int) -> float:
+    """At least what ``fill`` can reach with any number of templates from ``fewest`` to ``most``.
+
+    Templates may be divided here: that is the linear program max Σ x·share with Σ x·size = ``nodes`` and
+    Σ x within the range. Its optimum for Σ x = r is r·e(nodes / r) for the upper concave envelope e of the
+    shares over the sizes, and concave in r; so it is at the templates with most microbatches per node, or at
+    the end of the range that is next to their number.
+    """
+    useful = shares > 0
+    if not useful.any():
+        return -np.inf
+    size, share = sizes[useful], shares[useful].astype(np.float64)
+    low, high = max(fewest, nodes / size[-1]), min(most, nodes / size[0])
+    if low > high:
+        return -np.inf
+    densest = int(np.argmax(share / size))
+    wanted = nodes / size[densest]
+    if low <= wanted <= high:
+        return float(nodes * share[densest] / size[densest])
+    count = low if wanted < low else high
+    mean = min(max(nodes / count, size[0]), size[-1])
+    left, right = size <= mean, size >= mean
+    apart = size[right] - size[left, None]
+    weight = np.where(apart > 0, (mean - size[left, None]) / np.maximum(apart, 1), 0.0)
+    return float(count * np.max(share[left, None] * (1 - weight) + share[right] * weight))
+
+
+def fill(sizes: Ints, shares: Ints, nodes: int, count: int, enough: int) -> tuple[int, ...] | None:
+    """Sizes of ``count`` templates of exactly ``nodes`` nodes that do the most microbatches, largest first;
+    ``None`` where that is less than ``enough``. Templates without a share cannot be used.
+
+    :param sizes: nodes of each template, ascending.
+    :param shares: microbatches that each of them does.
+    """
+    useful = shares > 0
+    if not useful.any():
+        return None
+    smallest, largest = int(sizes[useful][0]), int(sizes[useful][-1])
+    width = largest - smallest
+    over = nodes - count * smallest
+    step = int(np.gcd.reduce(sizes[useful] - smallest))
+    if not 0 <= over <= count * width or (step and over % step):
+        return None
+    single = np.full(width + 1, -np.inf)
+    single[sizes[useful] - smallest] = shares[useful]
+    bands = _bands(single, count, over)
+    top = bands[-1].work[over - bands[-1].low]
+    if not top >= enough:
+        return None
+    taken = _taken(single, bands, over)
+    return tuple(
+        smallest + extra for extra, number in sorted(taken.items(), reverse=True) for _ in range(number)
+    )
+
+
+def _bands(single: Floats, count: int, over: int) -> list[_Band]:
+    """For 1 template, and on to ``count``; nodes are counted beyond the smallest template each."""
+    width = len(single) - 1
+    needs = [(count, over, over)]
+    while needs[-1][0] > 1:
+        number, low, high = needs[-1]
+        if number % 2:
+            number, low = number - 1, low - width
+        else:
+            number, low, high = number // 2, -((width - low) // 2), (high + width) // 2
+        needs.append((number, max(low, 0), min(high, number * width)))
+    _, low, high = needs.pop()
+    bands = [_Band(count=1, low=low, work=single[low : high + 1])]
+    while needs:
+        number, low, high = needs.pop()
+        before = bands[-1]
+        other = before if number == 2 * before.count else _Band(count=1, low=0, work=single)
+        work = _sums(before, other, low, high).max(axis=1)
+        bands.append(_Band(count=number, low=low, work=work))
+    return bands
+
+
+def _sums(one: _Band, other: _Band, low: int, high: int) -> Floats:
+    """Row v − ``low``: work of v nodes, by how many of them (less ``one.low``) are in ``one``."""
+    length = len(one.work)
+    # Entry i of ``one`` meets entry v − one.low − other.low − i of ``other``: a window that shifts, reversed.
+    first, last = low - one.low - other.low, high - one.low - other.low
+    before, after = max(length - 1 - first, 0), max(last + 1 - len(other.work), 0)
+    padded = np.concatenate((np.full(before, -np.inf), other.work, np.full(after, -np.inf)))
+    start = first + before - length + 1
+    windows = sliding_window_view(padded[start : start + length + high - low][::-1], length)[::-1]
+    sums: Floats = windows + one.work
+    return sums
+
+
+def _taken(single: Floats, bands: Sequence[_Band], over: int) -> dict[int, int]:
+    """How many templates of each size (less the smallest) make up the top, which is split as it was made."""
+    taken: dict[int, int] = {}
+    wanted = {over: 1}
+    for number in range(len(bands) - 1, 0, -1):
+        band, before = bands[number], bands[number - 1]
+        halves = band.count == 2 * before.count
+        other = before if halves else _Band(count=1, low=0, work=single)
+        parts: dict[int, int] = {}
+        for total, times in wanted.items():
+            first = int(np.argmax(_sums(before, other, total, total)[0])) + before.low
+            parts[first] = parts.get(first, 0) + times
+            kind = parts if halves else taken
+            kind[total - first] = kind.get(total - first, 0) + times
+        wanted = parts
+    for extra, times in wanted.items():
+        taken[extra] = taken.get(extra, 0) + times
+    return taken

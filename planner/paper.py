@@ -1,0 +1,141 @@
+"""The paper's objective (Oobleck Eq. 1–4, N_b = 4S), minimised with proof, for all template sizes at once.
+
+Branch and bound over the slowest stage's time B. The additive minimum of an interval of B bounds every
+mapping in it from below; the mapping that attains it, scored by Eq. 1–4 itself, bounds the optimum from
+above. Intervals with the lowest bounds are cut into parts until no bound is below the best mapping found. An
+interval of a single B is solved exactly, so the search ends.
+
+Where memory makes the number of stages behind a stage matter, bounds are taken from a looser program first,
+which costs a fraction. The exact one is asked about an interval when that is cut, unless the loose one's
+mapping fits anyway.
+"""
+
+import heapq
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from planner.additive import AdditiveMapping, Range
+from planner.makespan import Floats
+from planner.values import StageTemplate, Template
+
+ROUNDING = 1e-12
+"""Two sums of the same terms in another order differ by less, relatively."""
+PARTS = 4
+"""An interval is cut into so many, as they are evaluated together for less than one by one."""
+
+
+def paper_templates(additive: AdditiveMapping, sizes: Sequence[int]) -> dict[int, Template]:
+    """The best template of each number of nodes in ``sizes``; none where no mapping fits into memory.
+
+    Searches of several sizes share what they evaluate: one pass over the devices of the largest pipeline
+    answers for all smaller ones.
+    """
+    loose = additive
+    if additive.rows > 1:
+        loose = AdditiveMapping(additive.costs, additive.nodes, loose=True)
+    searches = [_Search(additive, loose, nodes) for nodes in sorted(set(sizes), reverse=True)]
+    while asked := _ask(searches):
+        parts = list(asked)
+        for start in range(0, len(parts), loose.batch):
+            chunk = parts[start : start + loose.batch]
+            _evaluate(loose, {part: asked[part] for part in chunk})
+    return {search.nodes: search.template() for search in reversed(searches) if search.stages}
+
+
+def _ask(searches: list["_Search"]) -> dict[Range, list["_Search"]]:
+    """Which search wants what to be evaluated, the largest pipelines first."""
+    asked: dict[Range, list[_Search]] = {}
+    for search in searches:
+        for part in search.cut():
+            asked.setdefault(part, []).append(search)
+    return asked
+
+
+def _evaluate(loose: AdditiveMapping, asked: dict[Range, list["_Search"]]) -> None:
+    most = max(search.nodes for searches in asked.values() for search in searches)
+    answers = dict(zip(asked, loose.minima(list(asked), most), strict=True))
+    for search in dict.fromkeys(search for searches in asked.values() for search in searches):
+        mine = [part for part, searches in asked.items() if search in searches]
+        search.learn({part: float(answers[part][search.nodes]) for part in mine})
+
+
+class _Search:
+    """What is known about the templates of one size."""
+
+    def __init__(self, additive: AdditiveMapping, loose: AdditiveMapping, nodes: int) -> None:
+        self.nodes = nodes
+        self.best_ms = inf
+        self.stages: tuple[StageTemplate, ...] = ()
+        self._additive, self._loose = additive, loose
+        # Some stage has the layer that is slowest even on the devices that suit it best.
+        layers = np.arange(additive.costs.layers)
+        alone_ms = additive.costs.time_ms[additive.sizes][:, layers, layers + 1].min(axis=0).max()
+        first = int(np.searchsorted(additive.times_ms, alone_ms))
+        self._open: list[tuple[float, Range, bool]] = [(0.0, (first, len(additive.times_ms) - 1), True)]
+        """Lower bounds, the intervals they are for, and whether they are not to be improved; a heap."""
+
+    def template(self) -> Template:
+        """Of the mapping found, when there is nothing left to ask."""
+        best_ms = self.best_ms
+        return Template(nodes=self.nodes, stages=self.stages, objective_ms=best_ms, lower_bound_ms=best_ms)
+
+    def cut(self) -> list[Range]:
+        """The parts to evaluate next; none once the best mapping is proved to be the best."""
+        while self._open and self._may_hold_better(self._open[0][0]):
+            _, part, tight = heapq.heappop(self._open)
+            if tight:
+                return _parts(self._additive.times_ms, part)
+            self._look_closely(part)
+        return []
+
+    def learn(self, bounds_ms: dict[Range, float]) -> None:
+        """Take what came out for parts of ``cut``."""
+        for number, (bound_ms, part) in enumerate(sorted((ms, part) for part, ms in bounds_ms.items())):
+            if not self._may_hold_better(bound_ms):
+                break
+            if number == 0 or part[0] == part[1]:
+                stages = self._loose.stages(part, self.nodes)
+                self._keep(bound_ms, part, stages if self._fits(stages) else None)
+            else:
+                self._keep(bound_ms, part, None)
+
+    def _look_closely(self, part: Range) -> None:
+        """Ask the exact program."""
+        bound_ms = float(self._additive.minima([part], self.nodes)[0][self.nodes])
+        if self._may_hold_better(bound_ms):
+            self._keep(bound_ms, part, self._additive.stages(part, self.nodes))
+
+    def _keep(self, bound_ms: float, part: Range, stages: tuple[StageTemplate, ...] | None) -> None:
+        """:param stages: what attains the bound, if that is known and fits."""
+        if stages is not None:
+            objective_ms = self._additive.costs.paper_ms(stages)
+            if objective_ms < self.best_ms:
+                self.best_ms, self.stages = objective_ms, stages
+        if stages is None or part[0] < part[1]:
+            tight = stages is not None or self._loose is self._additive
+            heapq.heappush(self._open, (bound_ms, part, tight))
+
+    def _fits(self, stages: tuple[StageTemplate, ...]) -> bool:
+        memory = self._additive.costs.memory
+        limit = memory.limit_bytes
+        return limit is None or max(memory.template_bytes(stages)) <= limit
+
+    def _may_hold_better(self, bound_ms: float) -> bool:
+        if bound_ms == inf:
+            return False
+        return bool(bound_ms - self._additive.rounding_ms < self.best_ms * (1 - ROUNDING))
+
+
+def _parts(times_ms: Floats, whole: Range) -> list[Range]:
+    """Cut by time where times are of different magnitude, else by number; the same for all searches."""
+    low, high = whole
+    if high - low < PARTS:
+        return [(index, index) for index in range(low, high + 1)]
+    if times_ms[high] > 2 * times_ms[low] > 0:
+        edges = np.searchsorted(times_ms, np.geomspace(times_ms[low], times_ms[high], PARTS + 1)[1:-1])
+    else:
+        edges = np.linspace(low, high + 1, PARTS + 1)[1:-1].astype(np.int64)
+    starts = np.unique(np.concatenate(([low], edges.clip(low, high)))).tolist()
+    return [(start, end - 1) for start, end in zip(starts, [*starts[1:], high + 1], strict=True)]

@@ -1,0 +1,284 @@
+"""Lower bounds on 1F1B steps that are sums over stages, minimised over all mappings by dynamic programming.
+
+Write B for the time of the slowest stage k*, N for the microbatches, trip for a stage's time and twice the
+link behind it, and μ for the shorter of forward and backward of k*. Paths through the schedule:
+
+    twice behind   Σ_{k<k*} trip + N·B + 4 links of k*           + Σ_{k>k*} (2·trip − B)
+    once behind    Σ_{k<k*} trip + N·B + 2 links of k*           + Σ_{k>k*} (trip − μ)
+    round trips    Σ_k ((p + 1)·trip − p·B) + (N − 1)·B              for p·S ≤ N − 1
+
+The first two are those of ``makespan.path_bounds``. Neither S nor k* is part of the state, and what lies
+between the first two in any proportion is a bound too. With an interval [low, high] in the place of B, high
+as the cap on stage times and low in the sums, the minimum is a lower bound for every mapping whose slowest
+stage is in the interval.
+
+The first two need N − 2 stages behind k* at most. So k* is the slowest of the stages that surely have no more
+behind them; others may be slower, as far as a mapping better than the best one known can have them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from planner.costs import StageCosts
+from planner.makespan import Floats
+from planner.values import StageTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathWeights:
+    """What a stage in front of the slowest, the slowest, and one behind it add to the sum; shapes (Q,)."""
+
+    before_trip: Floats
+    before_ms: Floats
+    at_trip: Floats
+    at_link: Floats
+    at_ms: Floats
+    after_trip: Floats
+    after_ms: Floats
+
+
+def through_slowest(microbatches: int, low_ms: Floats, shorter_ms: Floats, twice: Floats) -> PathWeights:
+    """The first two paths, ``twice`` parts of the first and 1 − ``twice`` of the second; arrays (Q,).
+
+    :param shorter_ms: the most that μ can be.
+    """
+    one, none = np.ones_like(low_ms), np.zeros_like(low_ms)
+    return PathWeights(
+        before_trip=one,
+        before_ms=none,
+        at_trip=none,
+        at_link=2 + 2 * twice,
+        at_ms=microbatches * low_ms,
+        after_trip=1 + twice,
+        after_ms=-twice * low_ms - (1 - twice) * shorter_ms,
+    )
+
+
+def round_trips(microbatches: int, times: int, low_ms: Floats) -> PathWeights:
+    """The third path with p = ``times``; with p = 0 and N = 1 the sum of all trips, at no cost for B."""
+    each = np.full_like(low_ms, times + 1.0)
+    return PathWeights(
+        before_trip=each,
+        before_ms=-times * low_ms,
+        at_trip=each,
+        at_link=np.zeros_like(low_ms),
+        at_ms=(microbatches - 1 - times) * low_ms,
+        after_trip=each,
+        after_ms=-times * low_ms,
+    )
+
+
+def join(weights: Sequence[PathWeights]) -> PathWeights:
+    """All their rows, in order."""
+    names = [entry.name for entry in fields(PathWeights)]
+    return PathWeights(**{name: np.concatenate([getattr(w, name) for w in weights]) for name in names})
+
+
+class PathTables:
+    """Minima for Q intervals at once, for pipelines of ``nodes`` nodes.
+
+    ``after[g]`` and ``done[g]`` have shape (Q, L + 1 + W): the least sum over all ways to put layers [u, L)
+    on the last g devices, infinite behind L; ``done`` counts the slowest stage in, ``after`` stops short of
+    it.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        nodes: int,
+        allowed: NDArray[np.bool_],
+        weights: PathWeights,
+        low_ms: Floats,
+        high_ms: Floats,
+        most_behind: int,
+        bounds: Mapping[tuple[int, int], Floats] | None = None,
+        below_ms: float = np.inf,
+    ) -> None:
+        """
+        :param allowed: stages to choose from, shape as the tables of ``costs``.
+        :param low_ms, high_ms: the intervals, shape (Q,).
+        :param most_behind: stages that the slowest may have behind it.
+        :param bounds: ``StageBounds.of``: only stages whose bound is below ``below_ms`` are chosen.
+        """
+        self._costs, self._most_behind = costs, most_behind
+        self.devices = nodes * costs.devices_per_node
+        self._sure: dict[int, _StageSums] = {}
+        self._unsure: dict[int, _StageSums] = {}
+        for d in costs.stage_devices:
+            time_ms = np.where(allowed[d], costs.time_ms[d], np.inf)
+            band = Band(costs, time_ms, float(high_ms.max()))
+            self._sure[d] = band.sums(weights, low_ms, high_ms, None)
+            if min(self.devices - d, costs.layers - 1) > most_behind:
+                band = Band(costs, time_ms, np.inf)
+                self._unsure[d] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
+        widest = max(len(sums.at) for sums in (*self._sure.values(), *self._unsure.values()))
+        shape = (self.devices + 1, len(low_ms), costs.layers + 1 + widest)
+        self.after, self.done = np.full(shape, np.inf), np.full(shape, np.inf)
+        self.after[0, :, costs.layers] = 0.0
+        self._memory = _MemoryMasks(costs, widest)
+        self._bounds, self._below_ms = bounds, below_ms
+        for g in range(1, self.devices + 1):
+            self._extend(g)
+
+    @property
+    def least(self) -> Floats:
+        """The lower bounds, shape (Q,); ``inf`` where no mapping has its slowest stage in the interval."""
+        least: Floats = self.done[self.devices, :, 0]
+        return least
+
+    def choices(self, q: int, devices: int, first: int, found: bool) -> list[tuple[Floats, int, bool]]:
+        """For a stage that begins at layer ``first``, on the last ``devices`` devices, in interval q.
+
+        Each is (what stage and rest add at least, for each end from ``first`` + 1 on; the stage's devices;
+        whether the slowest is this one or in front of it). ``found``: whether it is in front.
+        """
+        kinds: list[tuple[Floats, int, bool]] = []
+        for d in self.splits_before(devices):
+            left, sums = devices - d, self._sums(devices, d)
+            near = slice(first + 1, first + 1 + len(sums.at))
+            mask = self._mask(d, left, len(sums.at))[:, 0, first]
+            after, done = self.after[left, q, near] + mask, self.done[left, q, near] + mask
+            if found:
+                kinds.append((sums.after[:, q, first] + after, d, True))
+            else:
+                kinds.append((sums.at[:, q, first] + after, d, True))
+                kinds.append((sums.before[:, q, first] + done, d, False))
+        return kinds
+
+    def stages(self, q: int) -> tuple[StageTemplate, ...]:
+        """A mapping that attains ``least[q]``, which is finite."""
+        left, first, found = self.devices, 0, False
+        stages: list[StageTemplate] = []
+        while first < self._costs.layers:
+            kinds = self.choices(q, left, first, found)
+            sums, d, found = min(kinds, key=lambda kind: float(kind[0].min()))
+            end = first + 1 + int(sums.argmin())
+            offset = (self.devices - left) // self._costs.devices_per_node
+            stages.append(StageTemplate(first_layer=first, end_layer=end, node_offset=offset, devices=d))
+            first, left = end, left - d
+        return tuple(stages)
+
+    def splits_before(self, devices: int) -> list[int]:
+        """Sizes of a stage that is the first of the last ``devices`` devices and stays within its node."""
+        position = -devices % self._costs.devices_per_node
+        return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
+
+    def _sums(self, devices: int, d: int) -> "_StageSums":
+        return self._unsure.get(d, self._sure[d]) if devices - d > self._most_behind else self._sure[d]
+
+    def _mask(self, d: int, left: int, longest: int) -> Floats:
+        """0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
+        mask = self._memory.mask(d, left)[:longest]
+        if self._bounds is None:
+            return mask
+        return np.where(self._bounds[d, left][:longest, None, :] < self._below_ms, mask, np.inf)
+
+    def _extend(self, devices: int) -> None:
+        layers = self._costs.layers
+        after, done = self.after[devices, :, : layers + 1], self.done[devices, :, : layers + 1]
+        for d in self.splits_before(devices):
+            sums = self._sums(devices, d)
+            mask = self._mask(d, devices - d, len(sums.at))
+            rest = _windows(self.after[devices - d], sums.at.shape) + mask
+            rest_done = _windows(self.done[devices - d], sums.at.shape) + mask
+            np.minimum(after, (sums.after + rest).min(axis=0), out=after)
+            np.minimum(done, (sums.at + rest).min(axis=0), out=done)
+            np.minimum(done, (sums.before + rest_done).min(axis=0), out=done)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """What stage [u, u + 1 + w) adds in front of, as and behind the slowest: ``[w, q, u]``, or ``inf``."""
+
+    before: Floats
+    at: Floats
+    after: Floats
+
+
+class Band:
+    """Stages on d devices by first layer u and length w + 1, up to the longest that is quick enough."""
+
+    def __init__(self, costs: StageCosts, time_ms: Floats, cap_ms: float) -> None:
+        layers = costs.layers
+        longest = max(1, int((np.isfinite(time_ms) & (time_ms <= cap_ms)).sum(axis=1).max()))
+        starts = np.arange(layers + 1)
+        self.layers = layers
+        self._ends = starts + 1 + np.arange(longest)[:, None]
+        self.inside = np.minimum(self._ends, layers)
+        behind = np.where(self._ends <= layers, time_ms[starts, self.inside], np.inf)
+        self.time_ms: Floats = behind
+        self.link_ms: Floats = costs.link_ms[self.inside]
+
+    def sums(self, weights: PathWeights, low_ms: Floats, high_ms: Floats, sure_end: int | None) -> _StageSums:
+        """:param sure_end: the slowest ends there or later, and stages that end earlier may be slower."""
+
+        def of_query(values: Floats) -> Floats:
+            return values[None, :, None]
+
+        time_ms, link_ms = self.time_ms[:, None, :], self.link_ms[:, None, :]
+        trip = time_ms + 2 * link_ms
+        low, high = of_query(low_ms), of_query(high_ms)
+        within = time_ms <= high
+        slowest = within & (time_ms >= low)
+        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
+        quicker = np.where(low == high, time_ms < high, within)
+        in_front = within
+        if sure_end is not None:
+            surely = (self._ends >= sure_end)[:, None, :]
+            slowest = slowest & surely
+            in_front = within | (~surely & np.isfinite(time_ms))
+        finite = np.where(np.isfinite(trip), trip, 0.0)
+        before = of_query(weights.before_trip) * finite + of_query(weights.before_ms)
+        at = of_query(weights.at_trip) * finite + of_query(weights.at_link) * link_ms
+        after = of_query(weights.after_trip) * finite + of_query(weights.after_ms)
+        return _StageSums(
+            before=np.where(in_front, before, np.inf),
+            at=np.where(slowest, at + of_query(weights.at_ms), np.inf),
+            after=np.where(quicker, after, np.inf),
+        )
+
+
+class _MemoryMasks:
+    """0 where a stage fits with the fewest stages that can be behind it, else ``inf``."""
+
+    def __init__(self, costs: StageCosts, widest: int) -> None:
+        self._costs = costs
+        self._limited = costs.memory.limit_bytes is not None
+        starts = np.arange(costs.layers + 1)
+        self._starts = starts
+        self._ends = np.minimum(starts + 1 + np.arange(widest)[:, None], costs.layers)
+        self._known: dict[tuple[int, int], Floats] = {}
+        self._fewest = _fewest_stages(costs)
+        self._none = np.zeros((widest, 1, costs.layers + 1))
+
+    def mask(self, d: int, left: int) -> Floats:
+        """Shape (W, 1, L + 1), for a stage on d devices with ``left`` devices behind it."""
+        if not self._limited:
+            return self._none
+        full, rest = divmod(left, self._costs.devices_per_node)
+        behind = full * self._fewest[-1] + self._fewest[rest]
+        known = self._known.get((d, behind))
+        if known is None:
+            fits = self._costs.fits(d, behind)[self._starts, self._ends]
+            known = self._known[d, behind] = np.where(fits, 0.0, np.inf)[:, None, :]
+        return known
+
+
+def _fewest_stages(costs: StageCosts) -> list[int]:
+    """On the last 0, 1, … all devices of a node; as many as there are devices where it cannot be done."""
+    fewest = [0]
+    for left in range(1, costs.devices_per_node + 1):
+        position = costs.devices_per_node - left
+        sizes = [d for d in costs.stage_devices if costs.can_start(position, d)]
+        fewest.append(min((1 + fewest[left - d] for d in sizes), default=left))
+    return fewest
+
+
+def _windows(rest: Floats, shape: tuple[int, ...]) -> Floats:
+    """``[w, q, u]`` is ``rest[q, u + 1 + w]``."""
+    row, step = rest.strides
+    return as_strided(rest[:, 1:], shape=shape, strides=(step, row, step), writeable=False)

@@ -1,0 +1,100 @@
+"""What would run on a number of equal nodes, before there are any: templates and the chosen instantiation.
+
+Nodes have no names here, so none are assigned and nothing is transferred; for that see ``planner.planner``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.batch import check_batch
+from planner.costs import StageCosts
+from planner.errors import InfeasibleError
+from planner.instantiation import Instantiation, Instantiator
+from planner.mapping import Mapper
+from planner.templates import Templates, check_tolerance, expected_share, smallest_pipeline
+from planner.values import ModelProfile, Policy, Template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """Templates by their nodes, and the pipelines that ``nodes`` nodes would become."""
+
+    nodes: int
+    costs: StageCosts
+    templates: Mapping[int, Template]
+    """Smallest first."""
+    planned_microbatches: Mapping[int, int]
+    """What each template was mapped for, where its objective counts microbatches."""
+    instantiation: Instantiation
+
+    @property
+    def idle_nodes(self) -> int:
+        return self.nodes - self.instantiation.nodes
+
+
+def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: int | None = None) -> Preview:
+    """Plan a fresh start on ``nodes`` nodes, with all templates or, if given, with one alone.
+
+    :raises InfeasibleError: the profile or the policy makes no sense, nothing fits into memory, or the nodes
+        do not hold f + 1 pipelines.
+    :raises BatchError: the batch cannot be distributed to f + 1 pipelines.
+    """
+    if template_nodes is not None:
+        return _of_one_size(StageCosts(profile, policy), nodes, template_nodes)
+    costs = StageCosts(profile, policy)
+    check_batch(policy.global_batch, policy.microbatch_rows, 1)
+    check_tolerance(policy, smallest_pipeline(costs), nodes)
+    templates = Templates(costs, nodes)
+    return Preview(
+        nodes=nodes,
+        costs=costs,
+        templates=templates.by_nodes,
+        planned_microbatches={size: expected_share(policy, size, nodes) for size in templates.sizes},
+        instantiation=Instantiator(costs, templates).best(nodes),
+    )
+
+
+def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
+    """As many pipelines of ``size`` nodes as there are nodes and microbatches for; one mapping is made."""
+    policy = costs.policy
+    check_batch(policy.global_batch, policy.microbatch_rows, 1)
+    most = min(costs.most_nodes, nodes // (policy.tolerate + 1))
+    if not 1 <= size <= most:
+        raise InfeasibleError(_no_such_size(costs, nodes, size, most))
+    check_tolerance(policy, size, nodes)
+    pipelines = min(nodes // size, policy.microbatches)
+    even, extra = divmod(policy.microbatches, pipelines)
+    shares = tuple(even + (index < extra) for index in range(pipelines))
+    template = Mapper(costs, size).template(size, shares[0])
+    if template is None:
+        raise InfeasibleError(_does_not_fit(costs, size))
+    clock, sync_ms = costs.clock(template.stages), costs.sync_ms(template.stages, pipelines)
+    times_ms = {share: clock.makespan_ms(share) + sync_ms for share in sorted(set(shares))}
+    return Preview(
+        nodes=nodes,
+        costs=costs,
+        templates={size: template},
+        planned_microbatches={size: shares[0]},
+        instantiation=Instantiation(
+            sizes=(size,) * pipelines,
+            microbatches=shares,
+            pipeline_ms=tuple(times_ms[share] for share in shares),
+        ),
+    )
+
+
+def _no_such_size(costs: StageCosts, nodes: int, size: int, most: int) -> str:
+    what = f"no template of {size} nodes of {costs.devices_per_node} devices can be made"
+    if costs.most_nodes < 1:
+        return f"{what}: every stage needs a layer, and {costs.layers} layers cannot fill even one node"
+    if size > costs.most_nodes:
+        why = f"every stage needs a layer, and {costs.layers} layers fill at most {costs.most_nodes} nodes"
+    else:
+        why = f"{costs.policy.tolerate + 1} of them must fit into {nodes} nodes"
+    return f"{what}: {why}; the largest that works has {most} nodes"
+
+
+def _does_not_fit(costs: StageCosts, size: int) -> str:
+    n0 = smallest_pipeline(costs)
+    remedy = f"the smallest template that fits has {n0} nodes" if size < n0 else f"a template of {n0} fits"
+    return f"no template of {size} nodes fits into devices of {costs.memory.limit_bytes} bytes; {remedy}"

@@ -1,0 +1,198 @@
+"""The quickest pipelines of exactly N' nodes (Oobleck §4.2.1), without enumerating them; exact.
+
+Whether r templates can do the batch in a target time is an exact-fill knapsack (planner/filling.py). For one
+r the optimum is the first of the templates' step times with which they can. All r are searched by branch and
+bound: a range of them is left out where not even its linear program, with the gradient all-reduce of its
+fewest pipelines (which only grows with their number), does the batch in less than the best found so far.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.clocks import Clocks, Ints
+from planner.costs import StageCosts
+from planner.filling import bound, fill
+from planner.makespan import Floats
+from planner.values import Template
+
+PRECISION = 1e-9
+"""Relative: two iteration times that differ by less count as equal."""
+
+Found = tuple[float, tuple[int, ...]]
+"""Milliseconds of a step, and the templates' sizes."""
+
+
+ROUNDING = 1e-12
+
+COARSE = (3e-3, 3e-4, 3e-5)
+"""Precisions of searches before the last: it is not to find its way through many small improvements."""
+
+FEW = 64
+"""Step times among which the target is looked for one by one."""
+
+
+class Search:
+    """Over multisets of these templates, for one batch."""
+
+    def __init__(self, costs: StageCosts, templates: Sequence[Template]) -> None:
+        self._batch = costs.policy.microbatches
+        self._ring = costs.profile.ring
+        self._sizes: Ints = np.array([template.nodes for template in templates])
+        self._clocks = Clocks([costs.pipeline_ms(template.stages) for template in templates])
+        times = [costs.stage_times_ms(template.stages) for template in templates]
+        self._slowest_ms: Floats = np.array([max(of_one) for of_one in times])
+        self._once_ms: Floats = np.array([sum(of_one) for of_one in times])
+        heaviest = [costs.gradient_bytes(template.stages) for template in templates]
+        kinds = sorted({devices for of_one in heaviest for devices in of_one})
+        self._devices: Ints = np.array(kinds)
+        self._gradient_bytes: Floats = np.array(
+            [[of_one.get(devices, -1) for devices in kinds] for of_one in heaviest], dtype=np.float64
+        )
+        """Of the heaviest stage on so many devices; negative where the template has none."""
+
+    def quickest(self, nodes: int, fewest: int, most: int) -> tuple[int, ...] | None:
+        """Sizes, largest first, of ``fewest`` to ``most`` templates of exactly ``nodes`` nodes that take
+        least time for the batch; of equally quick ones the most. ``None`` where there are none.
+        """
+        most = min(most, self._batch, nodes // int(self._sizes[0]))
+        fewest = max(fewest, -(-nodes // int(self._sizes[-1])))
+        best = self._guess(nodes, fewest, most) if fewest <= most else None
+        if best is None:
+            return None
+        for precision in (*COARSE, PRECISION):
+            best = self._improve(nodes, best, fewest, most, precision)
+        more = self._as_good(nodes, best[0] * (1 + PRECISION), len(best[1]) + 1, most)
+        return best[1] if more is None else more
+
+    def _improve(self, nodes: int, best: Found, fewest: int, most: int, precision: float) -> Found:
+        """Any of the quickest, to the precision. The more promising half comes first."""
+        ranges = [(fewest, most)]
+        while ranges:
+            low, high = ranges.pop()
+            target_ms = best[0] * (1 - precision)
+            if low == high:
+                sizes = self._fill(nodes, low, self._shares(target_ms, low))
+                if sizes is not None:
+                    best = self._quicken(nodes, (target_ms, sizes))
+                continue
+            middle = (low + high) // 2
+            halves: list[tuple[float, int, int]] = []
+            for first, last in ((low, middle), (middle + 1, high)):
+                work = bound(self._sizes, self._shares(target_ms, first), nodes, first, last)
+                if work >= self._batch * (1 - PRECISION):
+                    halves.append((work, first, last))
+            ranges += [(first, last) for _, first, last in sorted(halves)]
+        return best
+
+    def _as_good(self, nodes: int, target_ms: float, fewest: int, most: int) -> tuple[int, ...] | None:
+        """The most pipelines that do the batch in the target."""
+        halves = [(fewest, most)] if fewest <= most else []
+        while halves:
+            low, high = halves.pop()
+            shares = self._shares(target_ms, low)
+            if bound(self._sizes, shares, nodes, low, high) < self._batch * (1 - PRECISION):
+                continue
+            if low < high:
+                middle = (low + high) // 2
+                halves += [(low, middle), (middle + 1, high)]
+                continue
+            sizes = fill(self._sizes, shares, nodes, low, self._batch)
+            if sizes is not None:
+                return sizes
+        return None
+
+    def _guess(self, nodes: int, fewest: int, most: int) -> Found | None:
+        """The quickest of the number of pipelines that seems best if all are about equally large."""
+        counts = np.arange(fewest, most + 1)
+        least = np.zeros(len(counts))
+        for side in self._nearest(nodes, counts):
+            rounds = -(-self._batch // counts) - 1
+            sync_ms = self._sync_ms(side, counts)
+            least = np.maximum(least, self._once_ms[side] + rounds * self._slowest_ms[side] + sync_ms)
+        for count in counts[np.argsort(least, kind="stable")].tolist():
+            found = self._any(nodes, count)
+            if found is not None:
+                return self._quicken(nodes, found)
+        return None
+
+    def _nearest(self, nodes: int, counts: Ints) -> tuple[Ints, Ints]:
+        """The templates just below and just above ``nodes / counts`` nodes."""
+        mean = nodes / counts
+        below = np.searchsorted(self._sizes, mean, side="right") - 1
+        return np.maximum(below, 0), np.minimum(np.searchsorted(self._sizes, mean), len(self._sizes) - 1)
+
+    def _any(self, nodes: int, count: int) -> Found | None:
+        """``count`` templates in a time in which about equal ones do the batch, or in the first double of it
+        that will do; ``None`` where no such templates have ``nodes`` nodes.
+        """
+        everything = np.full(len(self._sizes), self._batch)
+        if fill(self._sizes, everything, nodes, count, 1) is None:
+            return None
+        counts, share = np.array([count]), np.array([-(-self._batch // count)])
+        target_ms = 0.0
+        for side in self._nearest(nodes, counts):
+            step_ms = self._clocks.times_ms(side, share) + self._sync_ms(side, counts)
+            target_ms = max(target_ms, float(step_ms[0]))
+        while True:
+            sizes = fill(self._sizes, self._shares(target_ms, count), nodes, count, self._batch)
+            if sizes is not None:
+                return target_ms, sizes
+            target_ms = 2 * target_ms
+
+    def _quicken(self, nodes: int, found: Found) -> Found:
+        """The quickest with the same number of templates.
+
+        The optimum is the step time of some template and share. The target is halved until few of these
+        times are left, and then it is the first of them that will do.
+        """
+        count, short_ms, reach = len(found[1]), 0.0, 1 / 32
+        all_done, none_done = self._shares(found[0], count), np.zeros(len(self._sizes), dtype=np.int64)
+        while (all_done - none_done).sum() > FEW:
+            # What is found is near the optimum; and far below, times are slow to find out.
+            middle_ms = max((short_ms + found[0]) / 2, found[0] * (1 - reach))
+            reach *= 2
+            if not short_ms < middle_ms < found[0]:
+                break
+            shares = self._shares(middle_ms, count)
+            sizes = self._fill(nodes, count, shares)
+            if sizes is None:
+                short_ms, none_done = middle_ms, shares
+            else:
+                found, all_done = (middle_ms, sizes), shares
+        number = all_done - none_done
+        which = np.repeat(np.arange(len(number)), number)
+        share = np.arange(len(which)) - np.repeat(np.cumsum(number) - number, number) + 1 + none_done[which]
+        sync_ms = self._sync_ms(which, np.full(len(which), count))
+        times = np.unique(self._clocks.times_ms(which, share) + sync_ms)
+        low, high = 0, len(times)
+        while low < high:
+            middle = (low + high) // 2
+            sizes = self._fill(nodes, count, self._shares(float(times[middle]), count))
+            if sizes is None:
+                low = middle + 1
+            else:
+                found, high = (float(times[middle]), sizes), middle
+        return found
+
+    def _fill(self, nodes: int, count: int, shares: Ints) -> tuple[int, ...] | None:
+        if bound(self._sizes, shares, nodes, count, count) < self._batch * (1 - PRECISION):
+            return None
+        return fill(self._sizes, shares, nodes, count, self._batch)
+
+    def _shares(self, target_ms: float, pipelines: int) -> Ints:
+        """The most microbatches of each template in the target, its all-reduce included."""
+        everyone = np.arange(len(self._sizes))
+        sync_ms = self._sync_ms(everyone, np.full(len(everyone), pipelines))
+        # What a time loses when the all-reduce is added and taken off again is not to cost a microbatch.
+        return self._clocks.most(target_ms * (1 + ROUNDING) - sync_ms, self._batch)
+
+    def _sync_ms(self, templates: Ints, pipelines: Ints) -> Floats:
+        """``StageCosts.sync_ms``, element by element. Never falls as ``pipelines`` grows."""
+        owners = pipelines[:, None] * self._devices
+        size_bytes = self._gradient_bytes[templates]
+        # Link.time_ms of arrays.
+        hop_ms = self._ring.latency_ms + size_bytes / owners / self._ring.bytes_per_s * 1e3
+        of_kind = 2 * (owners - 1) * hop_ms
+        slowest: Floats = np.where(size_bytes >= 0, of_kind, 0.0).max(axis=1)
+        return slowest

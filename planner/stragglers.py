@@ -1,0 +1,236 @@
+"""Nodes that are slower than the profile says: pipelines that contain them get less to do.
+
+A stage goes as fast as its node: all its times are divided by the node's speed. Given who is where, three
+things help:
+
+* *shares*: the batch is distributed anew, over the pipelines' true times;
+* *together*: nodes on equal places (the same layers on as many devices) of several pipelines change places,
+  so that the slow ones slow down as few pipelines as possible. No byte moves for that: what two nodes lack
+  of the same layers does not depend on which of them goes where;
+* *cuts*: pipelines with slow stages are cut anew, so that these have fewer layers. That moves layers, and is
+  done where the time saved until the next failure is more than the moving takes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from planner.assignment import Masks
+from planner.batch import distribute_for
+from planner.costs import StageCosts
+from planner.makespan import PipelineClock
+from planner.recut import recut
+from planner.tradeoff import expected_iteration_s
+from planner.transfers import transfers
+from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate
+
+Placements = tuple[PipelinePlacement, ...]
+
+Speeds = Mapping[str, float]
+"""Speed of nodes as factors of what the profile says; 1 for those not named."""
+
+NOTABLE = 0.05
+"""Relative: speeds and times that differ by less count as equal."""
+
+
+def notable(speeds: Speeds, nodes: Sequence[str]) -> bool:
+    """Whether the speed of any of these nodes makes a difference."""
+    return any(abs(speeds.get(node, 1.0) - 1.0) > NOTABLE for node in nodes)
+
+
+def slowness(stages: Sequence[StagePlacement], speeds: Speeds) -> list[float]:
+    """How many times as long as the profile says each stage takes."""
+    return [1.0 / speeds.get(stage.devices[0].node, 1.0) for stage in stages]
+
+
+def scaled_clock(costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds) -> PipelineClock:
+    """The clock of a pipeline on these very nodes."""
+    factors = slowness(stages, speeds)
+    spans = [(len(stage.devices), stage.first_layer, stage.end_layer) for stage in stages]
+    return PipelineClock(
+        [float(costs.forward_ms[span]) * factor for span, factor in zip(spans, factors, strict=True)],
+        [float(costs.backward_ms[span]) * factor for span, factor in zip(spans, factors, strict=True)],
+        [float(costs.link_ms[stage.end_layer]) for stage in stages[:-1]],
+    )
+
+
+class PlacedPipeline:
+    """What one step of a placed pipeline costs, for any share of the batch."""
+
+    def __init__(
+        self, costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds, pipelines: int
+    ) -> None:
+        self._clock = scaled_clock(costs, stages, speeds)
+        self._sync_ms = costs.sync_ms(tuple(map(_unplaced, stages)), pipelines)
+
+    def cost_ms(self, microbatches: int) -> float:
+        return self._clock.makespan_ms(microbatches) + self._sync_ms
+
+
+def _placed(
+    costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
+) -> list[PlacedPipeline]:
+    """One for each pipeline; equal ones share it, and so what it has computed."""
+    known: dict[object, PlacedPipeline] = {}
+    placed: list[PlacedPipeline] = []
+    for placement in placements:
+        key = (_shape(placement), tuple(slowness(placement.stages, speeds)))
+        if key not in known:
+            known[key] = PlacedPipeline(costs, placement.stages, speeds, len(placements))
+        placed.append(known[key])
+    return placed
+
+
+def estimates_s(
+    costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
+) -> tuple[float, ...]:
+    """Time of one step of each pipeline, with the shares as they are."""
+    placed = _placed(costs, placements, speeds)
+    return tuple(
+        pipeline.cost_ms(placement.microbatches) / 1e3
+        for pipeline, placement in zip(placed, placements, strict=True)
+    )
+
+
+def still_true(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> bool:
+    """Whether these pipelines take as long as they were estimated to: they were made for such speeds."""
+    return all(
+        abs(now_s - placement.estimated_s) <= NOTABLE * placement.estimated_s
+        for now_s, placement in zip(estimates_s(costs, placements, speeds), placements, strict=True)
+    )
+
+
+def share_out(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
+    """The same places with the best shares for these speeds, and their estimated times."""
+    placed = _placed(costs, placements, speeds)
+    policy = costs.policy
+    shares = distribute_for(
+        policy.batch_objective, [pipeline.cost_ms for pipeline in placed], policy.microbatches
+    )
+    shared: list[PipelinePlacement] = []
+    first = 0
+    for placement, pipeline, share in zip(placements, placed, shares, strict=True):
+        shared.append(
+            replace(
+                placement,
+                first_microbatch=first,
+                microbatches=share,
+                estimated_s=pipeline.cost_ms(share) / 1e3,
+            )
+        )
+        first += share
+    return tuple(shared)
+
+
+def rebalance(
+    costs: StageCosts, starts: Iterable[Placements], speeds: Speeds, masks: Masks, horizon_s: float
+) -> Placements:
+    """The least expected time of a step (planner/tradeoff.py) to be had from ``starts`` under these speeds;
+    the earlier where little is gained.
+
+    :param starts: pipelines on the same nodes; how they share the batch does not matter.
+    """
+    best: Placements | None = None
+    least_s = 0.0
+    for start in starts:
+        for placements in _variants(costs, start, speeds):
+            iteration_s = max(placement.estimated_s for placement in placements)
+            if best is not None and iteration_s >= least_s:
+                continue
+            found_s = expected_iteration_s(iteration_s, _moving_s(costs, placements, masks), horizon_s)
+            if best is None or found_s < least_s * (1 - NOTABLE):
+                best, least_s = placements, found_s
+    assert best is not None, "there is at least one start"
+    return best
+
+
+def _variants(costs: StageCosts, start: Placements, speeds: Speeds) -> Iterable[Placements]:
+    """What moves no byte first."""
+    yield share_out(costs, start, speeds)
+    together = share_out(costs, put_together(start, speeds), speeds)
+    yield together
+    yield share_out(costs, [_recut(costs, placement, speeds) for placement in together], speeds)
+
+
+def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> PipelinePlacement:
+    """Cut anew for the speeds of its stages, where they differ."""
+    factors = slowness(placement.stages, speeds)
+    if max(factors) <= min(factors) * (1 + NOTABLE):
+        return placement
+    cuts = recut(costs, [_unplaced(stage) for stage in placement.stages], factors, placement.microbatches)
+    stages = tuple(
+        replace(stage, first_layer=cut.first_layer, end_layer=cut.end_layer)
+        for stage, cut in zip(placement.stages, cuts, strict=True)
+    )
+    return replace(placement, stages=stages)
+
+
+def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
+    """Until the device that receives or sends most is done with it, as ``tradeoff.transfer_s``."""
+    received: dict[Device, int] = {}
+    sent: dict[Device, int] = {}
+    for move in transfers(costs.profile, placements, masks) or ():
+        received[move.target] = received.get(move.target, 0) + move.size_bytes
+        sent[move.source] = sent.get(move.source, 0) + move.size_bytes
+    most = max(max(received.values(), default=0), max(sent.values(), default=0))
+    return most / costs.profile.link.bytes_per_s
+
+
+def put_together(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
+    """Slow nodes in as few pipelines as can be had by changes between equal places.
+
+    Pipelines with equal stages form a family. At each of its places the slowest node goes to the family's
+    first pipeline, the next slowest to the second, and so on, where first is the one that already has the
+    slowest node: so the slow nodes of all places meet. Equally quick nodes stay where they are.
+    """
+    families: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    for number, placement in enumerate(placements):
+        families.setdefault(_shape(placement), []).append(number)
+    taken = [list(placement.nodes) for placement in placements]
+    for numbers in families.values():
+        ranked = sorted(numbers, key=lambda number: min(_speed(node, speeds) for node in taken[number]))
+        for place in range(len(taken[ranked[0]])):
+            _slowest_first(taken, ranked, place, speeds)
+    devices = {
+        node: [stage.devices for stage in placement.stages if stage.devices[0].node == node]
+        for placement in placements
+        for node in placement.nodes
+    }
+    return tuple(
+        placement if list(placement.nodes) == nodes else _moved(placement, nodes, devices)
+        for placement, nodes in zip(placements, taken, strict=True)
+    )
+
+
+def _slowest_first(taken: list[list[str]], ranked: Sequence[int], place: int, speeds: Speeds) -> None:
+    """Swap as few nodes at ``place`` as it takes for their speeds to ascend in the order of ``ranked``."""
+    for position, number in enumerate(ranked):
+        here = taken[number][place]
+        later = min(ranked[position:], key=lambda other: _speed(taken[other][place], speeds))
+        if _speed(taken[later][place], speeds) < _speed(here, speeds) * (1 - NOTABLE):
+            taken[number][place], taken[later][place] = taken[later][place], here
+
+
+def _moved(
+    placement: PipelinePlacement, nodes: Sequence[str], devices: Mapping[str, Sequence[tuple[Device, ...]]]
+) -> PipelinePlacement:
+    """The pipeline's stages on other nodes, whose own order of devices they keep."""
+    own = {node: list(devices[node]) for node in nodes}
+    at = dict(zip(placement.nodes, nodes, strict=True))
+    stages = tuple(
+        replace(stage, devices=own[at[stage.devices[0].node]].pop(0)) for stage in placement.stages
+    )
+    return replace(placement, stages=stages)
+
+
+def _speed(node: str, speeds: Speeds) -> float:
+    return speeds.get(node, 1.0)
+
+
+def _shape(placement: PipelinePlacement) -> tuple[tuple[int, int, int], ...]:
+    return tuple((stage.first_layer, stage.end_layer, len(stage.devices)) for stage in placement.stages)
+
+
+def _unplaced(stage: StagePlacement) -> StageTemplate:
+    return StageTemplate(
+        first_layer=stage.first_layer, end_layer=stage.end_layer, node_offset=0, devices=len(stage.devices)
+    )

@@ -1,0 +1,144 @@
+"""A better plan against fewer bytes to move: the layout that commits most steps until the next failure.
+
+Nothing is trained while state moves. Failures come at an unknown moment X; with nothing else known it is
+exponential with mean H, the *horizon*. With t seconds of transfer and T seconds a step, the steps that are
+expected until then are E[max(0, X − t)] / T = H·e^(−t/H) / T. So the layout with the least *expected time of
+a step*, T·e^(t/H), is taken: the transfer is paid back by the steps until the next failure, whatever their
+number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times as dear.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.assignment import Assigner, Assignment, Masks, Place, Position, places_of
+from planner.candidates import Layout
+from planner.errors import StateLostError
+from planner.instantiation import Instantiation, Instantiator
+from planner.values import Considered, Link, Plan, Template
+
+DEFAULT_HORIZON_S = 3600.0
+"""Where nothing is known: an hour, the middle one of the failure rates that Oobleck was measured at (§7.2:
+every 6 hours, every hour, every 10 minutes)."""
+
+PRECISION = 1e-9
+"""Relative: expected times that differ by less count as equal, and the fewest bytes decide."""
+
+COUNTED_NODES = 128
+"""Up to here bytes are counted for all layouts, for the user to see: it takes a few milliseconds."""
+
+_SHORTEST_S = 1e-3
+"""A horizon below is taken for this."""
+
+_DEAREST = 500.0
+"""Largest exponent, so that every figure stays finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """A layout with its nodes and what it costs in all."""
+
+    layout: Layout
+    instantiation: Instantiation
+    places: tuple[tuple[Place, ...], ...]
+    assignment: Assignment
+    considered: Considered
+
+
+def transfer_s(assignment: Assignment, link: Link) -> float:
+    """How long state moves: the bytes that the fullest receiver receives, or those that the fullest sender
+    sends where each layer's bytes are spread evenly over its holders, whichever is more, over the link of
+    one device. All others move theirs meanwhile.
+    """
+    return max(assignment.received_bytes, assignment.sent_bytes) / link.bytes_per_s
+
+
+def expected_iteration_s(iteration_s: float, moving_s: float, horizon_s: float) -> float:
+    """T·e^(t/H): what a step takes if the transfer is paid back until the next failure; always finite."""
+    return iteration_s * math.exp(min(moving_s / max(horizon_s, _SHORTEST_S), _DEAREST))
+
+
+def weigh(
+    layouts: Sequence[Layout],
+    *,
+    templates: Mapping[int, Template],
+    instantiator: Instantiator,
+    assigner: Assigner,
+    nodes: Sequence[str],
+    masks: Masks,
+    previous: Plan | None,
+    link: Link,
+    horizon_s: float,
+) -> tuple[Weighed, tuple[Considered, ...]]:
+    """The layout to take, and all that were considered: it first, then by their expected time of a step.
+
+    On many nodes bytes are not counted for layouts that are slower before they have moved any.
+
+    :param nodes: in natural order.
+    :raises StateLostError: none of them can be seated so that every layer is held.
+    """
+    earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
+    proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
+    found: list[Weighed] = []
+    skipped: list[Considered] = []
+    least_s = math.inf
+    lost: StateLostError | None = None
+    for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):
+        iteration_s = instantiation.iteration_ms / 1e3
+        if len(nodes) > COUNTED_NODES and iteration_s > least_s:
+            skipped.append(
+                Considered(
+                    method=layout.method,
+                    sizes=tuple(layout.sizes),
+                    iteration_s=iteration_s,
+                    transfer_bytes=None,
+                    transfer_s=None,
+                    expected_iteration_s=iteration_s,
+                )
+            )
+            continue
+        shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
+        places = tuple(shapes[size] for size in layout.sizes)
+        try:
+            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier))
+        except StateLostError as error:
+            lost = error
+            continue
+        moving_s = transfer_s(assignment, link)
+        considered = Considered(
+            method=layout.method,
+            sizes=tuple(layout.sizes),
+            iteration_s=iteration_s,
+            transfer_bytes=assignment.moved_bytes,
+            transfer_s=moving_s,
+            expected_iteration_s=expected_iteration_s(iteration_s, moving_s, horizon_s),
+        )
+        least_s = min(least_s, considered.expected_iteration_s)
+        found.append(
+            Weighed(
+                layout=layout,
+                instantiation=instantiation,
+                places=places,
+                assignment=assignment,
+                considered=considered,
+            )
+        )
+    if not found:
+        assert lost is not None, "there is always the best instantiation"
+        raise lost
+    equal = [each for each in found if each.considered.expected_iteration_s <= least_s * (1 + PRECISION)]
+    order = list(layouts)
+    chosen = min(equal, key=lambda each: (each.assignment.moved_bytes, order.index(each.layout)))
+    others = [*(each.considered for each in found if each is not chosen), *skipped]
+    others.sort(key=lambda considered: considered.expected_iteration_s)
+    return chosen, (chosen.considered, *others)
+
+
+def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
+    """Where in the layout each node would be if it stayed; ``earlier``: nodes of the previous pipelines."""
+    return {
+        node: (number, offset)
+        for number, (_, before) in enumerate(layout.pipelines)
+        if before is not None
+        for offset, node in enumerate(earlier[before])
+    }

@@ -1,0 +1,52 @@
+"""A node becomes slow while the job trains, and quick again: real processes, real sleeping."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.playground import Json, Playground, Run, playground, tiny_job
+
+
+@pytest.fixture
+def quick_to_judge() -> Iterator[Playground]:
+    """Four nodes, and a coordinator that does not take as long as in production to call a node slow."""
+    timing = {"straggler_s": 1.0, "straggler_again_s": 1.0}
+    with playground(broker="embedded", timing=timing) as ground:
+        ground.until(lambda: len(ground.state.get("nodes", {})) == 4, "four nodes")
+        yield ground
+
+
+def shares(pipelines: list[Json]) -> dict[str, int]:
+    """Node → microbatches of its pipeline."""
+    return {
+        device.partition("/")[0]: pipeline["microbatches"]
+        for pipeline in pipelines
+        for stage in pipeline["stages"]
+        for device in stage["devices"]
+    }
+
+
+def test_a_slow_node_gets_less_and_then_its_share_back(
+    quick_to_judge: Playground, tmp_path: Path, same_losses: Callable[[Run], None]
+) -> None:
+    ground = quick_to_judge
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, delay_s=0.004))
+    ground.until_step(5)
+    before = shares(ground.state["pipelines"])
+    assert sorted(before.values()) == [4, 4, 4, 4]
+    ground.inject(do="slow", node="node-2", factor=4.0)
+    detected = ground.until_event("StragglerDetected")
+    assert detected["node"] == "node-2"
+    assert 0.1 < detected["details"]["speed"] < 0.5
+    slowed = ground.until_recovery("speed_changed")
+    assert (slowed["nodes"], slowed["recomputed_steps"]) == (["node-2"], 0)
+    less = shares(slowed["pipelines_after"])
+    assert less["node-2"] < 4 < max(less.values())
+    ground.further()
+    ground.inject(do="slow", node="node-2", factor=1.0)
+    ground.until_event("StragglerRecovered", "node-2")
+    ground.until(lambda: len(run.recoveries) >= 3, "the share comes back")
+    assert shares(run.recoveries[-1]["pipelines_after"]) == dict.fromkeys(before, 4)
+    ground.further()
+    same_losses(ground.stop_job())

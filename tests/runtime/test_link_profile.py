@@ -1,0 +1,96 @@
+"""Measuring the network: in one process, in processes of their own, and what is left when it goes wrong."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from runtime.link_profile import SIZES_BYTES, groups_of, measure_links
+from runtime.measurement import LinkOrder, Progress
+from runtime.model import CPU
+from tests.runtime.harness import ServerThread, formed_world
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIZE = 3
+
+
+def test_every_size_and_group_is_measured_by_rank_0() -> None:
+    with formed_world(SIZE, groups_of(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
+        told: list[Progress] = []
+        found = list(pool.map(lambda rank: measure_links(rank, CPU, 10.0, told.append), ranks))
+    sent, reduced = found[0]
+    assert [entry.size_bytes for entry in sent] == list(SIZES_BYTES)
+    assert [(entry.members, entry.size_bytes) for entry in reduced] == [
+        (members, size) for members in (2, 3) for size in SIZES_BYTES
+    ]
+    assert all(3 <= entry.time.repeats <= 31 and entry.time.minimum_ms > 0 for entry in (*sent, *reduced))
+    assert found[1:] == [((), ())] * (SIZE - 1)
+    assert Progress(done=3, total=3) in told
+
+
+def test_without_time_the_large_sizes_are_left_out() -> None:
+    with formed_world(SIZE, groups_of(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
+        found = list(pool.map(lambda rank: measure_links(rank, CPU, 0.0, lambda progress: None), ranks))
+    sent, reduced = found[0]
+    assert [entry.size_bytes for entry in sent] == list(SIZES_BYTES[:2])
+    assert len(reduced) == 2 * 2
+    assert all(entry.time.repeats == 3 for entry in (*sent, *reduced))
+
+
+def run(order: LinkOrder | bytes) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.link_profile", "--parent", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    process.stdin.write(order if isinstance(order, bytes) else msgspec.json.encode(order))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def order_for(port: int, token: str, backend: str = "gloo") -> LinkOrder:
+    return LinkOrder(port=port, token=token, backend=backend, most_members=2, budget_s=0.1)
+
+
+def test_ranks_that_cannot_meet_are_an_error_and_all_end() -> None:
+    with ServerThread("right") as server:
+        out, err = run(order_for(server.port, "wrong")).communicate(timeout=60)
+    assert out == b"" and b"rendezvous" in err
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    process = run(b"{}")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == b"" and b"no LinkOrder on stdin" in err
+
+
+def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
+    process = run(order_for(1, "t", backend="nccl"))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    answer = msgspec.json.decode(out)
+    assert (answer["type"], answer["sent"], answer["reduced"]) == ("LinksMeasured", [], [])
+
+
+def test_ranks_do_not_outlive_the_process_that_forked_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        process = run(order_for(listener.getsockname()[1], "t"))
+        connections = [listener.accept()[0] for _ in range(2)]
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        for connection in connections:
+            connection.settimeout(30)
+            while connection.recv(4096):
+                pass
+            connection.close()

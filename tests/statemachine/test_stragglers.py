@@ -1,0 +1,174 @@
+"""Slow nodes: when they are called so, and when that leads to another plan."""
+
+import json
+from typing import Any
+
+import pytest
+from transcripts import Coordination, committed, report
+
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import ComputePlan, EmitEvent, SendCommand, WeighPlan
+from statemachine.events import NodeVanished, PlanReady, PlanWeighed
+from statemachine.messages import Heartbeat, Quiesce
+from statemachine.timing import Timing
+from statemachine.values import ClusterPhase
+
+LAYER_MS = 37.5
+"""What a layer takes on an ordinary node here; 30 ms by the profile, which is wrong."""
+NAMES = ("node-0", "node-1", "node-2", "node-3")
+
+
+class Watched(Coordination):
+    """Four nodes in two pipelines whose nodes say how long they compute."""
+
+    def __init__(self, steps: int = 1000) -> None:
+        super().__init__()
+        self.running(4, steps)
+        self.told: list[EmitEvent] = []
+        self.asked: list[WeighPlan] = []
+        self.generation = 1
+
+    def layers(self, node: str) -> tuple[int, ...]:
+        """That it computes under the present plan."""
+        stages = [s for p in self.machine._c.resumption.plan.pipelines for s in p.stages]
+        return next(tuple(range(s.first_layer, s.end_layer)) for s in stages if s.devices[0].node == node)
+
+    def beats(self, for_s: float, **slowness: float) -> None:
+        """Heartbeats and ticks of some seconds; those not named compute as usual, those with 0 not at all."""
+        for _ in range(round(for_s / 0.25)):
+            self.wait(0.25)
+            for name in NAMES:
+                factor = slowness.get(name.replace("-", "_"), 1.0)
+                times = (LAYER_MS * len(self.layers(name)) * factor,) if factor else None
+                beat = Heartbeat(generation=self.generation, committed=committed(1), microbatch_ms=times)
+                self.say(name, beat)
+            self.fire("tick")
+            self.told += self.all(EmitEvent)
+            self.asked += self.all(WeighPlan)
+
+    def events(self) -> list[tuple[str, str | None]]:
+        return [(event.name, event.node) for event in self.told]
+
+    def weighed(self) -> None:
+        """Answer the last question with the real planner."""
+        asked = self.asked[-1]
+        present_s, possible_s = self.planner.weigh(asked.situation)
+        self.feed(PlanWeighed, generation=asked.generation, present_s=present_s, possible_s=possible_s)
+        self.told += self.all(EmitEvent)
+
+    def replanned(self, step: int) -> Any:
+        """From the boundary to the next group; the plan."""
+        modes = {e.node: e.command.mode for e in self.all(SendCommand) if isinstance(e.command, Quiesce)}
+        assert modes == dict.fromkeys(NAMES, "boundary")
+        self.generation += 1
+        for name in NAMES:
+            self.quiesced(name, self.generation, report(step, held=self.layers(name)))
+        situation = self.one(ComputePlan).situation
+        chosen = self.planner.plan(situation)
+        self.feed(PlanReady, generation=self.generation, plan=chosen)
+        for name in NAMES:
+            self.resumed(name, self.generation)
+        self.stepped("node-0", self.generation, step + 1)
+        assert self.machine.phase is ClusterPhase.RUNNING
+        return situation, chosen
+
+
+def share_of(plan: Any, node: str) -> int:
+    return next(p.microbatches for p in plan.pipelines if node in p.nodes)
+
+
+def test_a_slow_node_is_told_and_gets_less_and_then_its_share_back() -> None:
+    s = Watched()
+    s.beats(2.0)
+    assert not s.told
+    s.beats(4.5, node_3=4.0)
+    assert not s.told, "not for long enough"
+    s.beats(1.0, node_3=4.0)
+    assert s.events() == [("StragglerDetected", "node-3")]
+    assert s.told[0].details["speed"] == 0.25
+    assert [asked.situation.speeds for asked in s.asked] == [{"node-3": 0.25}]
+    assert s.machine.public_state()["nodes"]["node-3"]["speed"] == 0.25
+    s.weighed()
+    situation, plan = s.replanned(1)
+    assert (situation.speeds, plan.method) == ({"node-3": 0.25}, "rebalance")
+    assert share_of(plan, "node-3") < 6
+    s.told.clear()
+    s.asked.clear()
+    s.beats(20.0, node_3=4.0)
+    assert not s.told and not s.asked, "the plan is made for it"
+    s.beats(6.0)
+    assert s.events() == [("StragglerRecovered", "node-3")]
+    assert [asked.situation.speeds for asked in s.asked] == [{}]
+    s.weighed()
+    _, plan = s.replanned(2)
+    assert [p.microbatches for p in plan.pipelines] == [6, 6]
+
+
+def test_a_profile_that_is_wrong_for_all_makes_nobody_a_straggler() -> None:
+    s = Watched()
+    s.beats(10.0, node_0=9.0, node_1=10.0, node_2=9.5, node_3=10.5)
+    assert not s.told
+
+
+@pytest.mark.parametrize("hiccups", [1, 3])
+def test_hiccups_are_no_slowness(hiccups: int) -> None:
+    s = Watched()
+    for _ in range(hiccups):
+        s.beats(4.0, node_1=5.0)
+        s.beats(0.5)
+    assert not s.told
+
+
+def test_nothing_is_said_while_some_node_s_time_is_not_known() -> None:
+    s = Watched()
+    s.beats(10.0, node_0=0.0, node_3=9.0)
+    assert not s.told
+
+
+def test_a_plan_that_saves_too_little_is_not_worth_a_stop() -> None:
+    s = Watched()
+    s.beats(6.0, node_3=2.0)
+    s.feed(PlanWeighed, generation=1, present_s=0.5, possible_s=0.499)
+    assert [e.name for e in s.all(EmitEvent)] == ["PlanKept"]
+    assert s.machine.phase is ClusterPhase.RUNNING
+    s.asked.clear()
+    s.beats(60.0, node_3=2.0)
+    assert not s.asked, "asked again only when speeds change"
+
+
+def test_shortly_before_the_end_nothing_changes() -> None:
+    s = Watched(steps=2)
+    s.beats(6.0, node_3=2.0)
+    s.weighed()
+    assert [e.name for e in s.told] == ["StragglerDetected", "PlanKept"]
+
+
+def test_looks_for_another_plan_keep_their_distance() -> None:
+    s = Watched()
+    s.beats(6.0, node_3=2.0)
+    s.feed(PlanWeighed, generation=1, present_s=0.5, possible_s=0.5)
+    s.asked.clear()
+    s.beats(10.0, node_3=8.0)
+    assert s.events() == [("StragglerDetected", "node-3")] * 2, "it became slower"
+    assert not s.asked
+    s.beats(6.0, node_3=8.0)
+    assert [asked.situation.speeds for asked in s.asked] == [{"node-3": 0.12}]
+
+
+def test_a_failure_plans_with_the_speeds_and_an_answer_to_an_older_question_is_ignored() -> None:
+    s = Watched()
+    s.beats(6.0, node_2=3.0)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(PlanWeighed, generation=1, present_s=1.0, possible_s=0.5)
+    assert [e.name for e in s.all(EmitEvent)] == ["MessageIgnored"]
+    for name, held in (("node-0", (0, 1)), ("node-2", (0, 1)), ("node-3", (2, 3))):
+        s.quiesced(name, 2, report(1, held=held))
+    assert s.one(ComputePlan).situation.speeds == {"node-2": 0.33}
+
+
+def test_a_restarted_coordinator_still_knows_who_is_slow() -> None:
+    s = Watched()
+    s.beats(6.0, node_2=3.0)
+    journal = json.loads(json.dumps(s.machine.durable_state()))
+    machine, _ = ClusterMachine.restore(Timing(), journal, s.now, "restart")
+    assert machine.public_state()["nodes"]["node-2"]["speed"] == 0.33

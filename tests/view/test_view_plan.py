@@ -1,0 +1,259 @@
+"""The plan's page, its picture and its HTML, from values made by hand."""
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ftd.errors import ConfigurationError
+from ftd.view import plan_plot
+from ftd.view.plan import MOST_STAGES, MOST_TEMPLATES, elapsed, render_plan
+from ftd.view.plan_plot import draw_plan, drawn_svg, plot_plan
+from planner.crosscheck import CrossCheck
+from planner.describe import Description, PipelineRow, StageRow, TemplateRow
+from planner.errors import SolverError
+from planner.timeline import timeline
+from planner.values import Policy
+
+MIB = 1 << 20
+
+
+def template(nodes: int, stages: int = 2, **changes: object) -> TemplateRow:
+    rows = tuple(
+        StageRow(
+            first_layer=4 * index,
+            end_layer=4 * index + 4,
+            node_offset=index * nodes // stages,
+            devices=1,
+            memory_bytes=18 * MIB - index,
+            forward_ms=40.0,
+            backward_ms=80.0 if index else 40.0,
+        )
+        for index in range(stages)
+    )
+    found = TemplateRow(
+        nodes=nodes,
+        objective_ms=600.0,
+        lower_bound_ms=600.0,
+        proved_optimal=True,
+        microbatches=8,
+        memory_bytes=18 * MIB,
+        stages=rows,
+        link_ms=(0.5,) * (stages - 1),
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def pipeline(nodes: int, *, count: int = 1, microbatches: int = 8) -> PipelineRow:
+    return PipelineRow(
+        count=count,
+        nodes=nodes,
+        microbatches=microbatches,
+        memory_bytes=18 * MIB,
+        makespan_ms=1081.0,
+        sync_ms=10.0,
+        bubble_ratio=0.107,
+    )
+
+
+def described() -> Description:
+    gap = {"objective_ms": 550.0, "lower_bound_ms": 500.0, "proved_optimal": False}
+    return Description(
+        policy=Policy(global_batch=32, microbatch_rows=4),
+        nodes=6,
+        idle_nodes=1,
+        layers=8,
+        memory_limit_bytes=64 * MIB,
+        templates=(template(2), template(3, **gap)),
+        pipelines=(pipeline(3), pipeline(2, count=2, microbatches=5)),
+        iteration_ms=1091.0,
+        samples_per_s=50.0,
+    )
+
+
+def printed(told: Description, width: int = 100, **more: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render_plan(told, planning_s=0.0123, **more))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def rows_of(page: str) -> list[list[str]]:
+    return [cells(line) for line in page.splitlines()]
+
+
+def checked(model_score_ms: float) -> CrossCheck:
+    return CrossCheck(
+        microbatches=(5, 3),
+        score_ms=640.0,
+        model_microbatches=(4, 4),
+        model_score_ms=model_score_ms,
+        iteration_ms=640.0,
+    )
+
+
+def test_the_page() -> None:
+    page = printed(described())
+    rows = rows_of(page)
+    assert cells("2 2 2×1 8 600.0 ms proved 18.0 MiB ◂") in rows
+    assert cells("3 2 2×1 8 550.0 ms 10.00% 18.0 MiB ◂") in rows
+    assert cells("A 3 8 1.081 s 10.00 ms 1.091 s 10.7% 18.0 MiB") in rows
+    assert cells("1 0–3 1 40.00 ms 40.00 ms ██████▋ 67% 18.0 MiB 28%") in rows
+    assert cells("2 4–7 1 40.00 ms 80.00 ms ██████████ 100% 18.0 MiB 28%") in rows
+    assert "8 layers, 1 device a node, a device has 64.0 MiB, iteration objective" in page
+    assert "planned in 0.0123 s" in page and "3 pipelines for 6 nodes, 1 of them idle" in page
+    assert "expected step 1.091 s, 50 samples/s; global batch 32 as 8 microbatches of 4" in page
+    assert "paper" not in page and "integer program" not in page
+
+
+@pytest.mark.parametrize(
+    ("iteration_ms", "says"),
+    [
+        (1091.0 * 1.083, "the paper's plan would take 8.30% longer"),
+        (1091.0 * 0.99, "the paper's plan would take 1.00% less"),
+        (1091.0, "the paper's plan would take the same time"),
+    ],
+)
+def test_objectives_are_compared(iteration_ms: float, says: str) -> None:
+    told = described()
+    other = replace(told, policy=replace(told.policy, objective="paper"), iteration_ms=iteration_ms)
+    page = printed(told, other=other)
+    assert says in page
+    assert cells("iteration 1.091 s 10.7% 1 of 3 nodes (2 stages), 2 of 2 nodes (2 stages) ◂ chosen") in (
+        rows_of(page)
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "says"),
+    [
+        (checked(640.0), "checked against the integer program (Pyomo): equal"),
+        (checked(600.0), "it finds 600 ms instead of 640 ms with 4, 4 microbatches; this is a bug"),
+        (SolverError("HiGHS is gone"), "not checked against the integer program: HiGHS is gone"),
+    ],
+)
+def test_the_page_ends_with_the_check_of_the_shares(check: CrossCheck | SolverError, says: str) -> None:
+    page = " ".join(printed(described(), check=check).split())
+    assert says in page
+    assert page.index("batch distribution") > page.index("expected step")
+
+
+def test_deep_pipelines_and_many_templates_are_told_shortly() -> None:
+    told = described()
+    many = tuple(template(nodes, stages=3 * nodes) for nodes in range(1, 101))
+    page = printed(replace(told, templates=many, pipelines=(pipeline(100), pipeline(50))))
+    assert len(page.splitlines()) < MOST_TEMPLATES + 2 * MOST_STAGES + 30
+    assert next(r for r in rows_of(page) if r[:1] == ["100"])[:3] == ["100", "300", "300×1"]
+    assert any(row[:2] == ["50", "150"] for row in rows_of(page))
+    assert "76 more nodes" in page and "26 more nodes" in page and "slowest stage" in page
+
+
+def test_eighty_columns_cut_no_number() -> None:
+    page = printed(described(), width=80)
+    assert max(map(len, page.splitlines())) <= 80
+    rows = rows_of(page)
+    assert cells("A 3 8 1.081 s 10.00 ms 1.091 s 10.7% 18.0 MiB") in rows
+    assert cells("1 0–3 1 40.00 ms 40.00 ms ██████▋ 67% 18.0 MiB 28%") in rows
+
+
+@pytest.mark.parametrize(
+    ("value_ms", "shown"),
+    [
+        (0.0, "0 ms"),
+        (1e-7, "0.1 ns"),
+        (0.25, "250.0 µs"),
+        (98.72, "98.72 ms"),
+        (999.96, "1000. ms"),
+        (1606.4, "1.606 s"),
+        (123_456_789, "123,457 s"),
+    ],
+)
+def test_times_have_four_digits(value_ms: float, shown: str) -> None:
+    assert elapsed(value_ms) == shown.replace("1000. ms", "1000 ms")
+
+
+def test_every_operation_is_drawn_where_it_happens() -> None:
+    told = replace(described(), pipelines=(pipeline(2, count=2),))
+    figure = draw_plan(told, name="x")
+    axes, memory = figure.axes
+    drawn = timeline([40.0, 40.0], [40.0, 80.0], [0.5], 8)
+    boxes = [
+        path.get_extents().bounds
+        for collection in axes.collections
+        for path in collection.get_paths()
+    ]  # fmt: skip
+    assert len(boxes) == 2 * 2 * 8
+    starts = sorted((x / 1, round(y + 0.42)) for x, y, _, _ in boxes)
+    expected = [
+        (start, stage)
+        for array in (drawn.forward_start_ms, drawn.backward_start_ms)
+        for stage, row in enumerate(array)
+        for start in row.tolist()
+    ]
+    assert np.allclose(starts, sorted(expected))
+    assert axes.get_title(loc="left").startswith("A × 2   2 nodes, 2 stages, 8 microbatches, 1.091 s")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layers 0–3", "layers 4–7"]
+    assert axes.get_xlabel() == "time within a step [ms]" and axes.get_xlim() == (0, 1091.0)
+    assert [bar.get_width() for bar in memory.patches] == pytest.approx([64, 64, 18, 18])
+    assert memory.get_xlabel() == "memory of a device [MiB]"
+
+
+def test_too_many_operations_are_drawn_as_their_mixture() -> None:
+    told = described()
+    row = replace(
+        pipeline(2, microbatches=3000), makespan_ms=timeline([40, 40], [40, 80], [0.5], 3000).makespan_ms
+    )
+    figure = draw_plan(replace(told, pipelines=(row,)), name="x")
+    axes = figure.axes[0]
+    (image,) = axes.get_images()
+    pixels = np.asarray(image.get_array())
+    assert not axes.collections
+    waits = 1 - pixels[:, :, 3].reshape(2, -1, pixels.shape[1])[:, 5, :].mean(axis=1) / 255
+    drawn = timeline([40.0, 40.0], [40.0, 80.0], [0.5], 3000)
+    assert waits == pytest.approx(drawn.idle_ms / drawn.makespan_ms, abs=0.01)
+    told = replace(told, pipelines=(replace(row, microbatches=2_000_000),))
+    with pytest.raises(
+        ConfigurationError, match=r"--plot: 2000000 microbatches .* at most 1000000 a pipeline"
+    ):
+        draw_plan(told, name="x")
+
+
+def test_no_sizes_no_memory_panel() -> None:
+    told = described()
+    empty = tuple(replace(p, memory_bytes=0) for p in told.pipelines)
+    assert len(draw_plan(replace(told, pipelines=empty), name="x").axes) == 2
+    assert len(draw_plan(told, name="x").axes) == 4
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "html"])
+def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"plan.{kind}"
+    plot_plan(described(), path, name="a<b>&c")
+    raw = path.read_bytes()
+    if kind == "png":
+        assert raw.startswith(b"\x89PNG")
+        return
+    text = raw.decode()
+    assert "a&lt;b&gt;&amp;c" in text and "a<b>" not in text
+    if kind == "svg":
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+        assert text == drawn_svg(described(), name="a<b>&c")
+        return
+    assert text.startswith("<!doctype html>") and "prefers-color-scheme: dark" in text
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:)[^\"]*\"", text.replace("xlink:", ""))
+    assert "10.00%" in text and "1.091 s" in text and "0–3" in text
+    for colour in (plan_plot.INK, plan_plot.WAITING, plan_plot.PAPER):
+        assert colour not in text.split("</style>", 1)[1]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--plot: cannot write"):
+        plot_plan(described(), tmp_path / "no" / "plan.svg", name="x")
