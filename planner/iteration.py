@@ -154,6 +154,8 @@ class _Search:
             self.best_ms, self.stages = found
             left = self._prove(left, times, round_ms)
         self.bound_ms = min((interval.bound_ms for interval in left), default=self.best_ms)
+        balanced_ms = round_ms + (self.microbatches - 1) * self._work_ms()
+        self.bound_ms = min(max(self.bound_ms, balanced_ms), self.best_ms)
 
     def _allowed(self, round_ms: float) -> NDArray[np.bool_]:
         """Stages that a mapping quicker than the best one can have, as tables of costs.
@@ -198,8 +200,7 @@ class _Search:
     def _deepest(self, allowed: NDArray[np.bool_]) -> int:
         """The most stages that a mapping quicker than the best one can have.
 
-        S stages take a round trip of Σ trip ≥ min Σ (trip − λ) + λ·S for any λ, and N − 1 times the longer of
-        the forward and backward of any stage: of the slowest not less than if all devices worked the same.
+        S stages take a round trip of Σ trip ≥ min Σ (trip − λ) + λ·S for any λ, and ``_work_ms`` N − 1 times.
         """
         costs, devices = self.costs, self.nodes * self.costs.devices_per_node
         most = min(costs.layers, devices)
@@ -217,15 +218,16 @@ class _Search:
             after_ms=-price_ms,
         )
         sums = PathTables(costs, self.nodes, allowed, weights, none, none + np.inf, most, most).least
-        sizes = np.array(costs.stage_devices)
-        firsts = np.arange(costs.layers)
-        work_ms = max(
-            float((table[sizes[:, None], firsts, firsts + 1] * sizes[:, None]).min(axis=0).sum()) / devices
-            for table in (costs.forward_ms, costs.backward_ms)
-        )
         stages = np.arange(1, most + 1)
-        bounds = (sums + price_ms * stages[:, None]).max(axis=1) + (self.microbatches - 1) * work_ms
+        bounds = (sums + price_ms * stages[:, None]).max(axis=1) + (self.microbatches - 1) * self._work_ms()
         return int(stages[bounds < self.best_ms * (1 - ROUNDING)].max(initial=1))
+
+    def _work_ms(self) -> float:
+        """What the longer of forward and backward of some stage takes at least: were all devices as busy."""
+        costs, devices = self.costs, self.nodes * self.costs.devices_per_node
+        sizes, firsts = np.array(costs.stage_devices)[:, None], np.arange(costs.layers)
+        one_layer = [table[sizes, firsts, firsts + 1] for table in (costs.forward_ms, costs.backward_ms)]
+        return max(float((layer_ms * sizes).min(axis=0).sum()) / devices for layer_ms in one_layer)
 
     def _turns(self) -> int:
         """Round trips that are a path for any number of stages that is looked for."""
