@@ -325,7 +325,7 @@ asyncio.run(main())
         pid = int(await asyncio.wait_for(parent.stdout.readline(), PATIENCE_S))
         assert alive(pid)
         parent.kill()
-        await parent.wait()
+        await parent.communicate()
         return pid
 
     gone(asyncio.run(story()))
