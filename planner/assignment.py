@@ -161,8 +161,8 @@ class Assigner:
             return
         kinds, row_kind = _numbered([masks[node] for node in free])
         wanted, column_kind = _numbered([place for _, place in open_places])
-        cost = self._moved(kinds, wanted)[row_kind][:, column_kind]
-        cost *= 2 * len(places) + 1
+        # Whole rows are copied at last, which is quick.
+        cost = (self._moved(kinds, wanted) * (2 * len(places) + 1))[:, column_kind][row_kind]
         _add_changes(cost, free, [position for position, _ in open_places], habits)
         if needed:
             must = set(needed)

@@ -38,6 +38,7 @@ class StageCosts:
         """How many devices a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         self.memory = MemoryModel(profile, policy)
+        self._fits: dict[tuple[int, int], NDArray[np.bool_]] = {}
         self._scale = policy.microbatch_rows / profile.microbatch_rows
         shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
         self.forward_ms, self.backward_ms, self.time_ms = (np.full(shape, np.inf) for _ in range(3))
@@ -98,8 +99,10 @@ class StageCosts:
         limit = self.memory.limit_bytes
         if limit is None:
             return np.ones((self.layers + 1, self.layers + 1), dtype=np.bool_)
-        fits: NDArray[np.bool_] = self.memory.table(devices, stages_after) <= limit
-        return fits
+        known = self._fits.get((devices, stages_after))
+        if known is None:
+            known = self._fits[devices, stages_after] = self.memory.table(devices, stages_after) <= limit
+        return known
 
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
         return [float(self.time_ms[s.devices, s.first_layer, s.end_layer]) for s in stages]

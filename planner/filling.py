@@ -55,32 +55,41 @@ def bound(sizes: Ints, shares: Ints, nodes: int, fewest: int, most: int) -> floa
     return float(count * np.max(share[left, None] * (1 - weight) + share[right] * weight))
 
 
-def fill(sizes: Ints, shares: Ints, nodes: int, count: int, enough: int) -> tuple[int, ...] | None:
-    """Sizes of ``count`` templates of exactly ``nodes`` nodes that do the most microbatches, largest first;
-    ``None`` where that is less than ``enough``. Templates without a share cannot be used.
+def most_work(sizes: Ints, shares: Ints, nodes: int, count: int) -> float:
+    """The most microbatches that ``count`` templates of exactly ``nodes`` nodes do; −∞ where there are none.
 
     :param sizes: nodes of each template, ascending.
-    :param shares: microbatches that each of them does.
+    :param shares: microbatches that each of them does; those that do none cannot be used.
     """
+    item = _single(sizes, shares, nodes, count)
+    return -np.inf if item is None else float(_bands(item.work, count, nodes - count * item.low)[-1].work[0])
+
+
+def fill(sizes: Ints, shares: Ints, nodes: int, count: int) -> tuple[int, ...]:
+    """Sizes, largest first, of templates that do ``most_work``, which must not be −∞."""
+    item = _single(sizes, shares, nodes, count)
+    assert item is not None, "there are such templates"
+    bands = _bands(item.work, count, nodes - count * item.low)
+    taken = _taken(item.work, bands, nodes - count * item.low)
+    return tuple(
+        item.low + extra for extra, number in sorted(taken.items(), reverse=True) for _ in range(number)
+    )
+
+
+def _single(sizes: Ints, shares: Ints, nodes: int, count: int) -> _Band | None:
+    """One template, from the smallest of use; ``None`` where ``count`` of them are never ``nodes`` nodes."""
     useful = shares > 0
     if not useful.any():
         return None
-    smallest, largest = int(sizes[useful][0]), int(sizes[useful][-1])
-    width = largest - smallest
-    over = nodes - count * smallest
-    step = int(np.gcd.reduce(sizes[useful] - smallest))
+    size = sizes[useful]
+    low, width = int(size[0]), int(size[-1] - size[0])
+    over = nodes - count * low
+    step = int(np.gcd.reduce(size - low))
     if not 0 <= over <= count * width or (step and over % step):
         return None
-    single = np.full(width + 1, -np.inf)
-    single[sizes[useful] - smallest] = shares[useful]
-    bands = _bands(single, count, over)
-    top = bands[-1].work[over - bands[-1].low]
-    if not top >= enough:
-        return None
-    taken = _taken(single, bands, over)
-    return tuple(
-        smallest + extra for extra, number in sorted(taken.items(), reverse=True) for _ in range(number)
-    )
+    work = np.full(width + 1, -np.inf)
+    work[size - low] = shares[useful]
+    return _Band(count=1, low=low, work=work)
 
 
 def _bands(single: Floats, count: int, over: int) -> list[_Band]:

@@ -37,6 +37,8 @@ CANDIDATES = 6
 """Mappings simulated after each round: those with the lowest bounds."""
 EXPANSIONS = 500
 """Partial mappings looked at in the final enumeration: a tenth of a second."""
+PRICES = 24
+"""Of a stage, in the bound on how many stages there can be."""
 GROUP = 64
 """Complete mappings simulated at a time there."""
 ROUNDING = 1e-12
@@ -93,6 +95,7 @@ class _Search:
     stages: tuple[StageTemplate, ...] = ()
     bound_ms: float = 0.0
     _stage_bounds: Mapping[tuple[int, int], Floats] | None = None
+    _most_stages: int = 0
 
     def template(self) -> Template | None:
         if not self.stages:
@@ -124,7 +127,9 @@ class _Search:
         costs, none = self.costs, np.zeros(1)
         trips = round_trips(1, 0, none)
         everything = np.ones(costs.time_ms.shape, dtype=np.bool_)
-        sums = PathTables(costs, self.nodes, everything, trips, none, none + np.inf, costs.layers)
+        sums = PathTables(
+            costs, self.nodes, everything, trips, none, none + np.inf, costs.layers, costs.layers
+        )
         # One round trip of one microbatch: all there is if there is one.
         round_ms = float(sums.least[0])
         self.offer([as_row(sums.stages(0))])
@@ -135,10 +140,13 @@ class _Search:
         if not allowed.any():
             self.bound_ms = self.best_ms
             return
+        self._most_stages = self._deepest(allowed)
         times = np.unique(costs.time_ms[allowed])
         left = self._branch(_Interval(0.0, 0, len(times) - 1).parts(FIRST_PARTS), times, round_ms)
         if left:
-            self._stage_bounds = StageBounds(costs, self.nodes, self.microbatches, self._allowed(round_ms)).of
+            self._stage_bounds = StageBounds(
+                costs, self.nodes, self.microbatches, self._allowed(round_ms), self._most_stages
+            ).of
             left = self._branch(left, times, round_ms)
         if left:
             floor_ms = min(interval.bound_ms for interval in left)
@@ -146,6 +154,8 @@ class _Search:
             self.best_ms, self.stages = found
             left = self._prove(left, times, round_ms)
         self.bound_ms = min((interval.bound_ms for interval in left), default=self.best_ms)
+        balanced_ms = round_ms + (self.microbatches - 1) * self._work_ms()
+        self.bound_ms = min(max(self.bound_ms, balanced_ms), self.best_ms)
 
     def _allowed(self, round_ms: float) -> NDArray[np.bool_]:
         """Stages that a mapping quicker than the best one can have, as tables of costs.
@@ -187,10 +197,41 @@ class _Search:
         promising = [int(q) for q in order[:CANDIDATES] if not self._closed(float(tables.least[q]))]
         self.offer([as_row(tables.stages(q)) for q in promising])
 
+    def _deepest(self, allowed: NDArray[np.bool_]) -> int:
+        """The most stages that a mapping quicker than the best one can have.
+
+        S stages take a round trip of Σ trip ≥ min Σ (trip − λ) + λ·S for any λ, and ``_work_ms`` N − 1 times.
+        """
+        costs, devices = self.costs, self.nodes * self.costs.devices_per_node
+        most = min(costs.layers, devices)
+        if most <= self.microbatches - 1:
+            return most
+        price_ms = np.linspace(0.0, 4 * costs.time_ms[allowed].max(), PRICES)
+        each, none = np.ones(PRICES), np.zeros(PRICES)
+        weights = PathWeights(
+            before_trip=each,
+            before_ms=-price_ms,
+            at_trip=each,
+            at_link=none,
+            at_ms=-price_ms,
+            after_trip=each,
+            after_ms=-price_ms,
+        )
+        sums = PathTables(costs, self.nodes, allowed, weights, none, none + np.inf, most, most).least
+        stages = np.arange(1, most + 1)
+        bounds = (sums + price_ms * stages[:, None]).max(axis=1) + (self.microbatches - 1) * self._work_ms()
+        return int(stages[bounds < self.best_ms * (1 - ROUNDING)].max(initial=1))
+
+    def _work_ms(self) -> float:
+        """What the longer of forward and backward of some stage takes at least: were all devices as busy."""
+        costs, devices = self.costs, self.nodes * self.costs.devices_per_node
+        sizes, firsts = np.array(costs.stage_devices)[:, None], np.arange(costs.layers)
+        one_layer = [table[sizes, firsts, firsts + 1] for table in (costs.forward_ms, costs.backward_ms)]
+        return max(float((layer_ms * sizes).min(axis=0).sum()) / devices for layer_ms in one_layer)
+
     def _turns(self) -> int:
-        """Round trips that are a path whatever the number of stages is."""
-        most = min(self.costs.layers, self.nodes * self.costs.devices_per_node)
-        return (self.microbatches - 1) // most
+        """Round trips that are a path for any number of stages that is looked for."""
+        return (self.microbatches - 1) // self._most_stages
 
     def _tables(
         self, rows: list[tuple[_Interval, float | None]], times: Floats, round_ms: float
@@ -218,6 +259,7 @@ class _Search:
             low_ms,
             high_ms,
             most_behind,
+            self._most_stages,
             self._stage_bounds,
             self.best_ms * (1 - ROUNDING),
         )

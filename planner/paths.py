@@ -95,6 +95,7 @@ class PathTables:
         low_ms: Floats,
         high_ms: Floats,
         most_behind: int,
+        most_stages: int,
         bounds: Mapping[tuple[int, int], Floats] | None = None,
         below_ms: float = np.inf,
     ) -> None:
@@ -102,9 +103,10 @@ class PathTables:
         :param allowed: stages to choose from, shape as the tables of ``costs``.
         :param low_ms, high_ms: the intervals, shape (Q,).
         :param most_behind: stages that the slowest may have behind it.
+        :param most_stages: of a mapping that is looked for.
         :param bounds: ``StageBounds.of``: only stages whose bound is below ``below_ms`` are chosen.
         """
-        self._costs, self._most_behind = costs, most_behind
+        self._costs, self._most_behind, self._most_stages = costs, most_behind, most_stages
         self.devices = nodes * costs.devices_per_node
         self._sure: dict[int, _StageSums] = {}
         self._unsure: dict[int, _StageSums] = {}
@@ -112,7 +114,7 @@ class PathTables:
             time_ms = np.where(allowed[d], costs.time_ms[d], np.inf)
             band = Band(costs, time_ms, float(high_ms.max()))
             self._sure[d] = band.sums(weights, low_ms, high_ms, None)
-            if min(self.devices - d, costs.layers - 1) > most_behind:
+            if min(self.devices - d, most_stages - 1) > most_behind:
                 band = Band(costs, time_ms, np.inf)
                 self._unsure[d] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
         widest = max(len(sums.at) for sums in (*self._sure.values(), *self._unsure.values()))
@@ -168,7 +170,8 @@ class PathTables:
         return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
 
     def _sums(self, devices: int, d: int) -> "_StageSums":
-        return self._unsure.get(d, self._sure[d]) if devices - d > self._most_behind else self._sure[d]
+        most = most_behind(self._costs, self.devices, d, devices - d, self._most_stages)
+        return self._unsure.get(d, self._sure[d]) if most > self._most_behind else self._sure[d]
 
     def _mask(self, d: int, left: int, longest: int) -> Floats:
         """0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
@@ -222,7 +225,7 @@ class Band:
         time_ms, link_ms = self.time_ms[:, None, :], self.link_ms[:, None, :]
         trip = time_ms + 2 * link_ms
         low, high = of_query(low_ms), of_query(high_ms)
-        within = time_ms <= high
+        within = (time_ms <= high) & np.isfinite(time_ms)
         slowest = within & (time_ms >= low)
         # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
         quicker = np.where(low == high, time_ms < high, within)
@@ -266,6 +269,12 @@ class _MemoryMasks:
             fits = self._costs.fits(d, behind)[self._starts, self._ends]
             known = self._known[d, behind] = np.where(fits, 0.0, np.inf)[:, None, :]
         return known
+
+
+def most_behind(costs: StageCosts, devices: int, d: int, left: int, most_stages: int) -> int:
+    """Stages behind one on d devices, with ``left`` of a pipeline's ``devices`` devices behind it."""
+    in_front = -(-(devices - left - d) // min(costs.max_devices, costs.devices_per_node))
+    return min(left, most_stages - 1 - in_front)
 
 
 def _fewest_stages(costs: StageCosts) -> list[int]:

@@ -12,15 +12,15 @@ import numpy as np
 
 from planner.clocks import Clocks, Ints
 from planner.costs import StageCosts
-from planner.filling import bound, fill
+from planner.filling import bound, fill, most_work
 from planner.makespan import Floats
 from planner.values import Template
 
 PRECISION = 1e-9
 """Relative: two iteration times that differ by less count as equal."""
 
-Found = tuple[float, tuple[int, ...]]
-"""Milliseconds of a step, and the templates' sizes."""
+Found = tuple[float, int]
+"""Milliseconds in which the batch can be done, and by how many templates."""
 
 
 ROUNDING = 1e-12
@@ -50,6 +50,8 @@ class Search:
             [[of_one.get(devices, -1) for devices in kinds] for of_one in heaviest], dtype=np.float64
         )
         """Of the heaviest stage on so many devices; negative where the template has none."""
+        self._last: tuple[int, int] | None = None
+        """Nodes and pipelines of the last answer, from which the next is looked for."""
 
     def quickest(self, nodes: int, fewest: int, most: int) -> tuple[int, ...] | None:
         """Sizes, largest first, of ``fewest`` to ``most`` templates of exactly ``nodes`` nodes that take
@@ -62,8 +64,9 @@ class Search:
             return None
         for precision in (*COARSE, PRECISION):
             best = self._improve(nodes, best, fewest, most, precision)
-        more = self._as_good(nodes, best[0] * (1 + PRECISION), len(best[1]) + 1, most)
-        return best[1] if more is None else more
+        best = self._most_as_good(nodes, best, most)
+        self._last = nodes, best[1]
+        return fill(self._sizes, self._shares(*best), nodes, best[1])
 
     def _improve(self, nodes: int, best: Found, fewest: int, most: int, precision: float) -> Found:
         """Any of the quickest, to the precision. The more promising half comes first."""
@@ -72,9 +75,8 @@ class Search:
             low, high = ranges.pop()
             target_ms = best[0] * (1 - precision)
             if low == high:
-                sizes = self._fill(nodes, low, self._shares(target_ms, low))
-                if sizes is not None:
-                    best = self._quicken(nodes, (target_ms, sizes))
+                if self._can(nodes, low, self._shares(target_ms, low)):
+                    best = self._quicken(nodes, (target_ms, low))
                 continue
             middle = (low + high) // 2
             halves: list[tuple[float, int, int]] = []
@@ -85,22 +87,21 @@ class Search:
             ranges += [(first, last) for _, first, last in sorted(halves)]
         return best
 
-    def _as_good(self, nodes: int, target_ms: float, fewest: int, most: int) -> tuple[int, ...] | None:
-        """The most pipelines that do the batch in the target."""
-        halves = [(fewest, most)] if fewest <= most else []
-        while halves:
-            low, high = halves.pop()
+    def _most_as_good(self, nodes: int, best: Found, most: int) -> Found:
+        """The most pipelines that are as quick as the best."""
+        target_ms = best[0] * (1 + PRECISION)
+        ranges = [(best[1] + 1, most)] if best[1] < most else []
+        while ranges:
+            low, high = ranges.pop()
             shares = self._shares(target_ms, low)
             if bound(self._sizes, shares, nodes, low, high) < self._batch * (1 - PRECISION):
                 continue
             if low < high:
                 middle = (low + high) // 2
-                halves += [(low, middle), (middle + 1, high)]
-                continue
-            sizes = fill(self._sizes, shares, nodes, low, self._batch)
-            if sizes is not None:
-                return sizes
-        return None
+                ranges += [(low, middle), (middle + 1, high)]
+            elif most_work(self._sizes, shares, nodes, low) >= self._batch:
+                return self._quicken(nodes, (target_ms, low))
+        return best
 
     def _guess(self, nodes: int, fewest: int, most: int) -> Found | None:
         """The quickest of the number of pipelines that seems best if all are about equally large."""
@@ -110,7 +111,11 @@ class Search:
             rounds = -(-self._batch // counts) - 1
             sync_ms = self._sync_ms(side, counts)
             least = np.maximum(least, self._once_ms[side] + rounds * self._slowest_ms[side] + sync_ms)
-        for count in counts[np.argsort(least, kind="stable")].tolist():
+        order = counts[np.argsort(least, kind="stable")].tolist()
+        if self._last is not None:
+            like_last = round(self._last[1] * nodes / self._last[0])
+            order.insert(0, min(max(like_last, fewest), most))
+        for count in order:
             found = self._any(nodes, count)
             if found is not None:
                 return self._quicken(nodes, found)
@@ -127,18 +132,16 @@ class Search:
         that will do; ``None`` where no such templates have ``nodes`` nodes.
         """
         everything = np.full(len(self._sizes), self._batch)
-        if fill(self._sizes, everything, nodes, count, 1) is None:
+        if most_work(self._sizes, everything, nodes, count) < 0:
             return None
         counts, share = np.array([count]), np.array([-(-self._batch // count)])
         target_ms = 0.0
         for side in self._nearest(nodes, counts):
             step_ms = self._clocks.times_ms(side, share) + self._sync_ms(side, counts)
             target_ms = max(target_ms, float(step_ms[0]))
-        while True:
-            sizes = fill(self._sizes, self._shares(target_ms, count), nodes, count, self._batch)
-            if sizes is not None:
-                return target_ms, sizes
-            target_ms = 2 * target_ms
+        while not self._can(nodes, count, self._shares(target_ms, count)):
+            target_ms *= 2
+        return target_ms, count
 
     def _quicken(self, nodes: int, found: Found) -> Found:
         """The quickest with the same number of templates.
@@ -146,20 +149,20 @@ class Search:
         The optimum is the step time of some template and share. The target is halved until few of these
         times are left, and then it is the first of them that will do.
         """
-        count, short_ms, reach = len(found[1]), 0.0, 1 / 32
-        all_done, none_done = self._shares(found[0], count), np.zeros(len(self._sizes), dtype=np.int64)
+        enough_ms, count = found
+        short_ms, reach = 0.0, 1 / 32
+        all_done, none_done = self._shares(enough_ms, count), np.zeros(len(self._sizes), dtype=np.int64)
         while (all_done - none_done).sum() > FEW:
             # What is found is near the optimum; and far below, times are slow to find out.
-            middle_ms = max((short_ms + found[0]) / 2, found[0] * (1 - reach))
+            middle_ms = max((short_ms + enough_ms) / 2, enough_ms * (1 - reach))
             reach *= 2
-            if not short_ms < middle_ms < found[0]:
+            if not short_ms < middle_ms < enough_ms:
                 break
             shares = self._shares(middle_ms, count)
-            sizes = self._fill(nodes, count, shares)
-            if sizes is None:
-                short_ms, none_done = middle_ms, shares
+            if self._can(nodes, count, shares):
+                enough_ms, all_done = middle_ms, shares
             else:
-                found, all_done = (middle_ms, sizes), shares
+                short_ms, none_done = middle_ms, shares
         number = all_done - none_done
         which = np.repeat(np.arange(len(number)), number)
         share = np.arange(len(which)) - np.repeat(np.cumsum(number) - number, number) + 1 + none_done[which]
@@ -168,17 +171,17 @@ class Search:
         low, high = 0, len(times)
         while low < high:
             middle = (low + high) // 2
-            sizes = self._fill(nodes, count, self._shares(float(times[middle]), count))
-            if sizes is None:
-                low = middle + 1
+            if self._can(nodes, count, self._shares(float(times[middle]), count)):
+                enough_ms, high = float(times[middle]), middle
             else:
-                found, high = (float(times[middle]), sizes), middle
-        return found
+                low = middle + 1
+        return enough_ms, count
 
-    def _fill(self, nodes: int, count: int, shares: Ints) -> tuple[int, ...] | None:
+    def _can(self, nodes: int, count: int, shares: Ints) -> bool:
+        """Whether ``count`` templates of exactly ``nodes`` nodes can do the batch with these shares."""
         if bound(self._sizes, shares, nodes, count, count) < self._batch * (1 - PRECISION):
-            return None
-        return fill(self._sizes, shares, nodes, count, self._batch)
+            return False
+        return most_work(self._sizes, shares, nodes, count) >= self._batch
 
     def _shares(self, target_ms: float, pipelines: int) -> Ints:
         """The most microbatches of each template in the target, its all-reduce included."""

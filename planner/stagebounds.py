@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.costs import StageCosts
 from planner.makespan import Floats
-from planner.paths import Band, PathTables, PathWeights
+from planner.paths import Band, PathTables, PathWeights, most_behind
 
 GRID = 24
 """Values of t, and of μ, that sums are made for."""
@@ -20,8 +20,18 @@ GRID = 24
 class StageBounds:
     """``of[d, g]`` has shape (W, L + 1): a bound for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
 
-    def __init__(self, costs: StageCosts, nodes: int, microbatches: int, allowed: NDArray[np.bool_]) -> None:
-        """:param allowed: stages to choose from, shape as the tables of ``costs``."""
+    def __init__(
+        self,
+        costs: StageCosts,
+        nodes: int,
+        microbatches: int,
+        allowed: NDArray[np.bool_],
+        most_stages: int,
+    ) -> None:
+        """
+        :param allowed: stages to choose from, shape as the tables of ``costs``.
+        :param most_stages: of a mapping that is looked for.
+        """
         self._microbatches = microbatches
         self._devices = nodes * costs.devices_per_node
         shorter_ms = np.where(allowed, np.minimum(costs.forward_ms, costs.backward_ms), 0.0)
@@ -39,7 +49,9 @@ class StageBounds:
             after_ms=-less,
         )
         none = np.zeros(len(less))
-        self._behind = PathTables(costs, nodes, allowed, weights, none, none + np.inf, costs.layers)
+        self._behind = PathTables(
+            costs, nodes, allowed, weights, none, none + np.inf, costs.layers, costs.layers
+        )
         self._in_front = _fronts(costs, self._devices, allowed)
         self.of: dict[tuple[int, int], Floats] = {}
         for d in costs.stage_devices:
@@ -47,14 +59,18 @@ class StageBounds:
             shorter = shorter_ms[d][np.arange(costs.layers + 1), band.inside]
             for left in range(self._devices - d + 1):
                 if d in self._behind.splits_before(left + d):
-                    self.of[d, left] = self._place(band, shorter, d, left)
+                    most = most_behind(costs, self._devices, d, left, most_stages)
+                    if most >= 0:
+                        self.of[d, left] = self._place(band, shorter, d, left, most)
+                    else:
+                        self.of[d, left] = np.full_like(band.time_ms, np.inf)
 
-    def _place(self, band: Band, shorter_ms: Floats, d: int, left: int) -> Floats:
+    def _place(self, band: Band, shorter_ms: Floats, d: int, left: int, most_behind: int) -> Floats:
         turns, ends = self._microbatches, band.inside
         known = np.isfinite(band.time_ms)
         time_ms = np.where(known, band.time_ms, 0.0)
         rest = self._behind.after[left]
-        most = np.minimum(left, band.layers - ends)
+        most = np.minimum(most_behind, band.layers - ends)
         sums = rest[np.searchsorted(self._times, time_ms).clip(max=GRID - 1), ends]
         twice = np.maximum(sums, rest[0, ends] - most * time_ms) + 4 * band.link_ms
         sums = rest[GRID + np.searchsorted(self._shorter, shorter_ms).clip(max=GRID - 1), ends]

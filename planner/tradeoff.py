@@ -34,7 +34,7 @@ _DEAREST = 500.0
 """Largest exponent, so that every figure stays finite."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Weighed:
     """A layout with its nodes and what it costs in all."""
 
@@ -86,16 +86,7 @@ def weigh(
     for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):
         iteration_s = instantiation.iteration_ms / 1e3
         if len(nodes) > COUNTED_NODES and iteration_s > least_s:
-            skipped.append(
-                Considered(
-                    method=layout.method,
-                    sizes=tuple(layout.sizes),
-                    iteration_s=iteration_s,
-                    transfer_bytes=None,
-                    transfer_s=None,
-                    expected_iteration_s=iteration_s,
-                )
-            )
+            skipped.append(_considered(layout, iteration_s, None, None, iteration_s))
             continue
         shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
@@ -105,24 +96,10 @@ def weigh(
             lost = error
             continue
         moving_s = transfer_s(assignment, link)
-        considered = Considered(
-            method=layout.method,
-            sizes=tuple(layout.sizes),
-            iteration_s=iteration_s,
-            transfer_bytes=assignment.moved_bytes,
-            transfer_s=moving_s,
-            expected_iteration_s=expected_iteration_s(iteration_s, moving_s, horizon_s),
-        )
-        least_s = min(least_s, considered.expected_iteration_s)
-        found.append(
-            Weighed(
-                layout=layout,
-                instantiation=instantiation,
-                places=places,
-                assignment=assignment,
-                considered=considered,
-            )
-        )
+        expected_s = expected_iteration_s(iteration_s, moving_s, horizon_s)
+        considered = _considered(layout, iteration_s, assignment.moved_bytes, moving_s, expected_s)
+        found.append(Weighed(layout, instantiation, places, assignment, considered))
+        least_s = min(least_s, expected_s)
     if not found:
         assert lost is not None, "there is always the best instantiation"
         raise lost
@@ -132,6 +109,23 @@ def weigh(
     others = [*(each.considered for each in found if each is not chosen), *skipped]
     others.sort(key=lambda considered: considered.expected_iteration_s)
     return chosen, (chosen.considered, *others)
+
+
+def _considered(
+    layout: Layout,
+    iteration_s: float,
+    transfer_bytes: int | None,
+    moving_s: float | None,
+    expected_s: float,
+) -> Considered:
+    return Considered(
+        method=layout.method,
+        sizes=tuple(layout.sizes),
+        iteration_s=iteration_s,
+        transfer_bytes=transfer_bytes,
+        transfer_s=moving_s,
+        expected_iteration_s=expected_s,
+    )
 
 
 def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:

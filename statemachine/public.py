@@ -1,5 +1,6 @@
 """What outside tools see of the cluster: plain JSON-compatible data (the retained cluster state)."""
 
+from dataclasses import asdict
 from typing import Any
 
 from planner.values import Plan
@@ -25,6 +26,11 @@ def pipelines(plan: Plan | None) -> list[dict[str, Any]]:
         }
         for pipeline in plan.pipelines
     ]
+
+
+def considered(plan: Plan) -> list[dict[str, Any]]:
+    """The layouts that a plan was chosen from, itself first: each method with its pipelines and costs."""
+    return [asdict(layout) for layout in plan.considered]
 
 
 def waiting_for(c: Cluster) -> str:

@@ -17,7 +17,7 @@ from statemachine.membership import fence, lose
 from statemachine.messages import Prepare, Quiesce, Quiesced, Resume
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
-from statemachine.public import pipelines
+from statemachine.public import considered, pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
 from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
@@ -276,6 +276,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         transfer_bytes=sum(transfer.size_bytes for transfer in plan.transfers),
         estimated_iteration_s=plan.estimated_iteration_s,
         idle_nodes=list(plan.idle_nodes),
+        considered=considered(plan),
     )
     command = resume_command(c)
     if command is not None:

@@ -60,13 +60,24 @@ class PlanProcess:
                 if isinstance(answer, Done | Refused):
                     return
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            said.cancel()
-            process.stdin.close()
-            await asyncio.gather(said, return_exceptions=True)
-            await process.communicate()  # Its pipes are closed when they are read to the end.
+            ending = asyncio.ensure_future(_end(process, said))
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError:
+                await ending  # It takes no time, and half of it would leave pipes behind.
+                raise
+
+
+async def _end(process: asyncio.subprocess.Process, said: asyncio.Future[str]) -> None:
+    """Kill it if it still runs, and let go of its pipes: they are closed when they are read to the end."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    said.cancel()
+    if process.stdin is not None:
+        process.stdin.close()
+    await asyncio.gather(said, return_exceptions=True)
+    await process.communicate()
 
 
 async def _read(stream: asyncio.StreamReader) -> Answer | None:

@@ -51,7 +51,7 @@ def plan_page(told: Description, svg: str, *, name: str, other: Description | No
     parts = [
         f'<h1>{title}</h1>\n<p class="faint">{escape(shape_line(told))}</p>',
         _figures(told),
-        f"<p>{escape(comparison_line(told, other))}: {escape(pipelines_line(other))}.</p>" if other else "",
+        _comparison(told, other) if other is not None else "",
         f'<h2>One step</h2>\n<p class="faint">{escape(chosen_line(told))}; equal ones are drawn once. '
         f"Global batch {policy.global_batch} as {policy.microbatches} × {policy.microbatch_rows}.</p>",
         f'<div class="scroll">{_themed(svg)}</div>',
@@ -90,6 +90,11 @@ def _figures(told: Description) -> str:
     ]
     cells = (f'<div><b>{escape(value)}</b><span class="faint">{label}</span></div>' for label, value in shown)
     return f'<div class="figures">{"".join(cells)}</div>'
+
+
+def _comparison(told: Description, other: Description) -> str:
+    said = comparison_line(told, other)
+    return f"<p>{escape(said[0].upper() + said[1:])}: {escape(pipelines_line(other))}.</p>"
 
 
 def _pipelines(told: Description) -> str:

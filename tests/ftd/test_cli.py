@@ -176,7 +176,11 @@ def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "content", "says"),
     [
-        ("highspy", "raise ImportError('not here')", "HiGHS cannot be used: the package highspy is missing or broken"),
+        (
+            "highspy",
+            "raise ImportError('not here')",
+            "HiGHS cannot be used: the package highspy is missing or broken",
+        ),
         ("highspy", "", "HiGHS failed: "),
         ("pyomo", "raise ImportError('not here')", "Pyomo cannot be imported (not here)"),
     ],

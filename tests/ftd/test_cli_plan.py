@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +359,19 @@ def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> N
     assert [told[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax"]
     assert "tolerance.failures = 2" in refused(job, "--nodes", 2)
     assert refused(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")
+
+
+def test_json_loads_nothing_that_it_does_not_need(profile: Path) -> None:
+    script = "import sys; from ftd.cli.main import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    script += "print(*(name.split('.')[0] for name in sys.modules), file=sys.stderr)"
+    arguments = ["plan", "--profile", str(profile), "--nodes", "3", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert json.loads(done.stdout)["nodes"] == 3
+    assert not {"matplotlib", "pyomo", "scipy", "rich", "torch", "structlog"} & set(done.stderr.split())

@@ -20,8 +20,15 @@ from ftd.driver import Driver
 from ftd.node.processes import alive
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Policy, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan
-from statemachine.events import Event, PlanImpossible, PlanReady, TemplatesFailed, TemplatesReady
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
+from statemachine.events import (
+    Event,
+    PlanImpossible,
+    PlanReady,
+    PlanWeighed,
+    TemplatesFailed,
+    TemplatesReady,
+)
 from statemachine.values import Job, Profiled
 
 PATIENCE_S = 60.0
@@ -75,12 +82,15 @@ class Scene:
             command=command,
         )
 
-    async def ask(self, effect: BuildTemplates | ComputePlan) -> Event:
+    async def ask(self, effect: BuildTemplates | ComputePlan | WeighPlan) -> Event:
         """The next thing that the service feeds."""
-        if isinstance(effect, BuildTemplates):
-            self.service.build(effect)
-        else:
-            self.service.plan(effect)
+        match effect:
+            case BuildTemplates():
+                self.service.build(effect)
+            case ComputePlan():
+                self.service.plan(effect)
+            case WeighPlan():
+                self.service.weigh(effect)
         return await asyncio.wait_for(self.fed.get(), PATIENCE_S)
 
     async def until(self, true: Callable[[], object]) -> None:
@@ -104,7 +114,7 @@ def play(scene: Scene, story: Callable[[Scene], Coroutine[Any, Any, None]]) -> N
     asyncio.run(run())
 
 
-def answers(directory: Path, *effects: BuildTemplates | ComputePlan) -> list[Event]:
+def answers(directory: Path, *effects: BuildTemplates | ComputePlan | WeighPlan) -> list[Event]:
     """What the service feeds for these effects, one after the other."""
     got: list[Event] = []
 
@@ -180,6 +190,18 @@ def test_a_profile_of_another_model_is_found_out_at_the_start(tmp_path: Path, la
     assert isinstance(answer, PlanImpossible) and not answer.too_few
     assert "4 layers" in answer.reason and f"has {layers}" in answer.reason
     assert "planner.profile" in answer.reason
+
+
+def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> None:
+    _, plan = answers(tmp_path, build(), asking(4))
+    assert isinstance(plan, PlanReady)
+    slow = replace(situation(4), previous=plan.plan, speeds={"node-1": 0.25})
+    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=slow))
+    assert isinstance(answer, PlanWeighed) and (answer.cause, answer.generation) == ("c", 3)
+    assert 0 < answer.possible_s < answer.present_s
+    lost = replace(situation(4, layers=3), previous=plan.plan, speeds={"node-1": 0.25})
+    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=lost))
+    assert isinstance(answer, PlanWeighed) and answer.possible_s == answer.present_s, "there is none"
 
 
 def test_a_model_that_fits_nowhere_fails_with_the_reason(tmp_path: Path) -> None:
@@ -325,7 +347,7 @@ asyncio.run(main())
         pid = int(await asyncio.wait_for(parent.stdout.readline(), PATIENCE_S))
         assert alive(pid)
         parent.kill()
-        await parent.wait()
+        await parent.communicate()
         return pid
 
     gone(asyncio.run(story()))

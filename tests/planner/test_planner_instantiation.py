@@ -82,7 +82,7 @@ def quickest_ms(instantiator: Instantiator, options: Sequence[tuple[int, ...]], 
 @pytest.mark.parametrize(
     ("times_ms", "memory_bytes", "ring", "microbatches"),
     [
-        ([1.0, 2.0, 1.0, 3.0, 1.5, 1.0], None, Link(latency_ms=0.0, bytes_per_s=1e12), 48),
+        ([1.0, 2.0, 1.0, 3.0, 1.5, 1.0], 50, Link(latency_ms=0.0, bytes_per_s=1e12), 48),
         ([1.0, 1.5, 0.7, 1.1, 0.9, 1.3, 1.2], 64, Link(latency_ms=0.3, bytes_per_s=1e5), 40),
         ([2.0] * 8, 40, Link(latency_ms=1.0, bytes_per_s=1e6), 200),
     ],

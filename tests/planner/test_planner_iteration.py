@@ -78,16 +78,16 @@ def check(random: Random, cases: int) -> tuple[list[float], int]:
 
 
 def test_few_mappings_are_all_looked_at() -> None:
-    ratios, proved = check(Random(1), 100)
-    assert max(ratios) < 1 + 1e-11 and proved == 100
+    ratios, proved = check(Random(1), 60)
+    assert max(ratios) < 1 + 1e-11 and proved == 60
 
 
 def test_where_mappings_are_too_many_bounds_hold_and_most_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same small models, but treated as too large to look at every mapping."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
-    ratios, proved = check(Random(2), 250)
-    assert proved > 200
-    assert sum(ratio < 1 + 1e-9 for ratio in ratios) > 245
+    ratios, proved = check(Random(2), 150)
+    assert proved > 145
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) > 147
     assert max(ratios) < 1.02
 
 
@@ -95,8 +95,8 @@ def test_without_a_budget_to_prove_the_gap_is_stated_and_true(monkeypatch: pytes
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     monkeypatch.setattr(iteration, "EXPANSIONS", 0)
     monkeypatch.setattr(iteration, "MOST_ROUNDS", 1)
-    ratios, proved = check(Random(3), 100)
-    assert proved < 90 and max(ratios) < 1.1
+    ratios, proved = check(Random(3), 60)
+    assert proved < 58 and max(ratios) < 1.1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 24, 128])

@@ -1,13 +1,19 @@
 """What happens to pipelines, nodes and bytes when nodes fail and come."""
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from oracles import check_plan, layer, profile_of
 
 from planner.assignment import Assigner, natural_key
+from planner.candidates import layouts
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.reconfiguration import reinstantiate
-from planner.values import Device, ModelProfile, Plan, Policy, Situation
+from planner.tradeoff import expected_iteration_s
+from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
 
 
 def planner_of(layers: int = 8, memory_bytes: int | None = 120, **changes: object) -> Planner:
@@ -230,3 +236,93 @@ def test_nodes_are_numbered_as_people_count() -> None:
     planner = planner_of(memory_bytes=None)
     plan = planner.plan(planner.fresh([f"node-{n}" for n in (11, 2, 1, 10)]))
     assert plan.nodes == ("node-1", "node-2", "node-10", "node-11")
+
+
+def heavy(horizon_s: float | None, lost: set[str], joined: tuple[str, ...] = ()) -> Plan:
+    """Nine nodes as pipelines of 3, 2, 2, 2; a layer takes 300 ms and 3 GB, which the link moves in 3 s."""
+    layers = tuple(layer(forward_ms=100, backward_ms=200, state_bytes=4 * 10**9) for _ in range(6))
+    free = Link(latency_ms=0.0, bytes_per_s=1e15)
+    profile = ModelProfile(
+        layers=layers, microbatch_rows=4, link=Link(latency_ms=0.0, bytes_per_s=1e9), ring=free
+    )
+    planner = Planner(profile, Policy(global_batch=160, microbatch_rows=4))
+    start = planner.plan(planner.fresh(names(9)))
+    assert [len(p.nodes) for p in start.pipelines] == [3, 2, 2, 2]
+    situation = replace(after(start, lost, joined), horizon_s=horizon_s)
+    plan = planner.plan(situation)
+    check_plan(plan, situation, profile, planner.policy)
+    chosen = plan.considered[0]
+    assert (chosen.method, list(chosen.sizes)) == (plan.method, [len(p.nodes) for p in plan.pipelines])
+    assert chosen.transfer_bytes == sum(move.size_bytes for move in plan.transfers)
+    assert chosen.iteration_s == plan.estimated_iteration_s
+    assert chosen.expected_iteration_s == min(each.expected_iteration_s for each in plan.considered)
+    return plan
+
+
+def test_the_next_failure_decides_between_a_better_plan_and_fewer_bytes() -> None:
+    patient, hasty = heavy(3600.0, {"node-1"}), heavy(20.0, {"node-1"})
+    assert (patient.method, hasty.method) == ("best", "simple")
+    assert patient.estimated_iteration_s < hasty.estimated_iteration_s
+    assert len(patient.transfers) > len(hasty.transfers)
+    assert "pays within the 60 min expected to the next failure" in patient.reason
+    assert "would not pay for its bytes within 20 s" in hasty.reason
+    assert heavy(None, {"node-1"}) == patient
+
+
+def test_a_join_that_the_next_failure_undoes_soon_moves_little() -> None:
+    patient, hasty = heavy(3600.0, set(), ("node-9",)), heavy(20.0, set(), ("node-9",))
+    assert (patient.method, hasty.method) == ("best", "grow")
+    assert [len(p.nodes) for p in hasty.pipelines] == [3, 3, 2, 2]
+    assert len(patient.transfers) > len(hasty.transfers)
+    assert patient.idle_nodes == hasty.idle_nodes == ()
+
+
+def test_a_node_that_replaces_another_takes_its_place() -> None:
+    plan = heavy(20.0, {"node-4"}, ("node-9",))
+    assert plan.method == "grow" and [len(p.nodes) for p in plan.pipelines] == [3, 2, 2, 2]
+    assert {move.target.node for move in plan.transfers} == {"node-9"}
+
+
+def test_expected_time_is_the_steps_that_come_before_an_exponential_failure() -> None:
+    """T·e^(t/H) against E[max(0, X − t)] / T by numerical integration."""
+    iteration_s, moving_s, horizon_s = 2.0, 30.0, 100.0
+    at = np.linspace(0.0, 40 * horizon_s, 400_001)
+    density = np.exp(-at / horizon_s) / horizon_s
+    steps = np.trapezoid(np.maximum(0.0, at - moving_s) / iteration_s * density, at)
+    assert horizon_s / expected_iteration_s(iteration_s, moving_s, horizon_s) == pytest.approx(
+        steps, rel=1e-4
+    )
+    assert expected_iteration_s(iteration_s, moving_s, math.inf) == iteration_s
+    assert math.isfinite(expected_iteration_s(iteration_s, 1e9, 0.0))
+
+
+def test_on_many_nodes_bytes_are_counted_only_where_they_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = heavy(3600.0, {"node-1"})
+    monkeypatch.setattr("planner.tradeoff.COUNTED_NODES", 5)
+    some = heavy(3600.0, {"node-1"})
+    assert (some.pipelines, some.transfers) == (every.pipelines, every.transfers)
+    assert None not in [each.transfer_bytes for each in every.considered]
+    skipped = [each for each in some.considered if each.transfer_bytes is None]
+    assert skipped and all(each.transfer_s is None for each in skipped)
+    assert all(each.iteration_s > some.considered[0].expected_iteration_s for each in skipped)
+
+
+def test_each_layout_is_proposed_under_its_name() -> None:
+    planner = planner_of(layers=8, memory_bytes=None, tolerate=1)
+    instantiator = planner.instantiator(20)
+
+    def proposed(before: list[int], left: list[int], nodes: int) -> dict[str, list[int]]:
+        sizes = planner.templates(20).sizes
+        found = layouts(before, left, nodes, sizes, instantiator, planner.policy.microbatches)
+        assert len({tuple(sorted(layout.sizes)) for layout in found}) == len(found)
+        assert all(sum(layout.sizes) == nodes for layout in found)
+        assert sorted(instantiator.best(nodes).sizes) in [sorted(layout.sizes) for layout in found]
+        return {layout.method: layout.sizes for layout in reversed(found)}
+
+    lost = proposed([5, 4, 4], [3, 4, 4], 11)
+    assert lost["simple"] == [3, 4, 4]
+    assert "grow" not in lost
+    joined = proposed([5, 4, 4], [3, 4, 4], 14)
+    assert joined["grow"] == [5, 5, 4]
+    assert joined["keep"][1:3] == [4, 4]
+    assert "simple" not in joined

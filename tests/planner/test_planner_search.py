@@ -7,7 +7,7 @@ import pytest
 from oracles import simulated_makespan_ms
 
 from planner.clocks import Clocks, Stages
-from planner.filling import bound, fill
+from planner.filling import bound, fill, most_work
 from planner.makespan import PipelineClock
 
 
@@ -63,7 +63,7 @@ def test_the_most_in_a_limit_is_what_counting_gives() -> None:
             assert most == expected
 
 
-def most_work(sizes: list[int], shares: list[int], nodes: int, most: int) -> list[int | None]:
+def all_work(sizes: list[int], shares: list[int], nodes: int, most: int) -> list[int | None]:
     """Of 0, 1, … ``most`` templates of ``nodes`` nodes in all."""
     tables: list[dict[int, int]] = [{0: 0}]
     for _ in range(most):
@@ -84,17 +84,15 @@ def test_the_fill_and_its_bound_against_a_table_of_everything() -> None:
         shares = [random.choice([0, random.randint(1, 30), 2 * size]) for size in sizes]
         count = random.randint(1, 12)
         nodes = random.randint(count, 8 * count)
-        work = most_work(sizes, shares, nodes, count)
+        work = all_work(sizes, shares, nodes, count)
         expected = work[count]
         as_arrays = np.array(sizes), np.array(shares)
-        found = fill(*as_arrays, nodes, count, 1)
-        if expected is None:
-            assert found is None
-        else:
+        assert most_work(*as_arrays, nodes, count) == (-np.inf if expected is None else expected)
+        if expected is not None:
             filled += 1
-            assert found is not None and len(found) == count and sum(found) == nodes
+            found = fill(*as_arrays, nodes, count)
+            assert len(found) == count and sum(found) == nodes
             assert sum(shares[sizes.index(size)] for size in found) == expected
-            assert fill(*as_arrays, nodes, count, expected + 1) is None
         fewest = random.randint(1, count)
         reached = [done for done in work[fewest:] if done is not None]
         assert bound(*as_arrays, nodes, fewest, count) >= max(reached, default=-np.inf) - 1e-9

@@ -236,7 +236,9 @@ def test_no_sizes_no_memory_panel() -> None:
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
 def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"
-    plot_plan(described(), path, name="a<b>&c")
+    told = described()
+    other = replace(told, policy=replace(told.policy, objective="paper"), iteration_ms=2182.0)
+    plot_plan(told, path, name="a<b>&c", other=other)
     raw = path.read_bytes()
     if kind == "png":
         assert raw.startswith(b"\x89PNG")
@@ -245,10 +247,11 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     assert "a&lt;b&gt;&amp;c" in text and "a<b>" not in text
     if kind == "svg":
         assert ElementTree.fromstring(text).tag.endswith("svg")
-        assert text == drawn_svg(described(), name="a<b>&c")
+        assert text == drawn_svg(told, name="a<b>&c", other=other)
         return
     assert text.startswith("<!doctype html>") and "prefers-color-scheme: dark" in text
     assert not re.findall(r"(?:src|href)=\"(?!#|data:)[^\"]*\"", text.replace("xlink:", ""))
+    assert "The paper&#x27;s plan would take 100.00% longer: 1 of 3 nodes" in text
     assert "10.00%" in text and "1.091 s" in text and "0–3" in text
     for colour in (plan_plot.INK, plan_plot.WAITING, plan_plot.PAPER):
         assert colour not in text.split("</style>", 1)[1]
