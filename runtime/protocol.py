@@ -15,6 +15,9 @@ Order of a trainer's life::
     trainer → node   Beat               all the time, from the control thread
     node → trainer   Exit
 
+A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, then Snapped(g, s, …) or
+SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
+
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
@@ -95,6 +98,10 @@ class Prepare(Frame, frozen=True, kw_only=True):
     profile: bool
     devices_per_node: int = 1
     """The profile tells the times of a stage of 2, 3, … up to so many devices."""
+    arena: str = ""
+    """Directory of this device's arena, in a memory file system; empty: no snapshots."""
+    arena_limit_bytes: int | None = None
+    """Of the arena's slots together; ``None`` leaves it to the file system."""
 
 
 class Quiesce(Frame, frozen=True, kw_only=True):
@@ -114,6 +121,25 @@ class Resume(Frame, frozen=True, kw_only=True):
     rendezvous_port: int
     token: str
     """Shared secret of the rendezvous server."""
+    nodes: tuple[str, ...] = ()
+    """The node's name of each rank: what snapshots call the owners. Empty: none are taken."""
+    protection: str = "none"
+    """``storage.codes``: what each owner keeps besides its own part."""
+    restore: str = ""
+    """Directory with ``layer-<n>.header`` and ``layer-<n>.payload`` (``runtime.state``) for each layer that
+    this rank needs, at ``step``; what it holds is dropped. Empty: what is held stays."""
+
+
+class Snap(Frame, frozen=True, kw_only=True):
+    """Have everybody take a snapshot behind the next step; ignored in another generation."""
+
+    generation: int
+
+
+class KeepSnapshot(Frame, frozen=True, kw_only=True):
+    """The snapshot of ``step`` is complete on all nodes: older ones are released."""
+
+    step: int
 
 
 class Sleep(Frame, frozen=True, kw_only=True):
@@ -132,7 +158,7 @@ class Exit(Frame, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Sleep | Slow | Exit
+Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Sleep | Slow | Exit
 
 # --- trainer → node ----------------------------------------------------------------------------
 
@@ -204,6 +230,39 @@ class Stepped(Frame, frozen=True, kw_only=True):
     """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
 
 
+class Snapping(Frame, frozen=True, kw_only=True):
+    """The VOTE of ``step`` passed with a flag: its state is going to be copied. Said by every rank."""
+
+    generation: int
+    step: int
+
+
+class Snapped(Frame, frozen=True, kw_only=True):
+    """This rank's part is in its arena, with a manifest. May come after the generation's end.
+
+    Said by every rank; of a stage's ranks only the lowest has anything to write, the others say 0 bytes.
+    """
+
+    generation: int
+    step: int
+    size_bytes: int
+    """In the arena, parity included."""
+    copy_s: float
+    """All threads together."""
+    stall_s: float
+    """Of the main thread: to begin, and waiting before the next APPLY."""
+    idle_bytes: int
+    """Of the state, read while the main thread waited for peers anyway."""
+
+
+class SnapshotFailed(Frame, frozen=True, kw_only=True):
+    """There is no snapshot of ``step`` here; the ones before stay. Training goes on."""
+
+    generation: int
+    step: int
+    detail: str
+
+
 class Beat(Frame, frozen=True, kw_only=True):
     progress: int
     waiting: bool
@@ -230,7 +289,20 @@ class Raised(Frame, frozen=True, kw_only=True):
     """Traceback."""
 
 
-Report = Attached | Prepared | Quiesced | Resumed | Stepped | Beat | PeerSuspected | Done | Raised
+Report = (
+    Attached
+    | Prepared
+    | Quiesced
+    | Resumed
+    | Stepped
+    | Snapping
+    | Snapped
+    | SnapshotFailed
+    | Beat
+    | PeerSuspected
+    | Done
+    | Raised
+)
 
 
 class Output(Frame, frozen=True, kw_only=True):
@@ -281,63 +353,6 @@ class Exited(Frame, frozen=True, kw_only=True):
 
 
 ZygoteNotice = Warm | Spawned | Exited
-
-# --- trainer ↔ rendezvous server ---------------------------------------------------------------
-#
-# A key–value store, one name space per generation, that the process groups of a generation are formed
-# through. Plain TCP with the frames of this module; the first frame must be a StoreHello with the token.
-
-
-class StoreHello(Frame, frozen=True, kw_only=True):
-    token: str
-    generation: int
-    rank: int
-
-
-class StoreSet(Frame, frozen=True, kw_only=True):
-    key: str
-    value: bytes
-
-
-class StoreAdd(Frame, frozen=True, kw_only=True):
-    """Adds to the decimal number under ``key`` (0 when absent); answered with the sum."""
-
-    key: str
-    amount: int
-
-
-class StoreGet(Frame, frozen=True, kw_only=True):
-    """Answered when all ``keys`` exist, in their order, or with ``StoreRefused`` after ``timeout_s``."""
-
-    keys: tuple[str, ...]
-    timeout_s: float
-
-
-class StoreCheck(Frame, frozen=True, kw_only=True):
-    """Answered at once with one value: ``b"1"`` if all keys exist, else ``b"0"``."""
-
-    keys: tuple[str, ...]
-
-
-class StoreDelete(Frame, frozen=True, kw_only=True):
-    """Answered with ``b"1"`` if the key was there, else ``b"0"``."""
-
-    key: str
-
-
-class StoreValues(Frame, frozen=True, kw_only=True):
-    values: tuple[bytes, ...]
-
-
-class StoreRefused(Frame, frozen=True, kw_only=True):
-    reason: str
-
-
-StoreRequest = StoreHello | StoreSet | StoreAdd | StoreGet | StoreCheck | StoreDelete
-StoreReply = StoreValues | StoreRefused
-"""StoreHello and StoreSet are answered with empty ``StoreValues``."""
-
-MAX_STORE_FRAME_BYTES = 1024 * 1024
 
 _ENCODER = msgspec.msgpack.Encoder()
 

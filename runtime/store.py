@@ -14,9 +14,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from runtime.protocol import (
+from runtime.protocol import Decoder, encode
+from runtime.store_protocol import (
     MAX_STORE_FRAME_BYTES,
-    Decoder,
     StoreAdd,
     StoreCheck,
     StoreDelete,
@@ -27,7 +27,6 @@ from runtime.protocol import (
     StoreRequest,
     StoreSet,
     StoreValues,
-    encode,
 )
 
 _ANSWER_MARGIN_S = 5.0

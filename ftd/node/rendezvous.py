@@ -5,7 +5,7 @@ rank 0's node, so it needs no process of its own, and holds nothing that matters
 a generation's keys go when its last connection closes or when a newer generation appears, and whoever
 still asks for an older one is refused, which is what keeps a stale trainer out of a new group.
 
-Frames are the ``Store…`` ones of ``runtime.protocol``. Untrusted input: nothing but ``StoreHello`` is
+Frames are the ones of ``runtime.store_protocol``. Untrusted input: nothing but ``StoreHello`` is
 read before the token was compared (in constant time), and frames, keys and bytes are bounded.
 """
 
@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from runtime.protocol import (
+from runtime.protocol import Decoder, ProtocolError, encode
+from runtime.store_protocol import (
     MAX_STORE_FRAME_BYTES,
-    Decoder,
-    ProtocolError,
     StoreAdd,
     StoreCheck,
     StoreDelete,
@@ -30,7 +29,6 @@ from runtime.protocol import (
     StoreRequest,
     StoreSet,
     StoreValues,
-    encode,
 )
 
 log = structlog.get_logger()

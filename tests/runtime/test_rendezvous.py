@@ -10,6 +10,7 @@ import pytest
 
 from ftd.node import rendezvous
 from runtime import protocol as p
+from runtime import store_protocol as s
 from runtime.store import Connection, Rendezvous, RendezvousStore, StoreError
 from tests.runtime.harness import TOKEN, ServerThread
 
@@ -139,7 +140,7 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        p.encode(p.StoreSet(key="key", value=b"")),
+        p.encode(s.StoreSet(key="key", value=b"")),
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x03abc",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -152,7 +153,7 @@ def test_strangers_are_refused_and_the_server_lives_on(server: ServerThread, dat
         answer = b""
         while part := stranger.recv(4096):
             answer += part
-    assert isinstance(p.Decoder[p.StoreReply](p.StoreReply).feed(answer)[0], p.StoreRefused)
+    assert isinstance(p.Decoder[s.StoreReply](s.StoreReply).feed(answer)[0], s.StoreRefused)
     one = store(server)
     one.set("key", b"value")
     one.close()
@@ -178,10 +179,10 @@ def test_limits(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
     one = Connection(meeting(server), 0, 5.0)
     with pytest.raises(StoreError, match="second StoreHello"):
-        one.ask(p.StoreHello(token=TOKEN, generation=1, rank=0))
+        one.ask(s.StoreHello(token=TOKEN, generation=1, rank=0))
     two = Connection(meeting(server), 0, 5.0)
-    two.ask(p.StoreSet(key="text", value=b"abc"))
+    two.ask(s.StoreSet(key="text", value=b"abc"))
     with pytest.raises(StoreError, match="holds no number"):
-        two.ask(p.StoreAdd(key="text", amount=1))
+        two.ask(s.StoreAdd(key="text", amount=1))
     one.close()
     two.close()
