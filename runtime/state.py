@@ -8,7 +8,7 @@ the optimizer's state of each parameter, group options and the schedule. No pick
 
 import hashlib
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -16,56 +16,13 @@ from torch import Tensor
 
 from runtime.model import Model, SharedTensor
 from runtime.optimizer import Optimization, Scalar
+from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
 
-_FORMAT = 1
-_ALIGNMENT_BYTES = 16
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
 class StateError(ValueError):
     """A peer sent something that is not the state of this layer of this model."""
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor: ``size_bytes`` bytes of the payload from ``offset``, row-major."""
-
-    name: str
-    """Canonical name of the parameter or buffer."""
-    role: Literal["parameter", "buffer", "optimizer"]
-    key: str
-    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
-    dtype: str
-    shape: tuple[int, ...]
-    on_host: bool
-    """The optimizer keeps it in host memory whatever the parameter's device (``step`` of Adam)."""
-    offset: int
-    size_bytes: int
-
-
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: int
-    layer: int
-    entries: tuple[Entry, ...]
-    scalars: dict[str, dict[str, int | float | bool | str | None]]
-    """The optimizer's state of each parameter that is no tensor."""
-    schedule: dict[str, Any]
-    size_bytes: int
 
 
 class LayerStates:
@@ -98,7 +55,7 @@ class LayerStates:
             )
             end += _padded(size_bytes)
         header = Header(
-            format=_FORMAT,
+            format=HEADER_FORMAT,
             layer=layer,
             entries=tuple(entries),
             scalars=scalars,
@@ -109,7 +66,7 @@ class LayerStates:
         for entry, (_, _, _, tensor) in zip(entries, tensors, strict=True):
             _view(payload, entry).copy_(tensor)
             padding = entry.offset + entry.size_bytes
-            payload[padding : padding + -padding % _ALIGNMENT_BYTES].zero_()
+            payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
         return msgspec.msgpack.encode(header), payload
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
@@ -189,8 +146,8 @@ class LayerStates:
             decoded = self._decoder.decode(header)
         except msgspec.DecodeError as error:
             raise StateError(f"malformed header: {error}") from error
-        if decoded.format != _FORMAT:
-            raise StateError(f"header of format {decoded.format}; this version reads {_FORMAT}")
+        if decoded.format != HEADER_FORMAT:
+            raise StateError(f"header of format {decoded.format}; this version reads {HEADER_FORMAT}")
         return decoded
 
     def _check(self, layer: int, header: Header, payload: Tensor) -> None:
@@ -222,7 +179,7 @@ class LayerStates:
 
 def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: int) -> None:
     place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise StateError(f"{place}: unknown dtype {entry.dtype!r}")
     if (
@@ -230,7 +187,7 @@ def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: 
         or entry.size_bytes != math.prod(entry.shape) * dtype.itemsize
     ):
         raise StateError(f"{place}: {entry.size_bytes} bytes cannot be {entry.shape} of {entry.dtype}")
-    if entry.offset < 0 or entry.offset % _ALIGNMENT_BYTES or entry.offset + entry.size_bytes > payload_bytes:
+    if entry.offset < 0 or entry.offset % ALIGNMENT_BYTES or entry.offset + entry.size_bytes > payload_bytes:
         raise StateError(f"{place}: bytes {entry.offset} + {entry.size_bytes} are outside of the payload")
     if entry.role == "optimizer":
         if not shared.trainable or not entry.key:
@@ -247,11 +204,11 @@ def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: 
 def _view(payload: Tensor, entry: Entry) -> Tensor:
     """The entry's part of the payload with its dtype and shape; no copy."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
-    return part.view(_DTYPES[entry.dtype]).view(entry.shape)
+    return part.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _padded(size_bytes: int) -> int:
-    return size_bytes + -size_bytes % _ALIGNMENT_BYTES
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""How the layers of a group lie in a snapshot: the bucket that its owners share out, and the small part.
+
+A *group* is a maximal run of layers with the same owners. Its *bucket* are the bytes that are the same with
+all of them: parameters and the optimizer's tensors, layer by layer, each layer's in the order of its header
+(``storage.layerstate``), padded as there; owners keep shards of it (``storage.shards``). Buffers differ
+between replicas (running statistics), and headers say what the bytes are: they are the *small part*, a
+``GroupImage``, which every owner keeps as a whole, its own. Both together make each layer's payload again.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import DamagedError
+from storage.layerstate import ALIGNMENT_BYTES, Header, decode_header
+
+FORMAT = 1
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """``size_bytes`` bytes of a layer's payload from ``payload``, padding included.
+
+    ``shared``: they are in the bucket, ``offset`` bytes behind the layer's beginning there; else in the
+    layer's buffers from ``offset``.
+    """
+
+    payload: int
+    size_bytes: int
+    shared: bool
+    offset: int
+
+
+def runs_of(header: Header) -> tuple[Run, ...]:
+    """The payload in order, as few runs as possible: a single one where the layer has no buffers.
+
+    :raises DamagedError: entries that are not back to back, as ``runtime.state`` packs them.
+    """
+    runs: list[Run] = []
+    ends = {True: 0, False: 0}
+    end = 0
+    for entry in header.entries:
+        size = entry.size_bytes + -entry.size_bytes % ALIGNMENT_BYTES
+        shared = entry.role != "buffer"
+        if entry.offset != end:
+            raise DamagedError(
+                f"layer {header.layer}: {entry.name} {entry.key} begins at {entry.offset}, not at {end}"
+            )
+        if runs and runs[-1].shared == shared:
+            last = runs.pop()
+            runs.append(
+                Run(
+                    payload=last.payload,
+                    size_bytes=last.size_bytes + size,
+                    shared=shared,
+                    offset=last.offset,
+                )
+            )
+        else:
+            runs.append(Run(payload=end, size_bytes=size, shared=shared, offset=ends[shared]))
+        ends[shared] += size
+        end += size
+    if end != header.size_bytes:
+        raise DamagedError(f"layer {header.layer}: {end} bytes of tensors in {header.size_bytes} bytes")
+    return tuple(runs)
+
+
+class LayerImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    layer: int
+    offset: int
+    """Where the layer's bytes begin in the group's bucket."""
+    size_bytes: int
+    """Of the bucket, from there on."""
+    header: bytes
+    buffers: bytes
+    """The persistent buffers, one after the other, padded."""
+
+    def decoded(self) -> Header:
+        """:raises DamagedError: header, buffers and the bytes in the bucket do not fit each other."""
+        return decode_header(self.header, self.layer, self.size_bytes + len(self.buffers))
+
+
+class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The small part of a group, in ascending order of the layers."""
+
+    format: int = FORMAT
+    bucket_bytes: int
+    layers: tuple[LayerImage, ...]
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> "GroupImage":
+        """:raises DamagedError: it is none, or contradicts itself."""
+        try:
+            image = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise DamagedError(f"the small part of a group is malformed: {error}") from None
+        if image.format != FORMAT:
+            raise DamagedError(f"a group of format {image.format}; this version reads {FORMAT}")
+        end = 0
+        for layer in image.layers:
+            if layer.offset != end or layer.size_bytes < 0:
+                raise DamagedError(
+                    f"layer {layer.layer} begins at {layer.offset} of its bucket, not at {end}"
+                )
+            end += layer.size_bytes
+            shared = sum(run.size_bytes for run in runs_of(layer.decoded()) if run.shared)
+            if shared != layer.size_bytes:
+                raise DamagedError(
+                    f"layer {layer.layer} has {shared} bytes in common with its replicas, and "
+                    f"{layer.size_bytes} in the bucket"
+                )
+        if end != image.bucket_bytes:
+            raise DamagedError(f"layers of {end} bytes in a bucket of {image.bucket_bytes}")
+        return image
+
+    def layer(self, number: int) -> LayerImage:
+        """:raises KeyError: it is in another group."""
+        for layer in self.layers:
+            if layer.layer == number:
+                return layer
+        raise KeyError(number)
+
+
+def assemble(layer: LayerImage, shared: Bytes) -> Bytes:
+    """The payload of a layer (``runtime.state``).
+
+    :param shared: the bucket's ``layer.size_bytes`` bytes from ``layer.offset``. Where the layer has no
+        buffers they are the payload itself, and come back uncopied.
+    :raises DamagedError: they do not fit the header.
+    """
+    header = layer.decoded()
+    if len(shared) != layer.size_bytes:
+        raise DamagedError(f"{len(shared)} bytes for layer {layer.layer}, which has {layer.size_bytes}")
+    if not layer.buffers:
+        return shared
+    buffers = np.frombuffer(layer.buffers, dtype=np.uint8)
+    payload = np.empty(header.size_bytes, dtype=np.uint8)
+    for run in runs_of(header):
+        source = shared if run.shared else buffers
+        payload[run.payload : run.payload + run.size_bytes] = source[run.offset : run.offset + run.size_bytes]
+    return payload

@@ -1,0 +1,102 @@
+"""What the bytes of one layer are: the header beside them (design §3). No torch.
+
+``runtime.state`` packs a layer into a header, msgpack of ``Header``, and a payload, the tensors one after
+the other. Whoever stores or exports layers reads the header here, and need not know torch.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from storage.errors import DamagedError
+
+HEADER_FORMAT = 1
+ALIGNMENT_BYTES = 16
+"""Each tensor begins at a multiple of this."""
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every type that travels, by torch's name without its prefix, and the size of one element."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor: ``size_bytes`` bytes of the payload from ``offset``, row-major."""
+
+    name: str
+    """Canonical name of the parameter or buffer."""
+    role: Literal["parameter", "buffer", "optimizer"]
+    key: str
+    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool
+    """The optimizer keeps it in host memory whatever the parameter's device (``step`` of Adam)."""
+    offset: int
+    size_bytes: int
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    layer: int
+    entries: tuple[Entry, ...]
+    scalars: dict[str, dict[str, int | float | bool | str | None]]
+    """The optimizer's state of each parameter that is no tensor."""
+    schedule: dict[str, Any]
+    size_bytes: int
+    """Of the payload."""
+
+
+def decode_header(data: bytes, layer: int, payload_bytes: int) -> Header:
+    """The header of ``layer``, whose payload has so many bytes; every entry lies within them.
+
+    :raises DamagedError: it is not one.
+    """
+    try:
+        header = msgspec.msgpack.decode(data, type=Header)
+    except msgspec.DecodeError as error:
+        raise DamagedError(f"the header of layer {layer} is malformed: {error}") from None
+    if header.format != HEADER_FORMAT:
+        raise DamagedError(
+            f"the header of layer {layer} is of format {header.format}; this version reads {HEADER_FORMAT}"
+        )
+    if (header.layer, header.size_bytes) != (layer, payload_bytes):
+        raise DamagedError(
+            f"a header of layer {header.layer} with {header.size_bytes} bytes stands where layer {layer} "
+            f"with {payload_bytes} bytes should be"
+        )
+    for entry in header.entries:
+        wanted = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, -1)
+        inside = 0 <= entry.offset <= entry.offset + entry.size_bytes <= payload_bytes
+        if any(length < 0 for length in entry.shape) or entry.size_bytes != wanted or not inside:
+            raise DamagedError(
+                f"layer {layer}, {entry.name} {entry.key}: {entry.size_bytes} bytes from {entry.offset} of "
+                f"{payload_bytes} cannot be {entry.shape} of {entry.dtype}"
+            )
+    return header
+
+
+def fingerprint_of(headers: Iterable[Header]) -> str:
+    """Of a model: its layers in order, with the names, types and shapes of what they hold.
+
+    The same at every step and in every layout; the optimizer and the values do not count.
+    """
+    digest = xxhash.xxh3_128()
+    for header in headers:
+        lasting = [(e.name, e.role, e.dtype, e.shape) for e in header.entries if e.role != "optimizer"]
+        digest.update(msgspec.json.encode((header.layer, lasting)))
+    return digest.hexdigest()
