@@ -7,6 +7,7 @@ FtdError                      exit code 1
 │   ├── RequestRefused                      the coordinator said no
 │   └── Unreachable           exit code 3   no broker, or no coordinator, answers
 ├── JournalError              exit code 1   durable state cannot be kept (disk full, file in use)
+├── CheckpointError           exit code 1   a checkpoint is damaged, or its place cannot be read or written
 └── InternalError             exit code 1   we have a bug
 
 The planner has its own small tree (``planner.errors``), because it is a library by itself; the edge that
@@ -54,6 +55,10 @@ class Unreachable(PeerError):
 
 class JournalError(FtdError):
     """The journal cannot be read or written. A coordinator must not go on without it."""
+
+
+class CheckpointError(FtdError):
+    """A persistent checkpoint is not there, is damaged, or its directory or URL does not work."""
 
 
 class InternalError(FtdError):

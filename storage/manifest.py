@@ -31,6 +31,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one snapshot in one arena: its parts are runs of bytes of one slot."""
+
     format: int = FORMAT
     job_id: str
     step: int
@@ -55,16 +57,33 @@ def digest_of(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def encode_record(record: msgspec.Struct) -> bytes:
+    """The two lines."""
+    body = msgspec.json.encode(record)
+    return digest_of(body).encode() + b"\n" + body
+
+
+def decode_record(data: bytes, kind: type[T], where: str) -> T:
+    """:raises DamagedError: not what ``encode_record`` made. :param where: names it in the error."""
+    digest, newline, body = data.partition(b"\n")
+    if not newline or digest != digest_of(body).encode():
+        raise DamagedError(f"{where} was cut short or changed: its digest does not match")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise DamagedError(f"{where} is no {kind.__name__} of this version: {error}") from None
+
+
 def write_record(path: Path, record: msgspec.Struct) -> None:
     """Replace the file at once: readers see the old one, or the whole new one.
 
     :raises OSError: it cannot be written; what was there stays.
     """
-    body = msgspec.json.encode(record)
+    data = encode_record(record)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
-            file.write(digest_of(body).encode() + b"\n" + body)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -77,13 +96,7 @@ def read_record(path: Path, kind: type[T]) -> T:
     """:raises DamagedError: not what ``write_record`` wrote. :raises OSError: it cannot be read."""
     if path.stat().st_size > MAX_BYTES:
         raise DamagedError(f"{path} is larger than {MAX_BYTES} bytes")
-    digest, newline, body = path.read_bytes().partition(b"\n")
-    if not newline or digest != digest_of(body).encode():
-        raise DamagedError(f"{path} was cut short or changed: its digest does not match")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"{path} is no {kind.__name__} of this version: {error}") from None
+    return decode_record(path.read_bytes(), kind, str(path))
 
 
 def check_parts(manifest: Manifest, size_bytes: int) -> None:

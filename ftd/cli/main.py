@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ftd.cli import chaos, client, coordinator, local, node, plan, profile, reliability, sim
+from ftd.cli import chaos, checkpoint, client, coordinator, local, node, plan, profile, reliability, sim
 from ftd.errors import FtdError
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (local, coordinator, node, client, plan, profile, reliability, chaos, sim):
+for module in (local, coordinator, node, client, plan, profile, reliability, checkpoint, chaos, sim):
     module.register(app)
 
 

@@ -1,0 +1,136 @@
+"""Persistent checkpoints for ``torch.distributed.checkpoint``: read by name, into any sharding.
+
+    dcp.load({"model": model.state_dict()}, storage_reader=FtdCheckpointReader("/checkpoints/gpt"))
+
+Names are those that ``torch.distributed.checkpoint.state_dict`` makes for ``nn.Sequential(*layers)``:
+``model.<layer>.<path>`` for parameters and persistent buffers, ``optim.state.<layer>.<path>.<key>`` for the
+optimizer's tensors. A parameter that layers share has one name, that of the first of them. What is not a
+tensor (learning rates, the schedule) is not offered: torch would have it pickled.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from runtime.state import DTYPES
+from storage.checkpoint import Checkpoint, CheckpointStore
+from storage.errors import PlaceError
+from storage.layerstate import Entry
+from storage.places import place_of
+
+
+class FtdCheckpointReader(StorageReader):
+    """Reads what ``storage.checkpoint`` wrote, each needed layer once, checked against its digest.
+
+    :param url: a path, ``file://…``, or any URL of fsspec.
+    :param step: ``None`` for the newest complete one. Name it where several ranks load while a job writes:
+        each rank looks for itself.
+    :raises StorageError: there is none, it is damaged, of another format, or cannot be read.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], step: int | None = None) -> None:
+        super().__init__()
+        self._open(url, step)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL with the directory of the step."""
+        return f"{self._checkpoint.place.url}/{self._checkpoint.directory}"
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint that is read."""
+        return self._checkpoint.manifest.step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """``checkpoint_id``: another URL, whose newest checkpoint is read from now on."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self.checkpoint_id:
+            self._open(checkpoint_id, None)
+
+    def read_metadata(self) -> Metadata:
+        """Names, types and shapes; each tensor is one chunk."""
+        tensors: dict[str, Any] = {}
+        for name, (_, entry) in self._where.items():
+            size = torch.Size(entry.shape)
+            tensors[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[entry.dtype]),
+                size=size,
+                chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+            )
+        return Metadata(state_dict_metadata=tensors)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to do: the manifest and the headers were read at the beginning."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan, one layer in memory at a time.
+
+        :raises StorageError: a layer is damaged or cannot be read.
+        """
+        wanted: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(self._found(item.storage_index)[0], []).append(item)
+        for layer in sorted(wanted):
+            _, _, payload = self._checkpoint.read_layer(layer)
+            for item in wanted[layer]:
+                stored = _tensor(payload, self._found(item.storage_index)[1])
+                for dimension, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    stored = stored.narrow(dimension, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(stored)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            place_of(os.fspath(checkpoint_id))
+        except PlaceError:
+            return False
+        return True
+
+    def _open(self, url: str | os.PathLike[str], step: int | None) -> None:
+        self._checkpoint = CheckpointStore.at(os.fspath(url)).open(step)
+        self._where = dict(_named(self._checkpoint))
+
+    def _found(self, index: MetadataIndex) -> tuple[int, Entry]:
+        return self._where[index.fqn]
+
+
+def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, Entry]]]:
+    """A shared parameter's layers hold the same bytes: the last one's will do."""
+    for layer, header in enumerate(checkpoint.headers()):
+        for entry in header.entries:
+            optimizer = entry.role == "optimizer"
+            name = f"optim.state.{entry.name}.{entry.key}" if optimizer else f"model.{entry.name}"
+            yield name, (layer, entry)
+
+
+def _tensor(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: Entry) -> Tensor:
+    """A view of the payload."""
+    part = torch.from_numpy(payload[entry.offset : entry.offset + entry.size_bytes])
+    return part.view(DTYPES[entry.dtype]).view(entry.shape)

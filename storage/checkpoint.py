@@ -1,0 +1,349 @@
+"""Persistent checkpoints: what is left when no host's memory is (design §5, docs/checkpoints.md).
+
+A checkpoint of a step is a directory with one file for each layer, the bytes that
+``runtime.state.LayerStates.pack`` makes, and a manifest, written last. It does not know pipelines or nodes:
+whoever holds a layer writes it, from any number of hosts side by side; one of them commits; and whoever
+needs a layer later reads that layer.
+
+Nothing that is incomplete or damaged is ever taken for a checkpoint: ``CheckpointStore.steps`` goes on
+without it and says in ``problems`` what it met.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from storage.errors import DamagedError, ForeignError, MissingError
+from storage.flow import Flow
+from storage.layerfile import (
+    Bytes,
+    LayerFile,
+    read_header,
+    read_layer_file,
+    verify_layer_file,
+    write_layer_file,
+)
+from storage.layerstate import Header, fingerprint_of
+from storage.manifest import MAX_BYTES, decode_record, encode_record
+from storage.places import Place, place_of
+
+FORMAT = 1
+"""Of the manifest and of the files; docs/checkpoints.md says what each is."""
+MANIFEST = "manifest.json"
+
+_STEP = re.compile(r"step-(\d{12})", re.ASCII)
+_DRAFT = re.compile(r"\.step-(\d{12})\.\w+\.partial", re.ASCII)
+_DATA = re.compile(r"layer-\d{4,}(-\w+)?\.bin", re.ASCII)
+_ATTEMPT = re.compile(r"\w{1,64}", re.ASCII)
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:012d}"
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``layers[i]`` is the file of layer i."""
+
+    format: int = FORMAT
+    job: str
+    """Name of the job: it stays when the job is submitted again."""
+    job_id: str
+    step: int
+    vote: dict[str, Any] | None
+    """Of that step: loss, gradient norm; ``None`` before the first."""
+    fingerprint: str
+    """Of the model: ``storage.layerstate.fingerprint_of``."""
+    written_at: float
+    """Seconds since the epoch."""
+    ftd_version: str
+    layers: tuple[LayerFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A checkpoint that is being written. Every writer of it begins the same step and attempt."""
+
+    step: int
+    attempt: str
+    directory: str
+
+
+@dataclass(slots=True)
+class CheckpointStore:
+    """The checkpoints of one job, in one directory or under one URL. Safe to use from several threads."""
+
+    place: Place
+    job: str | None = None
+    """Its name: checkpoints of other jobs are passed over. ``None`` takes whatever is there."""
+    problems: list[str] = field(default_factory=list)
+    """What the last ``steps`` found and went on without, in words."""
+
+    @classmethod
+    def at(cls, url: str, *, job: str | None = None, create: bool = False) -> "CheckpointStore":
+        """:param url: a path, ``file://…``, or any URL of fsspec.
+        :param create: make the directory if it is not there; only this does.
+        :raises PlaceError: the URL cannot be used, or the directory not made.
+        """
+        store = cls(place_of(url), job)
+        if create:
+            store.place.create()
+        return store
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def begin(self, step: int, attempt: str = "1") -> Draft:
+        """:param attempt: tells the tries at one step apart (the generation of the plan will do), so that
+            a writer of an earlier one cannot spoil a later one. Letters, digits and underscores.
+        :raises PlaceError: it cannot be written there.
+        """
+        if not 0 <= step < 10**12 or not _ATTEMPT.fullmatch(attempt):
+            raise ValueError(f"no step and attempt: {step}, {attempt!r}")
+        draft = Draft(step=step, attempt=attempt, directory=self.place.draft(_name_of(step), attempt))
+        self.place.begin(draft.directory)
+        return draft
+
+    def write_layer(
+        self, draft: Draft, layer: int, header: bytes, payload: Iterable[Any], flow: Flow | None = None
+    ) -> LayerFile:
+        """Write a layer; it is on the disk when this returns.
+
+        :param payload: its bytes in any number of contiguous buffers of any size. Each is read once, in
+            order, and not copied; the bytes must not change until this returns.
+        :param flow: bounds the rate, and can cancel.
+        :raises PlaceError: it cannot be written, the disk is full; no file is left.
+        :raises CancelledError: likewise.
+        :raises DamagedError: header and payload do not belong together.
+        """
+        name = self.place.data_name(f"layer-{layer:04d}", draft.attempt)
+        return write_layer_file(self.place, draft.directory, name, layer, header, payload, flow)
+
+    def commit(
+        self,
+        draft: Draft,
+        files: Sequence[LayerFile],
+        *,
+        job: str,
+        job_id: str,
+        vote: dict[str, Any] | None,
+        written_at: float,
+        ftd_version: str,
+    ) -> CheckpointManifest:
+        """All writers are done: from now on the checkpoint is there. An older one of this step is replaced.
+
+        :param files: what all of them returned; every layer of the model once, in any order.
+        :raises DamagedError: a layer is missing, or its file is not there as it was written.
+        :raises ForeignError: another job's checkpoint of this step is there.
+        :raises PlaceError: the manifest cannot be written; what was there stays.
+        """
+        ordered = tuple(sorted(files, key=lambda file: file.layer))
+        if not ordered or [file.layer for file in ordered] != list(range(len(ordered))):
+            layers = [file.layer for file in ordered]
+            raise DamagedError(f"step {draft.step}: layers {layers} were written, which is not each one once")
+        manifest = CheckpointManifest(
+            job=job,
+            job_id=job_id,
+            step=draft.step,
+            vote=vote,
+            fingerprint="",
+            written_at=written_at,
+            ftd_version=ftd_version,
+            layers=ordered,
+        )
+        self._check_files(manifest, draft.directory)
+        drafted = Checkpoint(self.place, draft.directory, manifest)
+        manifest = msgspec.structs.replace(manifest, fingerprint=fingerprint_of(drafted.headers()))
+        final = _name_of(draft.step)
+        if self._has_manifest(final):
+            self._check_replaceable(final, job)
+        self.place.write(draft.directory, MANIFEST, [memoryview(encode_record(manifest))])
+        self.place.publish(draft.directory, final)
+        return manifest
+
+    def abandon(self, draft: Draft) -> None:
+        """Remove what was written of it. :raises PlaceError: that is not possible."""
+        self.place.abandon(draft.directory, draft.attempt)
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """Remove all but the newest ``keep`` complete checkpoints of this job; returns the removed steps.
+
+        What is damaged or unfinished goes when it is older than the oldest that is kept; an unfinished one
+        also when a complete one of its step or a later one is there. So the newest draft is safe.
+
+        :raises PlaceError: something cannot be removed.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
+        complete = [manifest.step for manifest in self.manifests()]
+        if not complete:
+            return ()
+        oldest, newest = complete[:keep][-1], complete[0]
+        for name in self.place.names():
+            if found := _STEP.fullmatch(name):
+                step = int(found[1])
+                unfinished = step not in complete and step <= newest and not self._has_manifest(name)
+                if unfinished or (step < oldest and not self._is_foreign(name)):
+                    self.place.remove(name)
+            elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
+                self.place.remove(name)
+        return tuple(sorted(complete[keep:]))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Of complete checkpoints, the newest first; sets ``problems``.
+
+        Complete: the manifest is sound and every file it names is there in its full size. Whether their
+        bytes are right is seen when they are read, or by ``Checkpoint.verify``.
+
+        :raises PlaceError: the place cannot be read.
+        """
+        return tuple(manifest.step for manifest in self.manifests())
+
+    def manifests(self) -> tuple[CheckpointManifest, ...]:
+        """As ``steps``, the manifests."""
+        problems, found = [], []
+        for name in self.place.names():
+            if _STEP.fullmatch(name):
+                try:
+                    found.append(self._manifest(name))
+                except (DamagedError, ForeignError, MissingError) as error:
+                    problems.append(f"{name} is passed over: {error}")
+            elif _DRAFT.fullmatch(name):
+                problems.append(f"{name} is passed over: it is being written, or its writer was stopped")
+        self.problems = problems
+        return tuple(sorted(found, key=lambda manifest: manifest.step, reverse=True))
+
+    def open(self, step: int | None = None) -> "Checkpoint":
+        """The checkpoint of a step, or the newest complete one.
+
+        :raises MissingError: there is none. :raises DamagedError: it is not complete.
+        :raises ForeignError: it is another job's, or of another format.
+        """
+        if step is None:
+            manifests = self.manifests()
+            if not manifests:
+                met = "".join(f"; {problem}" for problem in self.problems)
+                raise MissingError(f"{self.place.url} has no complete checkpoint{met}")
+            return Checkpoint(self.place, _name_of(manifests[0].step), manifests[0])
+        if _name_of(step) not in self.place.names():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise MissingError(f"{self.place.url} has no checkpoint of step {step}; complete ones: {there}")
+        return Checkpoint(self.place, _name_of(step), self._manifest(_name_of(step)))
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _manifest(self, directory: str) -> CheckpointManifest:
+        manifest = self._sound_manifest(directory)
+        if self.job is not None and manifest.job != self.job:
+            raise ForeignError(f"it is of job {manifest.job!r}, not of {self.job!r}")
+        self._check_files(manifest, directory)
+        return manifest
+
+    def _sound_manifest(self, directory: str) -> CheckpointManifest:
+        where = f"{self.place.url}/{directory}/{MANIFEST}"
+        size_bytes = self.place.sizes(directory).get(MANIFEST)
+        if size_bytes is None:
+            raise MissingError("it has no manifest: it is being written, or its writer was stopped")
+        if size_bytes > MAX_BYTES:
+            raise DamagedError(f"{where} is larger than {MAX_BYTES} bytes")
+        with self.place.open(directory, MANIFEST) as file:
+            data = file.read()
+        # The format first: a manifest of another version is not a damaged one.
+        said = decode_record(data, dict[str, Any], where).get("format")
+        if said != FORMAT:
+            raise ForeignError(f"it is of format {said}; this version reads {FORMAT}")
+        manifest = decode_record(data, CheckpointManifest, where)
+        if _name_of(manifest.step) != directory:
+            raise DamagedError(f"its manifest is of step {manifest.step}")
+        return manifest
+
+    def _check_files(self, manifest: CheckpointManifest, directory: str) -> None:
+        sizes = self.place.sizes(directory)
+        for number, file in enumerate(manifest.layers):
+            if file.layer != number or not _DATA.fullmatch(file.name) or not file.consistent:
+                raise DamagedError(f"its manifest is wrong about layer {number}: {file}")
+            size_bytes = sizes.get(file.name)
+            if size_bytes is None:
+                raise DamagedError(f"{file.name} is missing")
+            if size_bytes != file.size_bytes:
+                raise DamagedError(f"{file.name} has {size_bytes} bytes; {file.size_bytes} were written")
+
+    def _has_manifest(self, directory: str) -> bool:
+        return MANIFEST in self.place.sizes(directory)
+
+    def _check_replaceable(self, directory: str, job: str) -> None:
+        try:
+            there = self._sound_manifest(directory)
+        except (DamagedError, MissingError):
+            return
+        if there.job != job:
+            raise ForeignError(
+                f"{self.place.url}/{directory} is of job {there.job!r}; give {job!r} a directory of its own"
+            )
+
+    def _is_foreign(self, directory: str) -> bool:
+        try:
+            return self.job is not None and self._sound_manifest(directory).job != self.job
+        except ForeignError:
+            return True
+        except (DamagedError, MissingError):
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, to be read. What it returns was checked against its digest."""
+
+    place: Place
+    directory: str
+    manifest: CheckpointManifest
+
+    def header(self, layer: int) -> Header:
+        """What layer ``layer`` holds, without reading its payload.
+
+        :raises DamagedError: it is not what was written. :raises PlaceError: it cannot be read.
+        """
+        return read_header(self.place, self.directory, self.manifest.layers[layer])
+
+    def headers(self) -> tuple[Header, ...]:
+        """Of all layers, as ``header``."""
+        return tuple(self.header(layer) for layer in range(len(self.manifest.layers)))
+
+    def read_layer(self, layer: int, flow: Flow | None = None) -> tuple[bytes, Header, Bytes]:
+        """Header, as bytes and decoded, and payload: the first and the last are what
+        ``LayerStates.unpack`` takes. The payload is the caller's own.
+
+        :raises DamagedError: a byte is not what was written. :raises PlaceError: it cannot be read.
+        :raises CancelledError: by the flow.
+        """
+        return read_layer_file(self.place, self.directory, self.manifest.layers[layer], flow)
+
+    def check_model(self, fingerprint: str) -> None:
+        """:raises ForeignError: it holds another model. :param fingerprint: of the model to be filled."""
+        if fingerprint != self.manifest.fingerprint:
+            raise ForeignError(
+                f"{self.place.url}/{self.directory} holds another model: its {len(self.manifest.layers)} "
+                "layers have other parameters, shapes or types"
+            )
+
+    def verify(self, flow: Flow | None = None) -> tuple[str, ...]:
+        """Read everything; what is not as it was written, in words. Needs the memory of one piece.
+
+        :raises PlaceError: something cannot be read. :raises CancelledError: by the flow.
+        """
+        problems, headers = [], []
+        for file in self.manifest.layers:
+            try:
+                headers.append(verify_layer_file(self.place, self.directory, file, flow))
+            except DamagedError as error:
+                problems.append(str(error))
+        if not problems and fingerprint_of(headers) != self.manifest.fingerprint:
+            problems.append("the model's fingerprint is not that of its layers")
+        return tuple(problems)

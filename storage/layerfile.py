@@ -1,0 +1,183 @@
+"""The file of one layer in a checkpoint: an opening, the header, the payload (docs/checkpoints.md).
+
+======================  ========================================================================
+8 bytes                 ``ftdlayer``
+8 bytes, little-endian  length of the header
+header                  msgpack of ``storage.layerstate.Header``
+zeros                   up to the next multiple of 64 bytes of the file
+payload                 to the end of the file
+======================  ========================================================================
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from storage.errors import CancelledError, DamagedError
+from storage.flow import Flow
+from storage.layerstate import Header, decode_header
+from storage.manifest import digest_of
+from storage.places import Place
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""Written, read and hashed at a time; a flow counts and can be cancelled in pieces."""
+MOST_HEADER_BYTES = 64 * 1024 * 1024
+
+_MAGIC = b"ftdlayer"
+_PREFIX_BYTES = 16
+_ALIGNMENT_BYTES = 64
+
+Bytes = NDArray[np.uint8]
+
+
+class LayerFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file that was written: plain data, to be sent to whoever commits, and kept in the manifest."""
+
+    layer: int
+    name: str
+    size_bytes: int
+    digest: str
+    """XXH3, 128 bits, of the whole file."""
+    header_bytes: int
+    header_digest: str
+    payload_bytes: int
+
+    @property
+    def consistent(self) -> bool:
+        """Its numbers can be those of a file; a manifest may say anything."""
+        return (
+            0 < self.header_bytes <= MOST_HEADER_BYTES
+            and self.payload_bytes >= 0
+            and self.size_bytes == _PREFIX_BYTES + _padded_bytes(self.header_bytes) + self.payload_bytes
+        )
+
+
+def write_layer_file(
+    place: Place,
+    directory: str,
+    name: str,
+    layer: int,
+    header: bytes,
+    payload: Iterable[Any],
+    flow: Flow | None,
+) -> LayerFile:
+    """See ``CheckpointStore.write_layer``."""
+    digest = xxhash.xxh3_128()
+    start, payload_bytes = _opening(header), 0
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal payload_bytes
+        digest.update(start)
+        yield memoryview(start)
+        for piece in _cut(payload):
+            digest.update(piece)
+            yield piece
+            payload_bytes += len(piece)
+            _go_on(flow, len(piece))
+        # Before the file gets its name: what is not the state of a layer is not kept.
+        decode_header(header, layer, payload_bytes)
+
+    place.write(directory, name, pieces())
+    return LayerFile(
+        layer=layer,
+        name=name,
+        size_bytes=len(start) + payload_bytes,
+        digest=digest.hexdigest(),
+        header_bytes=len(header),
+        header_digest=digest_of(header),
+        payload_bytes=payload_bytes,
+    )
+
+
+def read_header(place: Place, directory: str, file: LayerFile) -> Header:
+    """:raises DamagedError: it is not what was written."""
+    with place.open(directory, file.name) as source:
+        return decode_header(_header(source, file), file.layer, file.payload_bytes)
+
+
+def read_layer_file(
+    place: Place, directory: str, file: LayerFile, flow: Flow | None
+) -> tuple[bytes, Header, Bytes]:
+    """Header, as bytes and decoded, and payload. :raises DamagedError: a byte is not what was written."""
+    payload = np.empty(file.payload_bytes, dtype=np.uint8)
+    with place.open(directory, file.name) as source:
+        header = _header(source, file)
+        digest = xxhash.xxh3_128(_opening(header))
+        for piece in _cut([payload]):
+            _fill(source, piece, file)
+            digest.update(piece)
+            _go_on(flow, len(piece))
+    _check_digest(digest.hexdigest(), file)
+    return header, decode_header(header, file.layer, file.payload_bytes), payload
+
+
+def verify_layer_file(place: Place, directory: str, file: LayerFile, flow: Flow | None) -> Header:
+    """Read all of it with the memory of one piece. :raises DamagedError: a byte is not what was written."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
+    with place.open(directory, file.name) as source:
+        header = _header(source, file)
+        digest.update(_opening(header))
+        left = file.payload_bytes
+        while left:
+            piece = buffer[: min(left, PIECE_BYTES)]
+            _fill(source, piece, file)
+            digest.update(piece)
+            left -= len(piece)
+            _go_on(flow, len(piece))
+    _check_digest(digest.hexdigest(), file)
+    return decode_header(header, file.layer, file.payload_bytes)
+
+
+def _padded_bytes(header_bytes: int) -> int:
+    end = _PREFIX_BYTES + header_bytes
+    return header_bytes + -end % _ALIGNMENT_BYTES
+
+
+def _opening(header: bytes) -> bytes:
+    """Everything before the payload."""
+    length = len(header).to_bytes(8, "little")
+    return _MAGIC + length + header.ljust(_padded_bytes(len(header)), b"\0")
+
+
+def _header(source: BinaryIO, file: LayerFile) -> bytes:
+    """Leaves ``source`` where the payload begins."""
+    opening = bytearray(_PREFIX_BYTES + _padded_bytes(file.header_bytes))
+    _fill(source, memoryview(opening), file)
+    header = bytes(opening[_PREFIX_BYTES : _PREFIX_BYTES + file.header_bytes])
+    if opening != _opening(header) or digest_of(header) != file.header_digest:
+        raise DamagedError(f"{file.name}: its header is not what was written")
+    return header
+
+
+def _cut(buffers: Iterable[Any]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        whole = memoryview(buffer)
+        if not whole.nbytes:
+            continue
+        flat = whole.cast("B")
+        for start in range(0, len(flat), PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES]
+
+
+def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
+    done = 0
+    while done < len(piece):
+        # Raw files, too: every reader that fsspec opens has it.
+        count = source.readinto(piece[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise DamagedError(f"{file.name} ends too early")
+        done += count
+
+
+def _check_digest(digest: str, file: LayerFile) -> None:
+    if digest != file.digest:
+        raise DamagedError(f"{file.name}: its bytes are not what was written (digest {digest})")
+
+
+def _go_on(flow: Flow | None, size_bytes: int) -> None:
+    if flow is not None and not flow.passed(size_bytes):
+        raise CancelledError("cancelled")

@@ -1,0 +1,305 @@
+"""Where checkpoints are kept: a directory (a disk, NFS), or any URL that fsspec knows.
+
+Both offer the same few operations on ``directory/name``; names are plain, made and checked by
+``storage.checkpoint``. What differs is how a checkpoint becomes visible at once:
+
+* in a directory: written under a hidden name, fsynced, then renamed;
+* in an object store, which cannot rename: in its place from the beginning, its manifest last, and the
+  attempt in the names of its files, so that a late writer of an earlier attempt overwrites nothing.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from storage.errors import PlaceError, PlaceFullError, StorageError
+
+SYNC_BYTES = 64 * 1024 * 1024
+"""So much is written before the disk must have it: else the kernel saves up gigabytes of dirty memory and
+holds up whoever allocates, which on a training host is the training."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+class Place(Protocol):
+    """:raises PlaceError: from every method, with words, where the place does not do it."""
+
+    url: str
+
+    def create(self) -> None:
+        """Make it if it is not there."""
+
+    def draft(self, final: str, attempt: str) -> str:
+        """Name of the directory in which ``final`` is written by this attempt."""
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        """Name of a file of data."""
+
+    def begin(self, draft: str) -> None:
+        """Files can be written to ``draft`` from now on; by several writers, each calls it."""
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        """A whole file, durable when this returns; none is left if it fails."""
+
+    def open(self, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
+        """To read it, from anywhere in it."""
+
+    def names(self) -> list[str]:
+        """Of the directories."""
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Name and bytes of each file; empty where there is no such directory."""
+
+    def publish(self, draft: str, final: str) -> None:
+        """All files are written, the manifest last: the checkpoint is ``final`` now, at once."""
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        """Remove what this attempt wrote to its draft."""
+
+    def remove(self, directory: str) -> None:
+        """No matter whether it is there."""
+
+
+def place_of(url: str) -> Place:
+    """:raises PlaceError: no such kind of URL, or its package is not installed."""
+    if not url:
+        raise PlaceError("an empty path; name a directory or a URL such as s3://bucket/checkpoints")
+    scheme, separator, path = url.partition("://")
+    if not separator:
+        return LocalPlace(Path(url))
+    if scheme in ("file", "local"):
+        return LocalPlace(Path(path))
+    return RemotePlace(url)
+
+
+class LocalPlace:
+    """A directory of this host or of NFS."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+
+    def create(self) -> None:
+        with self._told("made"):
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def draft(self, final: str, attempt: str) -> str:
+        return f".{final}.{attempt}.partial"
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        return f"{stem}.bin"
+
+    def begin(self, draft: str) -> None:
+        with self._told("written"):
+            for path in list(self.root.iterdir()):
+                self._settle(path)
+            # Not its parents: where a file system is not mounted any more, another one would be filled.
+            (self.root / draft).mkdir(exist_ok=True)
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        path = self.root / directory / name
+        # Nobody meets a file with its final name and half of its bytes.
+        partial = path.with_name(f".{name}.{os.getpid()}")
+        try:
+            with self._told("written"):
+                _write_synced(partial, pieces)
+                partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
+        with self._told("read"), (self.root / directory / name).open("rb", buffering=0) as file:
+            yield file
+
+    def names(self) -> list[str]:
+        with self._told("read"):
+            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        with self._told("read"):
+            try:
+                entries = list(os.scandir(self.root / directory))
+            except FileNotFoundError:
+                return {}
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def publish(self, draft: str, final: str) -> None:
+        target, old = self.root / final, self.root / f".{final}.replaced"
+        with self._told("written"):
+            _sync_directory(self.root / draft)
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            (self.root / draft).rename(target)
+            _sync_directory(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        self.remove(draft)
+
+    def remove(self, directory: str) -> None:
+        path = self.root / directory
+        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+            # Renamed first: a half removed one must not look like a damaged one.
+            doomed = path.with_name(f".{directory.removeprefix('.')}.removed")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _settle(self, path: Path) -> None:
+        """Finish what a process did not that was killed while it replaced or removed a checkpoint."""
+        name = path.name
+        if name.endswith(".replaced"):
+            final = self.root / name.removeprefix(".").removesuffix(".replaced")
+            if not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        elif name.startswith(".step-") and name.endswith(".removed"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _place_error(self.url, done, error) from error
+
+
+def _place_error(url: str, done: str, error: OSError) -> PlaceError:
+    what = f"{url} cannot be {done}"
+    path = f" ({error.filename})" if error.filename and str(error.filename) != url else ""
+    if error.errno in _FULL:
+        if error.errno == errno.EFBIG:
+            return PlaceFullError(f"{what}: a file would become larger than this process may write{path}")
+        return PlaceFullError(f"{what}: no space left{path}; remove something or keep fewer checkpoints")
+    if error.errno in _REFUSED:
+        return PlaceError(f"{what}: {_REFUSED[error.errno]}{path}")
+    if error.errno in _GONE:
+        return PlaceError(f"{what}: it is not there, or not there any more{path}")
+    return PlaceError(f"{what}: {error.strerror or error}{path}")
+
+
+def _write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
+    with path.open("wb", buffering=0) as file:
+        descriptor, unsynced, start = file.fileno(), 0, 0
+        for piece in pieces:
+            rest = piece
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            unsynced += len(piece)
+            if unsynced >= SYNC_BYTES:
+                os.fdatasync(descriptor)
+                # Nobody reads it soon: its pages are of more use to the training.
+                os.posix_fadvise(descriptor, start, unsynced, os.POSIX_FADV_DONTNEED)
+                start, unsynced = start + unsynced, 0
+        os.fsync(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RemotePlace:
+    """A URL of fsspec; credentials and options come from its own configuration and the environment."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            known = "a path, file://, or a URL whose fsspec package is installed (s3fs for s3://)"
+            raise PlaceError(f"{url} cannot be used: {error}; what works is {known}") from None
+
+    def create(self) -> None:
+        with self._told("made"):
+            self._files.makedirs(self._root, exist_ok=True)
+
+    def draft(self, final: str, attempt: str) -> str:
+        return final
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        return f"{stem}-{attempt}.bin"
+
+    def begin(self, draft: str) -> None:
+        with self._told("written"):
+            self._files.makedirs(f"{self._root}/{draft}", exist_ok=True)
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        path = f"{self._root}/{directory}/{name}"
+        try:
+            with self._told("written"), self._files.open(path, "wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+        except StorageError:
+            with contextlib.suppress(Exception):
+                self._files.rm_file(path)
+            raise
+
+    @contextlib.contextmanager
+    def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
+        with self._told("read"), self._files.open(f"{self._root}/{directory}/{name}", "rb") as file:
+            yield file
+
+    def names(self) -> list[str]:
+        return sorted(name for name, entry in self._entries(self._root) if entry["type"] == "directory")
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        entries = self._entries(f"{self._root}/{directory}")
+        return {name: int(entry["size"]) for name, entry in entries if entry["type"] == "file"}
+
+    def publish(self, draft: str, final: str) -> None:
+        """Its manifest was the commit."""
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        names = set(self.sizes(draft))
+        written = {name for name in names if name.endswith(f"-{attempt}.bin")}
+        for name in written:
+            with self._told("removed"):
+                self._files.rm_file(f"{self._root}/{draft}/{name}")
+        if names == written:
+            self.remove(draft)
+
+    def remove(self, directory: str) -> None:
+        path = f"{self._root}/{directory}"
+        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+            # The manifest first: without it nothing here counts.
+            for name in sorted(self.sizes(directory), key=lambda n: not n.startswith("manifest")):
+                self._files.rm_file(f"{path}/{name}")
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
+
+    def _entries(self, path: str) -> list[tuple[str, dict[str, Any]]]:
+        with self._told("read"):
+            self._files.invalidate_cache()
+            try:
+                entries = self._files.ls(path, detail=True)
+            except FileNotFoundError:
+                # An object store has no empty directories.
+                return []
+            return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise PlaceError(f"{self.url} cannot be {done}: not there, or not there any more") from error
+        except Exception as error:  # Every store raises its own; all of them mean that it was not done.
+            said = str(error) or type(error).__name__
+            raise PlaceError(f"{self.url} cannot be {done}: {said}") from error
