@@ -128,6 +128,8 @@ class Resume(Frame, frozen=True, kw_only=True):
     restore: str = ""
     """Directory with ``layer-<n>.header`` and ``layer-<n>.payload`` (``runtime.state``) for each layer that
     this rank needs, at ``step``; what it holds is dropped. Empty: what is held stays."""
+    lineage: int = 0
+    """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
 
 
 class Snap(Frame, frozen=True, kw_only=True):
@@ -210,6 +212,8 @@ class Quiesced(Frame, frozen=True, kw_only=True):
     ready_step: int | None
     vote: VoteData | None
     held: tuple[int, ...]
+    lineage: int = 0
+    """Of the last Resume obeyed."""
 
 
 class Resumed(Frame, frozen=True, kw_only=True):

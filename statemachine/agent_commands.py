@@ -11,6 +11,7 @@ from statemachine.messages import (
     Heartbeat,
     Hello,
     Inquiry,
+    KeepSnapshot,
     Leaving,
     Prepare,
     Prepared,
@@ -20,6 +21,7 @@ from statemachine.messages import (
     Released,
     Resume,
     Resumed,
+    Snap,
     Stepped,
     StepsWanted,
     Stop,
@@ -55,6 +57,8 @@ def obey(a: Agent, command: Command) -> None:
             a.set_timer(HELLO, a.timing.hello_retry_s)
         case Released():
             released(a)
+        case Snap() | KeepSnapshot():
+            a.ignore("no trainer takes snapshots")
         case _:
             assert_never(command)
 

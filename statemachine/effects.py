@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.values import Situation
 from statemachine.messages import Command, Resume, Signal
-from statemachine.values import Job, NodeState, Profiled, QuiesceMode
+from statemachine.values import Job, NodeState, Profiled, QuiesceMode, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,16 @@ class WeighPlan(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRestore(Effect):
+    """Can this snapshot be put together from these nodes' shards? Answered by RestoreChecked."""
+
+    generation: int
+    record: Snapshot
+    present: tuple[str, ...]
+    """Nodes that are here and hold their part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Effect):
     """Answer a client's request (submit, stop, drain)."""
 
@@ -166,10 +176,36 @@ class TrainerQuiesce(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerResume(Effect):
-    """Hand this ``Resume`` to the trainer of ``device``."""
+    """Hand this ``Resume`` to the trainer of ``device``; with a ``restore``, once its layers are staged.
+
+    Instead of it: RestoringFailed, where they cannot be put together.
+    """
 
     device: int
     resume: Resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSnap(Effect):
+    """Raise the snapshot flag in the next ballot of ``generation``."""
+
+    device: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerKeepSnapshot(Effect):
+    """The snapshot of ``step`` is complete everywhere: older ones may be written over."""
+
+    device: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveSnapshots(Effect):
+    """The job is over for good: free what the node's memory holds of it."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

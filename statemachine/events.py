@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages import FromNode, ToNode
-from statemachine.values import DeviceReport, FailureCause, Job, NodeFacts, Vote
+from statemachine.values import DeviceReport, FailureCause, HeldSnapshot, Job, NodeFacts, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,20 @@ class PlanImpossible(Event):
     reason: str
     needed: int | None = None
     """Nodes that a plan would take, where the planner knows."""
+    lost_layers: tuple[int, ...] = ()
+    """Held complete by no usable device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreChecked(Event):
+    """Answers ``CheckRestore``: can the snapshot be put together from those who hold parts of it?"""
+
+    generation: int
+    possible: bool
+    reason: str
+    """For people: what is decoded, or what is missing."""
+    tier: str = "memory"
+    """``memory``: every shard is there; ``decoded``: some are made from parity."""
 
 
 # --- the agent machine (one per node) ----------------------------------------------------------
@@ -222,3 +236,51 @@ class TerminationRequested(Event):
     """SIGTERM, or ``ftd chaos term``: leave gracefully, then exit."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSnapshots(Event):
+    """What the node's memory holds complete and verified: after a start of the daemon."""
+
+    snapshots: tuple[HeldSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSnapping(Event):
+    """At the VOTE of ``step``: the copying of the state behind it is about to begin."""
+
+    device: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSnapped(Event):
+    """The device's manifest is written."""
+
+    device: int
+    generation: int
+    step: int
+    size_bytes: int
+    copy_s: float
+    stall_s: float
+    idle_bytes: int
+    """Copied while the stage had to wait anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSnapshotFailed(Event):
+    device: int
+    generation: int
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoringFailed(Event):
+    """The daemon cannot put together what a device needs of the snapshot that ``TrainerResume`` names."""
+
+    generation: int
+    detail: str
+    bad: tuple[str, ...] = ()
+    """Nodes whose shards cannot be had or are damaged; none: it is this node's own fault."""

@@ -18,8 +18,12 @@ from statemachine.messages import (
     Prepared,
     Quiesced,
     Rejection,
+    RestoreFailed,
     Resumed,
     Signal,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
     Stepped,
     TrainerLost,
 )
@@ -67,6 +71,10 @@ _ROWS: dict[type[Signal], tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = 
     PeerSuspected: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
     Finished: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
     Leaving: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Snapping: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
+    SnapshotCompleted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    SnapshotFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    RestoreFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
 }
 
 TABLE: dict[tuple[type[Signal], Standing], Verdict] = {

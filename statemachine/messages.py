@@ -12,9 +12,11 @@ from statemachine.values import (
     CommittedStep,
     DeviceReport,
     FailureCause,
+    HeldSnapshot,
     Job,
     NodeFacts,
     QuiesceMode,
+    Restore,
     Vote,
 )
 
@@ -36,6 +38,8 @@ class Hello:
     quiesced: bool = False
     """Its trainers stopped under ``generation`` and wait for its Resume. Neither this nor ``training``:
     they are fresh, or idle."""
+    snapshots: tuple[HeldSnapshot, ...] = ()
+    """What its memory holds complete, also of trainers and daemons that are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,10 @@ class Heartbeat:
     microbatch_ms: tuple[float, ...] | None = None
     """For each device: how long it computes on one microbatch (median of recent steps under ``generation``),
     0 where that is not known. ``None`` while it is known of none."""
+    lineage: int = 0
+    """That of ``committed``: of the last Resume obeyed."""
+    kept: int = 0
+    """Step of the snapshot of its job that it was last told to keep (``KeepSnapshot``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,8 @@ class Stepped:
     """Duration of the newest step."""
     wanted: int | None = None
     """In an answer to ``StepsWanted``: its ``first``. ``steps`` may then be empty: not known here."""
+    lineage: int = 0
+    """Of the last Resume obeyed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +134,47 @@ class Leaving:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapping:
+    """The trainers here began a snapshot of the state behind ``step``."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotCompleted:
+    """Every shard of this node is complete in host memory."""
+
+    generation: int
+    step: int
+    vote: Vote
+    size_bytes: int
+    copy_s: float
+    """The longest of a device."""
+    stall_s: float
+    """How long training waited for the copying."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFailed:
+    """A trainer here cannot finish the snapshot; training goes on."""
+
+    generation: int
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed:
+    """A ``Resume.restore`` cannot be done here."""
+
+    generation: int
+    detail: str
+    bad: tuple[str, ...] = ()
+    """Nodes whose shards cannot be had or are damaged; none: it is this node's own fault."""
+
+
 Signal = (
     Hello
     | Heartbeat
@@ -135,6 +186,10 @@ Signal = (
     | PeerSuspected
     | Finished
     | Leaving
+    | Snapping
+    | SnapshotCompleted
+    | SnapshotFailed
+    | RestoreFailed
 )
 
 # --- coordinator → node: commands --------------------------------------------------------------
@@ -180,6 +235,12 @@ class Resume:
     plan: Plan
     hosts: dict[str, str]
     rendezvous: str
+    lineage: int = 0
+    """Generation of the job's last rollback; 0: none. Who is of another lineage drops its state first."""
+    protection: str = "none"
+    """Of this generation's snapshots."""
+    restore: Restore | None = None
+    """Where the state of ``step`` comes from; ``None``: from those who hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +257,8 @@ class Stop:
 
     job_id: str
     reason: str
+    failed: bool = False
+    """Its snapshots stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +280,36 @@ class Released:
     """You hold nothing the job needs: a drained or leaving node may go."""
 
 
-Command = Inquiry | Prepare | Quiesce | Resume | StepsWanted | Stop | Fence | Rejection | Released
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snap:
+    """Let everybody take a snapshot behind the step in flight. To the node of rank 0."""
+
+    generation: int
+    behind: int
+    """The newest committed step when this was ordered: a node obeys no order twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSnapshot:
+    """The snapshot of ``step`` is complete everywhere: keep it, release older ones."""
+
+    job_id: str
+    step: int
+
+
+Command = (
+    Inquiry
+    | Prepare
+    | Quiesce
+    | Resume
+    | StepsWanted
+    | Stop
+    | Fence
+    | Rejection
+    | Released
+    | Snap
+    | KeepSnapshot
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

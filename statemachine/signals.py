@@ -29,8 +29,12 @@ from statemachine.messages import (
     Quiesce,
     Quiesced,
     Released,
+    RestoreFailed,
     Resumed,
     Signal,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
     Stepped,
     Stop,
     TrainerLost,
@@ -102,6 +106,8 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             set_draining(c, node, signal.reason)
             if node.released:
                 c.send(node, Released())
+        case Snapping() | SnapshotCompleted() | SnapshotFailed() | RestoreFailed():
+            c.ignore("no snapshot is under way", node.name)
         case _:
             assert_never(signal)
 

@@ -55,6 +55,16 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPolicy:
+    """In-memory checkpoints of a job (design §7)."""
+
+    every_steps: int = 0
+    """A snapshot behind every so many steps; 0: none."""
+    protection: str = "none"
+    """What a group of owners withstands: a scheme of ``storage.codes``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A submitted job. ``training`` is plain data for the runtime, opaque here."""
 
@@ -65,6 +75,7 @@ class Job:
     training: dict[str, Any] = field(default_factory=dict)
     horizon_s: float | None = None
     """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
+    snapshot: SnapshotPolicy = SnapshotPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,8 @@ class DeviceReport:
     ``committed_step`` is the last step it applied. ``ready_step`` is ``committed_step + 1`` when it holds
     the complete, all-reduced gradients of that step (it is at VOTE), else ``None``. ``held`` names the
     layers whose state it holds complete at ``committed_step``; ``vote`` is that step's vote.
+    ``lineage`` is that of the last Resume it obeyed: all this is of another past than the cluster's where
+    it is not the cluster's.
     """
 
     device: int
@@ -81,6 +94,7 @@ class DeviceReport:
     ready_step: int | None
     vote: Vote | None
     held: tuple[int, ...]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +106,8 @@ class NodeFacts:
     """Address under which other nodes reach its trainers and its rendezvous server."""
     rendezvous_port: int
     chaos_allowed: bool = False
+    snapshot_port: int = 0
+    """Where it serves what it keeps of snapshots; 0: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +122,55 @@ class Profiled:
 
     job: Job
     profile: ModelProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSnapshot:
+    """A snapshot of which a node holds its whole part, every device's, complete and verified."""
+
+    job_id: str
+    step: int
+    generation: int
+    """Under which it was taken: a step that was undone and done again is another state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotGroup:
+    """Layers ``[first_layer, end_layer)``, which the same nodes own, one in each pipeline."""
+
+    first_layer: int
+    end_layer: int
+    owners: tuple[str, ...]
+    """Node names in the order of the pipelines; each keeps its shard."""
+    protection: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A globally completed snapshot, of the state behind the commit of ``step``: what a rollback goes to."""
+
+    step: int
+    generation: int
+    vote: Vote
+    groups: tuple[SnapshotGroup, ...]
+    size_bytes: int = 0
+    """Kept by all nodes together, protection included."""
+    at: float = 0.0
+    """When it was completed everywhere."""
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(sorted({owner for group in self.groups for owner in group.owners}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Everybody drops its state and takes that of a snapshot."""
+
+    job_id: str
+    step: int
+    generation: int
+    """Of the snapshot."""
+    groups: tuple[SnapshotGroup, ...]
+    sources: dict[str, str]
+    """Node that holds its shards → host:port of its snapshot server."""
