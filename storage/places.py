@@ -240,11 +240,21 @@ class RemotePlace:
 
     def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
         path = f"{self._root}/{directory}/{name}"
+        with self._told("written"):
+            file = self._files.open(path, "wb")
         try:
-            with self._told("written"), self._files.open(path, "wb") as file:
-                for piece in pieces:
+            # Outside of what is told: where the pieces come from may fail, too, and is not this place.
+            for piece in pieces:
+                with self._told("written"):
                     file.write(piece)
-        except StorageError:
+            with self._told("written"):
+                file.close()
+        except BaseException:
+            # Where the store can it forgets what it got; else the part is completed, and removed.
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(Exception):
+                file.close()
             with contextlib.suppress(Exception):
                 self._files.rm_file(path)
             raise
