@@ -1,0 +1,19 @@
+"""What scripts import: ``from ftd import Snapshotter``. Daemons import this package, too, and not torch."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.plain_state import SnapshotError as SnapshotError
+    from runtime.snapshotter import Snapshotter as Snapshotter
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Snapshotter":
+        from runtime.snapshotter import Snapshotter
+
+        return Snapshotter
+    if name == "SnapshotError":
+        from runtime.plain_state import SnapshotError
+
+        return SnapshotError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

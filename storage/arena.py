@@ -100,6 +100,20 @@ class Arena:
             self._grow(number, size_bytes)
         return Slot(number, self._view(number)[:size_bytes])
 
+    def reserve(self, size_bytes: int, slots: int) -> None:
+        """Allocate and map so many slots now, so that the first snapshots need not.
+
+        A slot that holds a snapshot is left as it is.
+
+        :raises ArenaFullError: they do not fit; what was there stays.
+        """
+        used = {manifest.slot for manifest in self._kept.values()}
+        numbers = sorted(set(range(SLOTS)) - used, key=lambda n: (-self._slot_bytes(n), n))
+        for number in numbers[: max(0, slots - len(used))]:
+            if self._slot_bytes(number) < size_bytes:
+                self._grow(number, size_bytes)
+            self._view(number)
+
     def commit(self, manifest: Manifest) -> None:
         """The snapshot is complete: from now on it is what is found here.
 
@@ -143,7 +157,9 @@ class Arena:
         size = self._slot_bytes(number)
         if mapping is None or len(mapping) != size:
             with self._slot_path(number).open("r+b") as file:
-                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+                # Page tables are filled here: the first copy meets no page fault either.
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=flags)
         return np.frombuffer(mapping, dtype=np.uint8)
 
     def _grow(self, number: int, size_bytes: int) -> None:

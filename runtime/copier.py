@@ -1,0 +1,204 @@
+"""The thread that copies a snapshot into the arena while the script goes on computing.
+
+A snapshot is cut into units. The copier takes them one after the other; numpy copies and XXH3 release the
+interpreter lock. Whoever is about to change what is being copied (an optimizer's step) comes to ``finish``
+and takes units too, so that the wait is at most one memcpy, shared. Digests are made while a unit's bytes
+are still in the cache, unless somebody waits: then copying goes first.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.side_stream import SideStreams, copy_piece
+from runtime.tensor_image import Source, Unit
+from storage.arena import Slot
+from storage.manifest import Part, digest_of
+
+Bytes = NDArray[np.uint8]
+HEADER = "header"
+_EXIT_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """One snapshot on its way. The copier's lock guards what changes."""
+
+    step: int
+    units: list[Unit]
+    sources: list[Source]
+    image_bytes: int
+    header: Callable[[], bytes]
+    """Called on the copier's thread."""
+    layout: dict[str, Any]
+    devices: set[torch.device] = field(default_factory=set)
+    slot: Slot | None = None
+    taken: int = 0
+    copied: int = 0
+    failed: bool = False
+    """Nobody needs to wait for it any more."""
+    digests: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """What it copies may be changed."""
+        return self.failed or self.copied == len(self.units)
+
+
+@dataclass(slots=True, eq=False)
+class Copier:
+    """:param open_slot: gives a slot of so many bytes; may wait, and may raise.
+    :param complete: writes the manifest: step, slot, parts, layout.
+    :param failed: is told what was raised; that snapshot is dropped and training goes on.
+    """
+
+    open_slot: Callable[[int], Slot]
+    complete: Callable[[int, Slot, tuple[Part, ...], dict[str, Any]], None]
+    failed: Callable[[int, Exception], None]
+    side: SideStreams = field(default_factory=SideStreams)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _queue: deque[Capture] = field(default_factory=deque)
+    _waiting: int = 0
+    _stopped: bool = False
+    _thread: threading.Thread | None = None
+
+    def begin(self, capture: Capture) -> None:
+        """Copy it from now on; the caller sees to it that nothing changes before ``finish``."""
+        self.side.begin(capture.devices)
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
+                self._thread.start()
+            self._queue.append(capture)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Return when all that was begun is copied, and may be changed; helps with it."""
+        with self._changed:
+            pending = [capture for capture in self._queue if not capture.done]
+            self._waiting += 1
+        try:
+            for capture in pending:
+                self._help(capture)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+        if pending:
+            self.side.hold(pending[-1].devices)
+
+    def settle(self) -> None:
+        """Return when all that was begun is complete, or was dropped."""
+        self.finish()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self.settle()
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+            self._thread.join(_EXIT_S)
+        self.side.close()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopped)
+                if not self._queue:
+                    return
+                capture = self._queue[0]
+            try:
+                self._carry(capture)
+            except Exception as error:
+                with self._changed:
+                    capture.failed = True
+                    self._changed.notify_all()
+                self._drop(capture, error)
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+    def _drop(self, capture: Capture, error: Exception) -> None:
+        # A helper may still write into the slot: it must not be given to the next snapshot before.
+        with self._changed:
+            self._changed.wait_for(lambda: capture.copied == capture.taken)
+        self.failed(capture.step, error)
+
+    def _carry(self, capture: Capture) -> None:
+        header = capture.header()
+        slot = self.open_slot(capture.image_bytes + len(header))
+        if capture.devices:
+            self.side.pin(slot.number, slot.view)
+        with self._changed:
+            capture.slot = slot
+            self._changed.notify_all()
+        while (number := self._take(capture)) is not None:
+            self._copy(capture, number)
+            if not self._waiting and not capture.devices:
+                capture.digests[number] = self._digest(capture, number)
+        with self._changed:
+            self._changed.wait_for(lambda: capture.copied == len(capture.units))
+        self.side.finish(capture.devices)
+        slot.view[capture.image_bytes : capture.image_bytes + len(header)] = np.frombuffer(header, np.uint8)
+        parts = [
+            Part(
+                name=f"image-{number:05d}",
+                offset=unit.offset,
+                size_bytes=unit.size_bytes,
+                digest=capture.digests.get(number) or self._digest(capture, number),
+            )
+            for number, unit in enumerate(capture.units)
+        ]
+        parts.append(
+            Part(name=HEADER, offset=capture.image_bytes, size_bytes=len(header), digest=digest_of(header))
+        )
+        self.complete(capture.step, slot, tuple(parts), capture.layout)
+
+    def _digest(self, capture: Capture, number: int) -> str:
+        assert capture.slot is not None
+        unit = capture.units[number]
+        return digest_of(capture.slot.view[unit.offset : unit.offset + unit.size_bytes])
+
+    # --- both threads ----------------------------------------------------------------------------
+
+    def _help(self, capture: Capture) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
+        while (number := self._take(capture)) is not None:
+            self._copy(capture, number)
+        with self._changed:
+            self._changed.wait_for(lambda: capture.done)
+
+    def _take(self, capture: Capture) -> int | None:
+        with self._changed:
+            if capture.failed or capture.taken == len(capture.units):
+                return None
+            capture.taken += 1
+            return capture.taken - 1
+
+    def _copy(self, capture: Capture, number: int) -> None:
+        try:
+            assert capture.slot is not None
+            view = capture.slot.view
+            for piece in capture.units[number].pieces:
+                source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+                target = view[piece.offset : piece.offset + piece.size_bytes]
+                if isinstance(source, Tensor):
+                    with self.side.on(source.device):
+                        copy_piece(target, source)
+                else:
+                    target[:] = source
+        finally:
+            with self._changed:
+                capture.copied += 1
+                self._changed.notify_all()

@@ -1,0 +1,142 @@
+"""Plain data with tensors in it, as msgpack and back: what a script's state is made of. No pickle.
+
+``freeze`` copies a nested value (dict, list, tuple, numbers, text, bytes, numpy arrays) into something that
+msgpack writes, and hands every tensor to its caller, who gives it a number; ``thaw`` reads that back, with a
+``Ref`` where a tensor was; ``rebuild`` puts the tensors in.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+Take = Callable[[Tensor, str], int]
+Place = Callable[[int, Tensor | None], Tensor]
+
+_REF, _TUPLE, _BIG, _ARRAY, _PAIRS, _COUNTER = range(1, 7)
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1
+
+
+class SnapshotError(ValueError):
+    """Something that a snapshot cannot be made of, or a use that would lose one; says what would work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands where tensor number ``index`` belongs."""
+
+    index: int
+
+
+def freeze(value: Any, where: str, take: Take) -> Any:
+    """A copy that nobody else can change, for ``encode``.
+
+    :param where: its name, for errors.
+    :param take: is given each tensor and its name; returns its number.
+    :raises SnapshotError: something in it is no plain data.
+    """
+    if value is None or isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, Tensor):
+        return msgspec.msgpack.Ext(_REF, take(value, where).to_bytes(4, "big"))
+    if isinstance(value, int | np.integer):
+        number = int(value)
+        if _SMALLEST <= number <= _LARGEST:
+            return number
+        return msgspec.msgpack.Ext(_BIG, str(number).encode())
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, dict):
+        return _freeze_dict(value, where, take)
+    if isinstance(value, list | tuple):
+        items = [freeze(item, f"{where}[{index}]", take) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, encode(items))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return msgspec.msgpack.Ext(_ARRAY, encode([value.dtype.str, list(value.shape), value.tobytes()]))
+    raise SnapshotError(
+        f"{where} is a {type(value).__qualname__}: a snapshot holds tensors, numbers, text, bytes, None, and "
+        "lists, tuples and dicts of them. Register what has state_dict() and load_state_dict(), or leave it "
+        "out"
+    )
+
+
+def _freeze_dict(value: dict[Any, Any], where: str, take: Take) -> Any:
+    frozen = {key: freeze(item, f"{where}[{key!r}]", take) for key, item in value.items()}
+    if isinstance(value, Counter):
+        pairs = [[freeze(key, where, take), item] for key, item in frozen.items()]
+        return msgspec.msgpack.Ext(_COUNTER, encode(pairs))
+    if all(type(key) is str or (type(key) is int and _SMALLEST <= key <= _LARGEST) for key in frozen):
+        return frozen
+    pairs = [[freeze(key, f"a key of {where}", take), item] for key, item in frozen.items()]
+    return msgspec.msgpack.Ext(_PAIRS, encode(pairs))
+
+
+def encode(frozen: Any) -> bytes:
+    """What ``freeze`` returned, as msgpack."""
+    return msgspec.msgpack.encode(frozen)
+
+
+def thaw(data: bytes) -> Any:
+    """What ``encode`` wrote.
+
+    :raises msgspec.DecodeError: it is something else.
+    """
+    return msgspec.msgpack.decode(data, ext_hook=_thaw_special)
+
+
+def _thaw_special(code: int, data: memoryview) -> Any:
+    content = bytes(data)
+    match code:
+        case 1:
+            return Ref(int.from_bytes(content, "big"))
+        case 2:
+            return tuple(thaw(content))
+        case 3:
+            return int(content)
+        case 4:
+            dtype, shape, raw = thaw(content)
+            return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
+        case 5:
+            return dict(thaw(content))
+        case 6:
+            return Counter(dict(thaw(content)))
+        case _:
+            raise msgspec.DecodeError(f"an unknown kind {code}")
+
+
+def rebuild(thawed: Any, old: Any, place: Place) -> Any:
+    """With the tensors in place.
+
+    :param old: what stands there now: a tensor in it is filled where it fits, so that others who hold it
+        see the change.
+    :param place: is given a tensor's number and the one that stands there; returns the filled one.
+    """
+    if isinstance(thawed, Ref):
+        return place(thawed.index, old if isinstance(old, Tensor) else None)
+    if isinstance(thawed, Counter):
+        return thawed
+    if isinstance(thawed, dict):
+        known = old if isinstance(old, dict) else {}
+        return {key: rebuild(item, known.get(key), place) for key, item in thawed.items()}
+    if isinstance(thawed, list | tuple):
+        row = old if isinstance(old, list | tuple) and len(old) == len(thawed) else [None] * len(thawed)
+        items = [rebuild(item, there, place) for item, there in zip(thawed, row, strict=True)]
+        return items if isinstance(thawed, list) else tuple(items)
+    return thawed
+
+
+def refs_of(thawed: Any) -> list[int]:
+    """The numbers of the tensors in it."""
+    if isinstance(thawed, Ref):
+        return [thawed.index]
+    if isinstance(thawed, dict):
+        return [index for item in thawed.values() for index in refs_of(item)]
+    if isinstance(thawed, list | tuple):
+        return [index for item in thawed for index in refs_of(item)]
+    return []

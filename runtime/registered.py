@@ -1,0 +1,214 @@
+"""What a script registers: models, optimizers, other objects with a state, dicts and lists.
+
+Each kind says what its state is, what of it is *guarded* (changed by nobody but a registered optimizer's
+step, which waits for the copy), whether a saved state is one of its own, and how it is loaded.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runtime.plain_state import Ref, SnapshotError, rebuild
+from runtime.tensor_image import Entry, local
+
+Kind = Literal["module", "optimizer", "object", "dict", "list"]
+Load = Callable[[int, Tensor | None, Tensor | None], Tensor]
+"""Number, what stands there now, the parameter that it belongs to → the filled tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    name: str
+    thing: Any
+    kind: Kind
+    guarded: bool
+    """All its parameters are guarded, says its owner."""
+
+    @classmethod
+    def of(cls, name: str, thing: Any, *, guarded: bool) -> "Registered":
+        """:raises SnapshotError: it has no state that could be kept, or restored."""
+        kind: Kind
+        if isinstance(thing, nn.Module):
+            kind, thing = "module", _unwrapped(thing)
+        elif isinstance(thing, Optimizer):
+            # Accelerate's wrapper passes on all but the hooks.
+            kind, thing = "optimizer", getattr(thing, "optimizer", thing)
+        elif isinstance(thing, dict):
+            kind = "dict"
+        elif isinstance(thing, list):
+            kind = "list"
+        elif callable(getattr(thing, "state_dict", None)) and callable(
+            getattr(thing, "load_state_dict", None)
+        ):
+            kind = "object"
+        else:
+            raise SnapshotError(
+                f"{name} is a {type(thing).__qualname__}: register a module, an optimizer, something with "
+                "state_dict() and load_state_dict(), or a dict or list of plain data (a number that changes: "
+                "{'epoch': 3})"
+            )
+        return cls(name=name, thing=thing, kind=kind, guarded=guarded)
+
+    def state(self) -> Any:
+        """Nested, with the tensors themselves in it."""
+        match self.kind:
+            case "module":
+                return dict(self.thing.state_dict(keep_vars=True))
+            case "optimizer":
+                return _optimizer_state(self.thing)
+            case "object":
+                return self.thing.state_dict()
+            case _:
+                return self.thing
+
+    def guarded_ids(self) -> set[int]:
+        """Of the tensors in ``state`` and of those that the optimizer changes."""
+        if self.kind == "optimizer":
+            own = {id(t) for state in self.thing.state.values() for t in _tensors(state)}
+            return own | {id(p) for group in self.thing.param_groups for p in group["params"]}
+        if self.kind == "module" and self.guarded:
+            return {id(p) for p in self.thing.parameters()}
+        return set()
+
+    def refuses(self, saved: Any, entries: list[Entry]) -> str:
+        """Why a saved state cannot be loaded; empty when it can."""
+        if self.kind == "module":
+            return _module_refuses(self.thing, saved, entries)
+        if self.kind == "optimizer":
+            here = _shapes(self.thing)
+            return "" if saved["shapes"] == here else "its parameters have other shapes or groups"
+        return ""
+
+    def load(self, saved: Any, place: Load) -> None:
+        match self.kind:
+            case "module":
+                _load_module(self.thing, saved, place)
+            case "optimizer":
+                _load_optimizer(self.thing, saved, place)
+            case "object":
+                self.thing.load_state_dict(rebuild(saved, None, lambda number, _: place(number, None, None)))
+            case "dict":
+                filled = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
+                self.thing.clear()
+                self.thing.update(filled)
+            case "list":
+                self.thing[:] = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Without DDP's and torch.compile's wrapping, whose names would not fit an unwrapped model."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entry]) -> str:
+    here = module.state_dict(keep_vars=True)
+    if saved.keys() != here.keys():
+        other = sorted(saved.keys() ^ here.keys())
+        return f"it has other parameters or buffers: {', '.join(other[:3])}"
+    for name, value in here.items():
+        ref = saved[name]
+        if isinstance(value, Tensor) != isinstance(ref, Ref):
+            return f"{name} is of another kind"
+        if isinstance(value, Tensor):
+            entry, inner = entries[ref.index], local(value)
+            dtype, shape = str(inner.dtype).removeprefix("torch."), tuple(inner.shape)
+            if (entry.dtype, entry.shape) != (dtype, shape):
+                there = f"{entry.dtype} {list(entry.shape)}"
+                return f"{name} is {there} there, and {dtype} {list(shape)} here"
+    return ""
+
+
+def _load_module(module: nn.Module, saved: dict[str, Any], place: Load) -> None:
+    here = module.state_dict(keep_vars=True)
+    filled = rebuild(saved, here, lambda number, old: place(number, old, None))
+    live = {id(t) for t in (*module.parameters(), *module.buffers())}
+    if any(id(value) not in live for value in filled.values()):
+        # Something of it is made by hooks, or is no tensor: the module must take it in itself.
+        module.load_state_dict(filled)
+
+
+def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(parameters) if p in optimizer.state},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "shapes": _shapes(optimizer),
+    }
+
+
+def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
+    return [[list(local(p).shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Load) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        state = saved["state"].get(number)
+        if state is None:
+            optimizer.state.pop(parameter, None)
+            continue
+
+        def beside(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
+            return place(index, old, parameter)
+
+        optimizer.state[parameter] = rebuild(state, optimizer.state.get(parameter), beside)
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(rebuild(options, group, lambda number, old: place(number, old, None)))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def expected_state(optimizer: Optimizer) -> tuple[int, int]:
+    """(bytes, tensors) that it will keep for parameters not stepped yet, found by a small step."""
+    size_bytes = tensors = 0
+    per_dtype: dict[torch.dtype, list[tuple[bool, int]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state or not parameter.requires_grad:
+                continue
+            if parameter.dtype not in per_dtype:
+                per_dtype[parameter.dtype] = _tried(optimizer, parameter.dtype)
+            for of_each, each_bytes in per_dtype[parameter.dtype]:
+                size_bytes += each_bytes * (local(parameter).numel() if of_each else 1)
+                tensors += 1
+    return size_bytes, tensors
+
+
+def _tried(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[bool, int]]:
+    """What one like it keeps for a parameter: (for each of its elements, bytes of it)."""
+    parameter = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    known = inspect.signature(type(optimizer).__init__).parameters
+    group = optimizer.param_groups[0]
+    options = {key: group[key] for key in optimizer.defaults if key in known and key in group}
+    try:
+        trial = type(optimizer)([parameter], **options)
+        trial.step()
+        found = _tensors(trial.state[parameter])
+    except Exception:
+        # An optimizer of the user's own that cannot be made or stepped like this. Adam's is the usual size;
+        # were it wrong, the first snapshot would only have to allocate more.
+        return [(True, max(4, dtype.itemsize)), (True, max(4, dtype.itemsize))]
+    return [
+        (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.numel() * t.element_size())
+        for t in found
+    ]

@@ -1,0 +1,574 @@
+"""Snapshots of a script's state: what comes back is what was there, and nothing restorable is lost."""
+
+import contextlib
+import errno
+import gc
+import itertools
+import logging
+import os
+import random
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import runtime.copier
+import runtime.snapshot_place
+from ftd import SnapshotError, Snapshotter
+from runtime.plain_state import Ref, encode, freeze, rebuild, thaw
+from runtime.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, placed
+from storage.errors import ArenaFullError
+
+SHM = Path("/dev/shm")
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = SHM / f"ftd-test-snapshotter-{os.getpid()}-{next(NUMBERS)}"
+    monkeypatch.setattr(runtime.snapshot_place, "_LOCK_S", 0.2)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class Script:
+    """A model with all that changes: weights, running statistics, momenta, a schedule, random numbers."""
+
+    def __init__(self, place: Path, *, seed: int = 1, width: int = 64, name: str = "job") -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5, 5])
+        self.progress: dict[str, Any] = {"samples": 0, "drawn": []}
+        self.snapshots = Snapshotter(
+            name,
+            directory=place,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            progress=self.progress,
+        )
+
+    def step(self) -> float:
+        points = torch.randn(16, 8)
+        self.optimizer.zero_grad()
+        loss = functional.mse_loss(self.model(points), points.sum(dim=1, keepdim=True))
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.progress["samples"] += 16
+        self.progress["drawn"].append((random.random(), float(np.random.rand())))
+        return loss.item()
+
+    def run(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last + 1):
+            losses.append(self.step())
+            self.snapshots.snapshot(step)
+        return losses
+
+    def leave(self) -> None:
+        self.snapshots.close()
+
+
+def slot_file(place: Path, number: int = 0) -> Path:
+    return place / "job" / "rank-0" / f"slot-{number}"
+
+
+def spoil(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# --- what comes back -----------------------------------------------------------------------------
+
+
+def test_a_run_that_is_interrupted_goes_on_as_if_it_was_not(place: Path) -> None:
+    whole = Script(place, name="whole")
+    losses, drawn = whole.run(1, 12), whole.progress["drawn"]
+    whole.leave()
+    first = Script(place)
+    assert first.snapshots.restore() is None
+    begun = first.run(1, 7)
+    first.leave()
+    second = Script(place, seed=99)
+    assert second.snapshots.restore() == 7
+    assert second.progress["samples"] == 7 * 16
+    assert begun + second.run(8, 12) == losses
+    assert second.progress["drawn"] == drawn
+    assert second.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.state_dict().values(), second.model.state_dict().values(), strict=True)
+    )
+    second.leave()
+
+
+def test_restoring_keeps_the_tensors_that_others_hold(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    script.snapshots.wait()
+    weight, momentum = script.model[0].weight, script.optimizer.state[script.model[0].weight]["exp_avg"]
+    expected = weight.detach().clone(), momentum.clone()
+    script.step()
+    assert not torch.equal(weight, expected[0])
+    assert script.snapshots.restore() == 2
+    assert script.model[0].weight is weight and torch.equal(weight, expected[0])
+    assert script.optimizer.state[weight]["exp_avg"] is momentum and torch.equal(momentum, expected[1])
+    script.leave()
+
+
+def test_a_snapshot_is_of_its_step_though_the_copy_ends_in_the_next(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copier is held until the optimizer wants to step: the step must wait, and then help."""
+    script = Script(place)
+    script.run(1, 2)
+    script.snapshots.wait()
+    parameters = [p.detach().clone() for p in script.model.parameters()]
+    gate, slot = threading.Event(), script.snapshots._place.slot
+    script.snapshots._copier.open_slot = lambda size: (gate.wait(10), slot(size))[1]
+    script.snapshots.snapshot(3)
+    seen: list[bool] = []
+    script.optimizer.register_step_pre_hook(lambda *_: seen.append(gate.is_set()))
+    threading.Timer(0.2, gate.set).start()
+    script.step()
+    assert seen == [True]
+    assert script.snapshots.counts.stall_s > 0.1
+    assert script.snapshots.restore() == 3
+    assert all(torch.equal(a, b) for a, b in zip(parameters, script.model.parameters(), strict=True))
+    script.leave()
+
+
+def test_what_is_changed_by_hand_waits_too(place: Path) -> None:
+    """``changing`` for guarded tensors; tensors that no optimizer owns are copied at once."""
+    averaged, frozen = nn.Linear(4, 4), nn.Linear(4, 4)
+    snapshots = Snapshotter("job", directory=place, averaged=averaged)
+    snapshots.register("frozen", frozen, guarded=True)
+    before = averaged.weight.detach().clone(), frozen.weight.detach().clone()
+    gate, slot = threading.Event(), snapshots._place.slot
+    snapshots._copier.open_slot = lambda size: (gate.wait(10), slot(size))[1]
+    snapshots.snapshot(1)
+    with torch.no_grad():
+        averaged.weight.add_(1)
+    threading.Timer(0.1, gate.set).start()
+    with snapshots.changing(), torch.no_grad():
+        frozen.weight.add_(1)
+    assert snapshots.restore() == 1
+    assert torch.equal(averaged.weight, before[0]) and torch.equal(frozen.weight, before[1])
+    snapshots.close()
+
+
+def test_what_the_model_and_optimizer_may_be_made_of(place: Path) -> None:
+    """Tied weights, channels last, views with gaps, other types, a module with state of its own, LBFGS."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+            self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+            self.register_buffer("gaps", torch.arange(12.0).reshape(3, 4)[:, ::2])
+            self.register_buffer("nothing", torch.empty(0, 3))
+            self.register_buffer("brain", torch.randn(5).to(torch.bfloat16))
+            self.register_buffer("waves", torch.randn(2, 2, dtype=torch.complex64))
+            self.note = "first"
+
+        def get_extra_state(self) -> dict[str, str]:
+            return {"note": self.note}
+
+        def set_extra_state(self, state: dict[str, str]) -> None:
+            self.note = state["note"]
+
+    torch.manual_seed(3)
+    model, points = Odd(), torch.randn(8, 4)
+    optimizer = torch.optim.LBFGS(list(model.one.parameters()), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model.two(model.one(points)), points)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
+    model.note = "second"
+    snapshots.snapshot(1)
+    snapshots.wait()
+    expected = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    direction = optimizer.state[model.one.weight]["d"].clone()
+    model.note = "third"
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.mul_(3)
+    optimizer.state.clear()
+    assert snapshots.restore() == 1
+    assert model.note == "second"
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in expected.items())
+    assert torch.equal(optimizer.state[model.one.weight]["d"], direction)
+    assert model.two.weight is model.one.weight
+    snapshots.close()
+
+
+def test_plain_data_comes_back_as_it_was() -> None:
+    tensor = torch.arange(3)
+    value = {
+        "numbers": [1, -5, 2**80, 1.5, True, None, np.float32(0.5), np.int64(7)],
+        "text": ("ä", b"\0\1", (1, (2,))),
+        3: {"nested": [tensor]},
+        (1, "pair"): "key",
+        "counter": Counter({5: 2}),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "empty": [{}, [], ()],
+    }
+    thawed = thaw(encode(freeze(value, "value", lambda t, where: 0)))
+    back = rebuild(thawed, value, lambda number, old: old if old is not None else torch.zeros(1))
+    assert back[3]["nested"][0] is tensor
+    assert (back.pop("array") == value.pop("array")).all()
+    assert back == value and isinstance(back["text"], tuple) and isinstance(back["counter"], Counter)
+    assert isinstance(thawed[3]["nested"][0], Ref)
+
+
+def test_the_units_of_an_image_are_its_bytes_each_once() -> None:
+    sizes = [3, 0, UNIT_BYTES + 5, 64, 3 * UNIT_BYTES]
+    ranges, end = [], 0
+    for size in sizes:
+        ranges.append((end, size))
+        end += size + 13
+    end -= 13
+    units = cut(ranges, end)
+    assert [u.offset for u in units] == [i * UNIT_BYTES for i in range(len(units))]
+    assert sum(u.size_bytes for u in units) == end
+    seen = Counter[int]()
+    for unit in units:
+        for piece in unit.pieces:
+            assert unit.offset <= piece.offset <= unit.offset + unit.size_bytes - piece.size_bytes
+            assert piece.offset - piece.start == ranges[piece.entry][0]
+            seen[piece.entry] += piece.size_bytes
+    assert {number: size for number, size in enumerate(sizes) if size} == seen
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (5,), (2, 3, 4), (1, 4, 1)])
+def test_a_tensor_comes_back_in_any_order_of_dimensions(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=torch.float64)
+    turned = values.permute(tuple(reversed(range(values.dim()))))
+    for tensor in (values, turned):
+        image = Image(known={})
+        image.add(tensor, "it", at_once=False)
+        flat = bytes_of(tensor, order_of(tensor))
+        assert flat is not None
+        assert torch.equal(placed(image.entries[0], flat.numpy(), torch.zeros_like(tensor), None), tensor)
+        assert torch.equal(placed(image.entries[0], flat.numpy(), None, None), tensor)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_everything_is_allocated_at_start_optimizer_state_included(place: Path) -> None:
+    script = Script(place, width=4096)
+    before = {f: f.stat().st_size for f in (place / "job" / "rank-0").glob("slot-*")}
+    script.run(1, 6)
+    script.snapshots.wait()
+    assert len(before) == 2
+    assert {f: f.stat().st_size for f in (place / "job" / "rank-0").glob("slot-*")} == before
+    assert script.snapshots.counts.completed == 6
+    script.leave()
+
+
+def test_many_snapshots_keep_nothing_of_the_script_alive(place: Path) -> None:
+    state: dict[str, Any] = {"fresh": torch.zeros(1000)}
+    snapshots = Snapshotter("job", directory=place, state=state)
+    for step in range(1, 30):
+        state["fresh"] = torch.full((1000,), float(step))
+        snapshots.snapshot(step)
+    snapshots.wait()
+    gc.collect()
+    alive = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.shape == (1000,)]
+    assert len(alive) < 6
+    assert snapshots.restore() == 29 and state["fresh"][0] == 29
+    snapshots.close()
+
+
+def test_too_little_memory_is_said_at_start_with_both_numbers(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_000_000))
+    with pytest.raises(ArenaFullError, match=r"two snapshots .* need \d+ bytes .* are there: make") as caught:
+        Script(place, width=65536)
+    assert caught.value.needed_bytes > 2 * 65536 * 9 * 4 * 3
+    assert caught.value.free_bytes == 1_000_000
+    monkeypatch.undo()
+    monkeypatch.setattr(runtime.snapshot_place, "_LOCK_S", 0.2)
+    Script(place).leave()  # its lock was given back
+
+
+def test_a_limit_of_ones_own_holds(place: Path) -> None:
+    with pytest.raises(ArenaFullError, match="limit of 1000000 bytes"):
+        Snapshotter("job", directory=place, limit_bytes=1_000_000, model=nn.Linear(1000, 1000))
+
+
+def test_memory_that_is_full_in_the_middle_stops_snapshots_and_not_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(place)
+    script.run(1, 3)
+    script.snapshots.wait()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr("storage.arena.write_record", full)  # the manifest has no room
+        script.run(4, 4)
+        script.snapshots.wait()
+        patched.undo()
+        patched.setattr(os, "posix_fallocate", full)
+        script.progress["large"] = "x" * 3_000_000  # the slot must grow and cannot
+        script.run(5, 5)
+        script.snapshots.wait()
+    assert script.snapshots.counts.failed == 2
+    assert "no snapshot of step 4, training goes on" in caplog.text
+    assert "no snapshot of step 5" in caplog.text and "bytes" in caplog.text
+    script.leave()
+    again = Script(place, seed=5)
+    assert again.snapshots.restore() == 3
+    again.run(4, 5)
+    again.snapshots.wait()
+    assert again.snapshots.counts.completed_step == 5
+    again.leave()
+
+
+def test_a_failure_in_the_copier_frees_those_who_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(place)
+    script.run(1, 1)
+    script.snapshots.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.copier, "digest_of", lambda data: 1 / 0)
+        script.run(2, 4)
+        script.snapshots.wait()
+    assert script.snapshots.counts.failed == 3
+    assert script.snapshots.restore() == 1
+    script.leave()
+
+
+# --- damage and strangers ------------------------------------------------------------------------
+
+
+def two_complete(place: Path) -> Script:
+    """A script of which steps 3 and 4 are complete in two slots."""
+    script = Script(place)
+    script.run(1, 3)
+    script.snapshots.wait()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(script.snapshots._place.arena.__class__, "release", lambda self, steps: None)
+        script.run(4, 4)
+        script.snapshots.wait()
+    return script
+
+
+@pytest.mark.parametrize("part", ["image-00000", "header"])
+def test_a_flipped_bit_is_noticed_and_the_older_one_taken(
+    place: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = two_complete(place)
+    newest = script.snapshots._place.arena.snapshots[0]
+    script.leave()
+    assert newest.step == 4
+    spoil(slot_file(place, newest.slot), newest.part(part).offset + 77)
+    again = Script(place, seed=8)
+    with caplog.at_level(logging.WARNING):
+        assert again.snapshots.restore() == 3
+    assert "the snapshot of step 4 is passed over" in caplog.text and "changed since" in caplog.text
+    assert again.progress["samples"] == 3 * 16
+    again.run(4, 5)
+    again.leave()
+
+
+def test_a_manifest_that_was_cut_short_is_noticed(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = two_complete(place)
+    script.leave()
+    manifest = place / "job" / "rank-0" / "step-000000000004.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    again = Script(place)
+    with caplog.at_level(logging.WARNING):
+        assert again.snapshots.restore() == 3
+    assert "cut short" in caplog.text
+    again.leave()
+
+
+def test_another_models_snapshot_is_passed_over_and_not_overwritten(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    script.leave()
+    other = Script(place, width=32)
+    weight = other.model[0].weight.detach().clone()
+    with caplog.at_level(logging.WARNING):
+        assert other.snapshots.restore() is None
+    assert "0.weight is float32 [64, 8] there, and float32 [32, 8] here" in caplog.text
+    assert torch.equal(other.model[0].weight, weight)
+    other.step()
+    with pytest.raises(SnapshotError, match="not of this job, and would be lost"):
+        other.snapshots.snapshot(1)
+    other.leave()
+    again = Script(place, seed=2)
+    assert again.snapshots.restore() == 2
+    again.leave()
+
+
+def test_another_jobs_snapshot_is_passed_over(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(place, name="theirs")
+    script.run(1, 2)
+    script.leave()
+    shutil.move(place / "theirs", place / "job")
+    again = Script(place)
+    with caplog.at_level(logging.WARNING):
+        assert again.snapshots.restore() is None
+    assert "it is of job 'theirs'" in caplog.text
+    again.leave()
+
+
+def test_other_things_are_registered_now(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    script.leave()
+    snapshots = Snapshotter("job", directory=place, model=script.model)
+    with caplog.at_level(logging.WARNING):
+        assert snapshots.restore() is None
+    assert "it holds model, optimizer, progress, scheduler, and model are registered" in caplog.text
+    snapshots.close()
+
+
+def test_a_former_runs_state_is_not_overwritten_before_anybody_asked_for_it(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    script.leave()
+    again = Script(place)
+    with pytest.raises(SnapshotError, match=r"step 2: call restore\(\) first, or remove\(\)"):
+        again.snapshots.snapshot(1)
+    again.snapshots.remove()
+    assert not (place / "job").exists()
+    anew = Script(place)
+    anew.run(1, 1)
+    anew.leave()
+
+
+# --- bad use -------------------------------------------------------------------------------------
+
+
+def test_steps_must_grow(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 5)
+    for step in (5, 4):
+        with pytest.raises(SnapshotError, match=f"step {step} after step 5: steps must grow"):
+            script.snapshots.snapshot(step)
+    script.leave()
+    again = Script(place)
+    assert again.snapshots.restore() == 5
+    with pytest.raises(SnapshotError, match="step 3 after step 5"):
+        again.snapshots.snapshot(3)
+    again.snapshots.snapshot(6)
+    again.leave()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/etc", "a\0b", "-x", "x" * 101, "é", 3])
+def test_a_name_that_could_lead_elsewhere_is_refused(place: Path, name: Any) -> None:
+    with pytest.raises(SnapshotError, match="cannot be the name of a job"):
+        Snapshotter(name, directory=place)
+    assert not place.exists()
+
+
+def test_a_name_is_registered_once(place: Path) -> None:
+    snapshots = Snapshotter("job", directory=place, state={"a": 1})
+    with pytest.raises(SnapshotError, match="'state' is registered already"):
+        snapshots.register("state", {"b": 2})
+    snapshots.close()
+
+
+def test_a_job_is_open_once(place: Path) -> None:
+    snapshots = Snapshotter("job", directory=place)
+    with pytest.raises(SnapshotError, match="in use by another Snapshotter of this process"):
+        Snapshotter("job", directory=place)
+    child = os.fork()
+    if child == 0:
+        runtime.snapshot_place._open_here.clear()
+        with contextlib.suppress(SnapshotError):
+            Snapshotter("job", directory=place)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [1, {"b": object()}]}, r"state\['a'\]\[1\]\['b'\] is a object"),
+        ({"f": lambda: 1}, "is a function"),
+        ({"s": {1, 2}}, "is a set"),
+        ({"x": np.array([object()])}, "is a ndarray"),
+        ({"sparse": torch.eye(2).to_sparse()}, "only dense tensors"),
+        ({"meta": torch.empty(2, device="meta")}, "only dense tensors"),
+        (5, r"register .* \{'epoch': 3\}"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_at_registration(place: Path, state: Any, message: str) -> None:
+    snapshots = Snapshotter("job", directory=place)
+    with pytest.raises(SnapshotError, match=message):
+        snapshots.register("state", state)
+    snapshots.register("state", {"fine": 1})  # the name is free
+    snapshots.close()
+
+
+def test_what_becomes_something_else_later_costs_a_snapshot_and_not_the_run(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    script.progress["odd"] = object()
+    with caplog.at_level(logging.WARNING):
+        script.run(3, 3)
+    assert "no snapshot of step 3, training goes on: progress['odd'] is a object" in caplog.text
+    del script.progress["odd"]
+    script.run(4, 4)
+    script.snapshots.wait()
+    assert script.snapshots.counts.completed_step == 4 and script.snapshots.counts.failed == 1
+    script.leave()
+
+
+def test_a_rank_of_several_must_be_able_to_ask_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    snapshots = Snapshotter("job", directory=place)
+    with pytest.raises(SnapshotError, match=r"rank 1 of 2.* after init_process_group"):
+        snapshots.restore()
+    snapshots.close()
+
+
+def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runtime.snapshot_place, "SHARED_MEMORY", tmp_path)
+    (tmp_path / f"ftd-{os.getuid()}").symlink_to("/")
+    with pytest.raises(SnapshotError, match="give directory="):
+        Snapshotter("job")
+    monkeypatch.setattr(runtime.snapshot_place, "SHARED_MEMORY", tmp_path / "none")
+    with pytest.raises(SnapshotError, match="there is no"):
+        Snapshotter("job")
