@@ -141,7 +141,7 @@ def test_damage_is_found_before_a_tensor_of_that_layer_is_filled(tmp_path: Path)
     save(trained(1), tmp_path, 1)
     path = tmp_path / "step-000000000001" / "layer-0001.bin"
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[0] ^= 1
     path.write_bytes(data)
     name = "1.norm_1.weight"
     state = {name: torch.full((8,), 7.0, dtype=torch.float64)}
