@@ -44,6 +44,8 @@ class Capture:
     copied: int = 0
     failed: bool = False
     """Nobody needs to wait for it any more."""
+    error: Exception | None = None
+    """What a thread met that copied a unit; the copier's raises it."""
     digests: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -147,7 +149,9 @@ class Copier:
             if not self._waiting and not capture.devices:
                 capture.digests[number] = self._digest(capture, number)
         with self._changed:
-            self._changed.wait_for(lambda: capture.copied == len(capture.units))
+            self._changed.wait_for(lambda: capture.copied == capture.taken)
+        if capture.error is not None:
+            raise capture.error
         self.side.finish(capture.devices)
         slot.view[capture.image_bytes : capture.image_bytes + len(header)] = np.frombuffer(header, np.uint8)
         parts = [
@@ -198,6 +202,10 @@ class Copier:
                         copy_piece(target, source)
                 else:
                     target[:] = source
+        except Exception as error:
+            # Maybe on the training thread, whose step is none the worse for it.
+            with self._changed:
+                capture.error, capture.failed = error, True
         finally:
             with self._changed:
                 capture.copied += 1

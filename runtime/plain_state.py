@@ -18,6 +18,7 @@ Take = Callable[[Tensor, str], int]
 Place = Callable[[int, Tensor | None], Tensor]
 
 _REF, _TUPLE, _BIG, _ARRAY, _PAIRS, _COUNTER = range(1, 7)
+_AS_IT_IS = {bool, str, bytes, float}
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
@@ -39,7 +40,7 @@ def freeze(value: Any, where: str, take: Take) -> Any:
     :param take: is given each tensor and its name; returns its number.
     :raises SnapshotError: something in it is no plain data.
     """
-    if value is None or isinstance(value, bool | str | bytes):
+    if value is None or type(value) in _AS_IT_IS:
         return value
     if isinstance(value, Tensor):
         return msgspec.msgpack.Ext(_REF, take(value, where).to_bytes(4, "big"))
@@ -50,11 +51,15 @@ def freeze(value: Any, where: str, take: Take) -> Any:
         return msgspec.msgpack.Ext(_BIG, str(number).encode())
     if isinstance(value, float | np.floating):
         return float(value)
+    if isinstance(value, str | bytes):
+        return value
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, dict):
         return _freeze_dict(value, where, take)
     if isinstance(value, list | tuple):
+        if all(type(item) is int and 0 <= item < _LARGEST for item in value):
+            return list(value) if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, encode(value))
         items = [freeze(item, f"{where}[{index}]", take) for index, item in enumerate(value)]
         return items if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, encode(items))
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

@@ -15,6 +15,7 @@ ends. docs/snapshotter.md says what is guaranteed.
 import atexit
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,11 +91,14 @@ class Snapshotter:
         self._last: int | None = None
         self._restored: Key | None = None
         self._clean = False
+        self._foreign = ""
+        """Why a snapshot that lies here is somebody else's."""
         ranks = Ranks.now()
         for key, thing in things.items():
             self._add(key, thing, guarded=False)
         self._place = Place.open(name, ranks.rank, Path(directory) if directory else None, limit_bytes)
         self._copier = Copier(self._place.slot, self._complete, self._failed)
+        self._process = os.getpid()
         atexit.register(self.close)
         try:
             self._reserve()
@@ -266,10 +270,13 @@ class Snapshotter:
         """
         self.wait()
         own: dict[Key, Manifest] = {}
+        self._foreign = ""
         for problem in self._place.arena.problems:
             log.warning("%s: passed over: %s", self._name, problem)
         for manifest in self._place.arena.snapshots:
-            _, why = self._refuses(manifest)
+            foreign, why = self._refuses(manifest)
+            if foreign:
+                self._foreign = why
             if why:
                 log.warning("%s: the snapshot of step %d is passed over: %s", self._name, manifest.step, why)
             else:
@@ -318,13 +325,11 @@ class Snapshotter:
                     f"{self._place.arena.snapshots[0].step}: call restore() first, or remove() to begin anew"
                 )
             self._meet(Ranks.now(), {})
-        for manifest in self._place.arena.snapshots:
-            foreign, why = self._refuses(manifest)
-            if foreign:
-                raise SnapshotError(
-                    f"{self._place.arena.directory} holds a snapshot that is not of this job, and would be "
-                    f"lost ({why}): take another name, or remove() it"
-                )
+        if self._foreign:
+            raise SnapshotError(
+                f"{self._place.arena.directory} holds a snapshot that is not of this job, and would be "
+                f"lost ({self._foreign}): take another name, or remove() it"
+            )
         self._place.keep_only({self._restored} if self._restored else set())
         self._clean = True
 
@@ -375,6 +380,8 @@ class Snapshotter:
 
     def close(self) -> None:
         """Complete what was begun and let go; what is kept stays for the next process."""
+        if os.getpid() != self._process:
+            return  # a forked child, which has neither the thread nor the lock
         atexit.unregister(self.close)
         for handle in self._hooks:
             handle.remove()

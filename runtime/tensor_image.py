@@ -86,10 +86,11 @@ class Known:
     entry: Entry
     view: Source | None
 
-    def holds(self, tensor: Tensor, address: int) -> bool:
+    def holds(self, tensor: Tensor) -> bool:
+        if self.tensor is not tensor:
+            return False
         return (
-            self.tensor is tensor
-            and self.address == address
+            (local(tensor) if self.entry.sharded else tensor).data_ptr() == self.address
             and self.shape == tensor.shape
             and self.strides == tensor.stride()
         )
@@ -118,10 +119,10 @@ class Image:
 
         :raises SnapshotError: a tensor whose memory is no plain row of values.
         """
-        address = _address(tensor, where)
         found = self.known.get(id(tensor))
-        if found is None or not found.holds(tensor, address):
-            found = _look_at(tensor, address)
+        if found is None or not found.holds(tensor):
+            found = _look_at(tensor, _address(tensor, where))
+        address = found.address
         self.seen[id(tensor)] = found
         key = (address or id(tensor), found.entry.size_bytes)
         number = self._taken.get(key)

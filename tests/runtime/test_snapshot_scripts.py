@@ -68,13 +68,12 @@ def losses(lines: list[str]) -> dict[tuple[str, ...], str]:
 
 
 def killed_and_whole(file: str, name: str) -> tuple[list[str], dict[tuple[str, ...], str]]:
-    """What a run prints that is killed twice, and the losses of one that is not."""
+    """What a run prints that is killed, and the losses of one that is not."""
     lines: list[str] = []
-    for until in ("^6 ", "^11 "):
-        process = script(file, name, 15, 0.05)
-        lines += read_until(process, until)
-        process.send_signal(signal.SIGKILL)
-        lines += process.communicate()[0].splitlines(keepends=True)
+    process = script(file, name, 15, 0.05)
+    lines += read_until(process, "^6 ")
+    process.send_signal(signal.SIGKILL)
+    lines += process.communicate()[0].splitlines(keepends=True)
     lines += finished(script(file, name, 15, 0))
     return lines, losses(finished(script(file, name, 15, 0)))
 
@@ -83,7 +82,7 @@ def test_a_plain_loop_that_is_killed_goes_on_with_the_same_losses(name: str) -> 
     lines, whole = killed_and_whole("plain_loop.py", name)
     resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
     # The step in whose copy it was killed may be lost, and no other.
-    assert len(resumed) == 2 and 5 <= resumed[0] <= 9 and 10 <= resumed[1] <= 15
+    assert len(resumed) == 1 and 5 <= resumed[0] <= 9
     assert losses(lines) == whole and len(whole) == 15
     assert not (default_directory() / name).exists()
 
@@ -93,7 +92,7 @@ def test_a_hugging_face_trainer_that_is_killed_goes_on_with_the_same_losses(name
         pytest.skip("transformers is not installed: pip install 'ftd[hf]'")
     lines, whole = killed_and_whole("hf_trainer.py", name)
     resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
-    assert len(resumed) == 3 and resumed[0] == 0 and min(resumed[1:]) >= 5
+    assert len(resumed) == 3 and resumed[0] == resumed[2] == 0 and resumed[1] >= 5
     assert losses(lines) == whole and len(whole) == 15
 
 
@@ -142,7 +141,7 @@ def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(tmp_
     model = torch.nn.Linear(1024, 2048, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     try:
-        for trial in range(4):
+        for trial in range(3):
             victim = subprocess.Popen(
                 [sys.executable, "-c", VICTIM, str(place)],
                 cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True,
@@ -233,8 +232,22 @@ def test_fsdp2_shards_come_back(ranks: tuple[Path, Path]) -> None:
     first = two_ranks(file, "sharded", place)
     second = two_ranks(file, "sharded-again", place)  # other weights, until they are restored
     assert "behind 3" in second
-    shutil.rmtree(place)
-    (file.parent / "long.py").write_text(RANKS.replace("start + 4", "start + 7"))
-    whole = two_ranks(file.parent / "long.py", "sharded", place)
-    totals = re.findall(r"step (\d+) (\S+)", first + second)
-    assert totals == re.findall(r"step (\d+) (\S+)", whole) and len(totals) == 6
+    totals = [(int(a), float(b)) for a, b in re.findall(r"step (\d+) (\S+)", first + second)]
+    assert totals == [(n, pytest.approx(total, rel=1e-6)) for n, total in enumerate(whole_model(6), 1)]
+
+
+def whole_model(steps: int) -> list[float]:
+    """The same training without shards."""
+    import torch
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    totals = []
+    for number in range(1, steps + 1):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).square().sum().backward()
+        optimizer.step()
+        totals.append(sum(p.detach().double().abs().sum().item() for p in model.parameters()))
+    return totals

@@ -367,6 +367,34 @@ def test_a_failure_in_the_copier_frees_those_who_wait(place: Path, monkeypatch: 
     script.leave()
 
 
+def test_a_unit_that_cannot_be_copied_stops_neither_the_step_nor_the_next_snapshot(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 1)
+    script.snapshots.wait()
+    capture = script.snapshots._capture(2)
+    capture.sources[0] = np.zeros(3, dtype=np.uint8)  # shorter than the image's tensor
+    script.snapshots._copier.begin(capture)
+    script.step()
+    script.snapshots.wait()
+    assert script.snapshots.counts.failed == 1
+    script.run(3, 3)
+    assert script.snapshots.restore() == 3
+    script.leave()
+
+
+def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 2)
+    child = os.fork()
+    if child == 0:
+        script.snapshots.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    script.run(3, 4)
+    assert script.snapshots.restore() == 4
+    script.leave()
+
+
 # --- damage and strangers ------------------------------------------------------------------------
 
 
