@@ -4,7 +4,8 @@
 
 The callback brings back the model, the optimizer and the schedule, tells the Trainer the step, and has its
 data loader skip what was seen of the epoch. In a later epoch than the first the order of samples is the
-first one's: give the Trainer a sampler of your own if that matters.
+first one's: give the Trainer a sampler of your own if that matters. The first loss that it logs afterwards
+is a mean over all steps so far, as it counts from step 0: multiply by the step, or do not look at it.
 """
 
 import argparse
