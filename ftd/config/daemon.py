@@ -45,6 +45,14 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
     runtime_dir: str | None = None
     """Sockets and logs of the trainers."""
+    snapshot_dir: str | None = None
+    """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
+    snapshot_limit_mib: int | None = None
+    """Memory that they may take, of all devices together; left out: what the file system has."""
+    snapshot_port: int = 0
+    """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
+    snapshot_rate_mib_s: int | None = None
+    """At most so much is sent to them in a second; left out: what the network gives."""
 
 
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +90,11 @@ class DaemonConfig:
     rendezvous_port: int
     chaos: bool
     runtime_dir: Path
+    snapshot_dir: Path
+    """This node's own, below what ``node.snapshot_dir`` says."""
+    snapshot_limit_bytes: int | None
+    snapshot_port: int
+    snapshot_rate_bytes_s: float | None
     state_dir: Path
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
@@ -120,11 +133,13 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     require_name(file.cluster, "cluster")
     require_name(node, "node.name")
     require_positive(file.node.devices, "node.devices")
-    if not 0 <= file.node.rendezvous_port <= 65535:
-        raise ConfigurationError(
-            f"{file.node.rendezvous_port} is no port", field="node.rendezvous_port", remedy="0 to 65535"
-        )
-    runtime = file.node.runtime_dir
+    _require_port(file.node.rendezvous_port, "node.rendezvous_port")
+    _require_port(file.node.snapshot_port, "node.snapshot_port")
+    limit, rate = file.node.snapshot_limit_mib, file.node.snapshot_rate_mib_s
+    for value, field in ((limit, "node.snapshot_limit_mib"), (rate, "node.snapshot_rate_mib_s")):
+        if value is not None:
+            require_positive(value, field)
+    runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
     state = file.coordinator.state_dir
     return DaemonConfig(
         cluster=file.cluster,
@@ -135,6 +150,11 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         rendezvous_port=file.node.rendezvous_port,
         chaos=file.node.chaos,
         runtime_dir=(directory / runtime) if runtime else user_runtime_dir() / file.cluster / node,
+        snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
+        / f"{file.cluster}-{node}",
+        snapshot_limit_bytes=None if limit is None else limit << 20,
+        snapshot_port=file.node.snapshot_port,
+        snapshot_rate_bytes_s=None if rate is None else float(rate << 20),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         secret=_secret(file, directory),
         timing=_timing(file.timing),
@@ -156,6 +176,17 @@ def way_to(broker: BrokerAddress) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def _require_port(port: int, field: str) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
+
+
+def _default_snapshot_dir() -> Path:
+    """In shared memory, where there is some; it stays when the session ends."""
+    shared = Path("/dev/shm")
+    return (shared if shared.is_dir() else Path("/tmp")) / f"ftd-{os.getuid()}"
 
 
 def _default_state_dir(cluster: str) -> Path:

@@ -2,12 +2,13 @@
 
 import asyncio
 import secrets
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.config.address import BrokerAddress, parse_broker
 from ftd.errors import PeerError
-from ftd.local.fleet import Child, Fleet
+from ftd.local.fleet import Child, Fleet, shared_memory
 from ftd.mqtt.embedded import await_ready, embedded_command
 from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from ftd.node.processes import module_command, tail
@@ -116,7 +117,7 @@ class LocalCluster:
         runtime = self.directory / "run" / name
         table = (
             f'[node]\nname = "{name}"\nhost = "{HOST}"\ndevices = {self.options.devices_per_node}\n'
-            f'chaos = true\nruntime_dir = "{runtime}"\n'
+            f'chaos = true\nruntime_dir = "{runtime}"\nsnapshot_dir = "{shared_memory(self.directory)}"\n'
         )
         config = self._write(name, table)
         return module_command("ftd.cli.main", "node", "--config", str(config))
@@ -131,8 +132,9 @@ class LocalCluster:
         await self.fleet.kill(name)
 
     async def end(self) -> None:
-        """Leave no process."""
+        """Leave no process, and no memory."""
         await self.fleet.end()
+        shutil.rmtree(shared_memory(self.directory), ignore_errors=True)
 
     def _write(self, name: str, tables: str) -> Path:
         timing = "".join(f"{key} = {value}\n" for key, value in self.options.timing.items())

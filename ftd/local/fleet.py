@@ -28,6 +28,12 @@ _GONE_TIMEOUT_S = 5.0
 _MAX_BASE_LENGTH = 30
 
 
+def shared_memory(directory: Path) -> Path:
+    """Where the nodes of a cluster in ``directory`` keep snapshots: in memory, where that can be had."""
+    memory = Path("/dev/shm")
+    return memory / directory.name if memory.is_dir() else directory / "snapshots"
+
+
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """A directory of our own under a short path (a unix socket's may have 107 bytes), gone afterwards.
@@ -39,7 +45,7 @@ def private_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
     reading, writing = os.pipe()
     janitor = subprocess.Popen(
-        ["/bin/sh", "-c", 'read _; sleep 0.2; rm -rf -- "$0"', str(path)],
+        ["/bin/sh", "-c", 'read _; sleep 0.2; rm -rf -- "$0" "$1"', str(path), str(shared_memory(path))],
         stdin=reading,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -49,7 +55,8 @@ def private_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        for directory in (path, shared_memory(path)):
+            shutil.rmtree(directory, ignore_errors=True)
         janitor.kill()
         janitor.wait()
         os.close(writing)

@@ -23,6 +23,7 @@ from ftd.errors import ConfigurationError, WireError
 from ftd.node.chaos import Chaos
 from ftd.node.processes import adopt_orphans
 from ftd.node.rendezvous import RendezvousServer
+from ftd.node.snapshots import Snapshots
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame, resume_frame
 from ftd.node.voice import Voice
@@ -40,6 +41,7 @@ from statemachine.events import (
     CommandArrived,
     Event,
     TerminationRequested,
+    TrainerResumed,
     TrainerUp,
 )
 from statemachine.values import NodeFacts
@@ -59,6 +61,9 @@ AgentEffect = (
     | effects.TrainerPrepare
     | effects.TrainerQuiesce
     | effects.TrainerResume
+    | effects.TrainerSnap
+    | effects.TrainerKeepSnapshot
+    | effects.RemoveSnapshots
     | effects.RenewIncarnation
     | effects.ExitDaemon
 )
@@ -78,6 +83,14 @@ class NodeDaemon:
         self._driver = Driver(AgentMachine(config.node, config.timing), self._perform)
         self._rendezvous = RendezvousServer(
             self._secret, host=_listening_address(config.host), port=config.rendezvous_port
+        )
+        self._snapshots = Snapshots(
+            config,
+            self._secret,
+            host=_listening_address(config.host),
+            feed=self._driver.feed,
+            stamp=self._stamp,
+            tell=self.announce,
         )
         self._chaos = Chaos(node=config.node, devices=config.devices, allowed=config.chaos, hands=self)
         self._voice: Voice | None = None
@@ -102,10 +115,13 @@ class NodeDaemon:
         )
         try:
             await self._listen()
+            await self._snapshots.start()
             await self._supervisor.start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
             self._begin_incarnation()
+            # Trainers come later: they are told to by the machine, which does not run yet.
+            await self._snapshots.take_stock()
             systemd.notify("READY=1", f"STATUS=node {self._node}, {self._config.devices} devices")
             return await self._serve()
         finally:
@@ -134,6 +150,7 @@ class NodeDaemon:
         if self._voice is not None:
             await self._voice.close(GOODBYE_S)
         await self._rendezvous.close()
+        await self._snapshots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- setting up --------------------------------------------------------------------------------
@@ -177,6 +194,7 @@ class NodeDaemon:
             host=self._config.host,
             rendezvous_port=self._rendezvous.port,
             chaos_allowed=self._config.chaos,
+            snapshot_port=self._snapshots.port,
         )
         log.info("begin_incarnation", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
@@ -231,6 +249,8 @@ class NodeDaemon:
                 f"process {event.pid}",
                 {"device": event.device, "pid": event.pid, "daemon_pid": os.getpid()},
             )
+        elif isinstance(event, TrainerResumed):
+            self._snapshots.resumed(event.device, event.generation)
         self._driver.feed(event)
 
     # --- what the machine wants ----------------------------------------------------------------------
@@ -251,11 +271,17 @@ class NodeDaemon:
             case effects.TrainerPrepare():
                 self._prepare(wanted)
             case effects.TrainerQuiesce():
+                self._snapshots.abandon()
                 frame = protocol.Quiesce(generation=wanted.generation, mode=wanted.mode)
                 self._supervisor.send(wanted.device, frame)
             case effects.TrainerResume():
-                device = Device(node=self._node, index=wanted.device)
-                self._supervisor.send(wanted.device, resume_frame(wanted.resume, device, self._secret))
+                self._resume(wanted)
+            case effects.TrainerSnap():
+                self._supervisor.send(wanted.device, protocol.Snap(generation=wanted.generation))
+            case effects.TrainerKeepSnapshot():
+                self._supervisor.send(wanted.device, protocol.KeepSnapshot(step=wanted.step))
+            case effects.RemoveSnapshots():
+                self._snapshots.remove(wanted.job_id)
             case effects.RenewIncarnation():
                 await self._speaking().close(GOODBYE_S)
                 self._begin_incarnation()
@@ -271,11 +297,27 @@ class NodeDaemon:
 
     def _prepare(self, effect: effects.TrainerPrepare) -> None:
         try:
-            frame = prepare_frame(effect.job, effect.profile)
-        except msgspec.ValidationError as error:
+            arena, limit_bytes = self._snapshots.prepare(effect.job, effect.device)
+            frame = prepare_frame(effect.job, effect.profile, arena, limit_bytes)
+        except (msgspec.ValidationError, ValueError) as error:
             self._supervisor.refuse(effect.device, "unprepared", f"the job cannot be understood: {error}")
             return
         self._supervisor.send(effect.device, frame)
+
+    def _resume(self, effect: effects.TrainerResume) -> None:
+        """At once; or, where it goes back to a snapshot and has a place, once its layers are staged."""
+        resume, device = effect.resume, Device(node=self._node, index=effect.device)
+
+        def send(staged: str) -> None:
+            self._supervisor.send(effect.device, resume_frame(resume, device, self._secret, staged))
+
+        if resume.restore is None:
+            self._snapshots.clear()
+            send("")
+        elif device in resume.plan.devices:
+            self._snapshots.stage(resume, resume.restore, effect.device, send)
+        else:
+            send("")  # Of another lineage than the plan's, so it drops what it holds.
 
     # --- chaos' hands ----------------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ from statemachine.events import (
     TrainerPrepared,
     TrainerQuiesced,
     TrainerResumed,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
     TrainerStepped,
     TrainerSuspectedPeer,
     TrainerUp,
@@ -61,8 +64,12 @@ def rank_of(plan: Plan, device: Device) -> int:
         return -1
 
 
-def resume_frame(resume: messages.Resume, device: Device, token: str) -> protocol.Resume:
-    """The instruction for one device. :raises ValueError: the rendezvous address is no host:port."""
+def resume_frame(resume: messages.Resume, device: Device, token: str, restore: str = "") -> protocol.Resume:
+    """The instruction for one device.
+
+    :param restore: the directory in which its layers are staged; empty: it keeps what it holds.
+    :raises ValueError: the rendezvous address is no host:port.
+    """
     host, _, port = resume.rendezvous.rpartition(":")
     return protocol.Resume(
         generation=resume.generation,
@@ -73,10 +80,28 @@ def resume_frame(resume: messages.Resume, device: Device, token: str) -> protoco
         rendezvous_host=host,
         rendezvous_port=int(port),
         token=token,
+        nodes=tuple(device.node for device in resume.plan.devices),
+        protection=resume.protection,
+        restore=restore,
+        lineage=resume.lineage,
     )
 
 
-def prepare_frame(job: Job, profile: bool) -> protocol.Prepare:
+def layers_of(plan: Plan, node: str) -> tuple[int, ...]:
+    """All layers that devices of this node hold under the plan, ascending."""
+    layers = {
+        layer
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        if any(device.node == node for device in stage.devices)
+        for layer in range(stage.first_layer, stage.end_layer)
+    }
+    return tuple(sorted(layers))
+
+
+def prepare_frame(
+    job: Job, profile: bool, arena: str = "", arena_limit_bytes: int | None = None
+) -> protocol.Prepare:
     """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
     training = msgspec.convert(job.training, protocol.TrainingData)
     return protocol.Prepare(
@@ -84,6 +109,8 @@ def prepare_frame(job: Job, profile: bool) -> protocol.Prepare:
         training=training,
         profile=profile,
         devices_per_node=job.policy.devices_per_node,
+        arena=arena,
+        arena_limit_bytes=arena_limit_bytes,
     )
 
 
@@ -128,6 +155,8 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
                 step_s=report.step_s,
                 microbatch_ms=report.microbatch_ms,
             )
+        case protocol.Snapping() | protocol.Snapped() | protocol.SnapshotFailed():
+            return _snapshot_event(report, device, base)
         case protocol.Beat():
             return TrainerBeat(**base, device=device, progress=report.progress, waiting=report.waiting)
         case protocol.PeerSuspected():
@@ -154,6 +183,27 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
             assert_never(report)
 
 
+def _snapshot_event(
+    report: protocol.Snapping | protocol.Snapped | protocol.SnapshotFailed, device: int, base: dict[str, Any]
+) -> Event:
+    where = {**base, "device": device, "generation": report.generation, "step": report.step}
+    match report:
+        case protocol.Snapping():
+            return TrainerSnapping(**where)
+        case protocol.Snapped():
+            return TrainerSnapped(
+                **where,
+                size_bytes=report.size_bytes,
+                copy_s=report.copy_s,
+                stall_s=report.stall_s,
+                idle_bytes=report.idle_bytes,
+            )
+        case protocol.SnapshotFailed():
+            return TrainerSnapshotFailed(**where, detail=report.detail)
+        case _:
+            assert_never(report)
+
+
 def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
     return DeviceReport(
         device=device,
@@ -161,6 +211,7 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
         ready_step=report.ready_step,
         vote=None if report.vote is None else vote_of(report.vote),
         held=report.held,
+        lineage=report.lineage,
     )
 
 

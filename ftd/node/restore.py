@@ -1,0 +1,344 @@
+"""Layers out of a snapshot in the memory of several nodes: REFT-load (design §5, §7).
+
+From a ``Restore`` and the layers that this node's devices need: own memory first, other nodes' over the
+snapshot servers, several at a time and only the bytes that are needed; what lost or damaged shards kept is
+decoded from the others where the code allows. Each layer becomes two files, as ``runtime.state`` packs it.
+Work on many bytes is done in threads: the daemon's heartbeats go on.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import structlog
+
+from ftd.errors import PeerError
+from ftd.node.arenas import Arenas, Held
+from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from statemachine.values import Restore, SnapshotGroup
+from storage.codes import make_code
+from storage.errors import DamagedError, LostError
+from storage.image import GroupImage, assemble
+from storage.manifest import Manifest, Part
+from storage.shards import Bytes, ShardLayout, needed
+from storage.shards import restore as decode
+
+log = structlog.get_logger("ftd.node")
+
+DamageTold = Callable[[str, str, str], None]
+"""Called with a node, a part and what is wrong with it."""
+
+
+class RestoreError(PeerError):
+    """The layers cannot be put together. ``bad``: whose shards cannot be had, or are damaged."""
+
+    def __init__(self, detail: str, bad: Iterable[str] = ()) -> None:
+        self.bad = tuple(sorted(bad))
+        super().__init__(detail)
+
+
+class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manifest's layout says of one group (``runtime`` writes it)."""
+
+    first_layer: int
+    end_layer: int
+    owners: tuple[str, ...]
+    owner: int
+    scheme: str
+    bucket_bytes: int
+
+
+class _Layout(msgspec.Struct, frozen=True, kw_only=True):
+    groups: tuple[GroupLayout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a restore took."""
+
+    own_bytes: int
+    fetched_bytes: int
+    decoded_groups: int
+    """Groups of which at least one owner's shard was not to be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keeper:
+    """One owner of a group, with what it has of it that is sound."""
+
+    node: str
+    owner: int
+    shard: Part | None
+    small: Part | None
+    bucket_bytes: int
+    held: Held | None
+    """``None``: it is another node's."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Restorer:
+    """``await Restorer(…).run(layers, directory)``."""
+
+    restore: Restore
+    node: str
+    arenas: Arenas
+    client: ShardClient
+    tell: DamageTold
+    _bad: set[str] = field(default_factory=set)
+    _own_bytes: int = 0
+    _fetched_bytes: int = 0
+    _decoded: int = 0
+
+    async def run(self, layers: Sequence[int], directory: Path) -> Restored:
+        """Write ``layer-<n>.header`` and ``layer-<n>.payload`` for each of ``layers``.
+
+        :raises RestoreError: they cannot be put together; says why, and whose fault it is.
+        :raises OSError: there is no room in ``directory``.
+        """
+        groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
+        covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
+        if missing := sorted(set(layers) - covered):
+            raise RestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
+        manifests = await self._manifests({owner for group in groups for owner in group.owners})
+        for group in groups:
+            keepers = self._keepers(group, manifests)
+            wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
+            await self._restore_group(group, keepers, wanted, directory)
+        return Restored(
+            own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
+        )
+
+    # --- who has what ----------------------------------------------------------------------------
+
+    async def _manifests(self, nodes: set[str]) -> dict[str, list[tuple[Manifest, Held | None, set[str]]]]:
+        """By node: its manifests of this very snapshot, and the names of its damaged parts."""
+        asked = sorted(nodes & {*self.restore.sources, self.node})
+        answers = await asyncio.gather(*(self._manifests_of(node) for node in asked))
+        return dict(zip(asked, answers, strict=True))
+
+    async def _manifests_of(self, node: str) -> list[tuple[Manifest, Held | None, set[str]]]:
+        job, step = self.restore.job_id, self.restore.step
+        found: list[tuple[Manifest, Held | None]]
+        if node == self.node:
+            held = self.arenas.find(job, step)
+            damaged = set(await asyncio.to_thread(self.arenas.damaged, held))
+            found = [(one.manifest, one) for one in held]
+        else:
+            try:
+                answer = await self.client.manifest(self._source(node), job, step)
+            except PeerError as error:
+                self._lose(node, "manifest", str(error))
+                return []
+            damaged = set(answer.damaged) if answer is not None else set()
+            found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
+        for name in sorted(damaged):
+            self._lose(node, name, "its digest does not match")
+        return [(m, own, damaged) for m, own in found if m.generation == self.restore.generation]
+
+    def _keepers(
+        self, group: SnapshotGroup, manifests: dict[str, list[tuple[Manifest, Held | None, set[str]]]]
+    ) -> list[_Keeper]:
+        """Own memory first."""
+        keepers = []
+        for owner, node in enumerate(group.owners):
+            for manifest, held, damaged in manifests.get(node, ()):
+                layout = _layout_of(manifest, group, owner)
+                if layout is not None:
+                    parts = {part.name: part for part in manifest.parts if part.name not in damaged}
+                    keepers.append(
+                        _Keeper(
+                            node=node,
+                            owner=owner,
+                            shard=parts.get(f"group-{group.first_layer}/shard"),
+                            small=parts.get(f"group-{group.first_layer}/small"),
+                            bucket_bytes=layout.bucket_bytes,
+                            held=held,
+                        )
+                    )
+                    break
+        return sorted(keepers, key=lambda keeper: keeper.node != self.node)
+
+    def _lose(self, node: str, part: str, detail: str) -> None:
+        self._bad.add(node)
+        self.tell(node, part, detail)
+
+    def _source(self, node: str) -> Source:
+        return Source(node=node, address=self.restore.sources[node])
+
+    def _located(self, keeper: _Keeper, part: Part) -> Located:
+        return Located(
+            source=self._source(keeper.node), job_id=self.restore.job_id, step=self.restore.step, part=part
+        )
+
+    # --- one group -------------------------------------------------------------------------------
+
+    async def _restore_group(
+        self, group: SnapshotGroup, keepers: list[_Keeper], layers: Sequence[int], directory: Path
+    ) -> None:
+        image = await self._image(group, keepers)
+        layout = ShardLayout(
+            code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
+        )
+        usable = {
+            keeper.owner: keeper
+            for keeper in keepers
+            if keeper.shard is not None
+            and keeper.shard.size_bytes == layout.shard_bytes(keeper.owner)
+            and keeper.bucket_bytes == image.bucket_bytes
+        }
+        if len(usable) < len(group.owners):
+            self._decoded += 1
+        for run in _runs(layers):
+            first, last = image.layer(run[0]), image.layer(run[-1])
+            bucket = await self._bucket(group, layout, usable, first.offset, last.offset + last.size_bytes)
+            await asyncio.to_thread(_write_layers, image, run, bucket, first.offset, directory)
+
+    async def _image(self, group: SnapshotGroup, keepers: list[_Keeper]) -> GroupImage:
+        """The small part, from the first that has a sound one."""
+        for keeper in keepers:
+            if keeper.small is None:
+                continue
+            try:
+                image = GroupImage.from_bytes(await self._whole(keeper, keeper.small))
+                if image.bucket_bytes != keeper.bucket_bytes or [one.layer for one in image.layers] != list(
+                    range(group.first_layer, group.end_layer)
+                ):
+                    raise DamagedError("it is of other layers")
+            except (PeerError, DamagedError) as error:
+                self._lose(keeper.node, keeper.small.name, str(error))
+            else:
+                return image
+        raise RestoreError(
+            f"nobody who is here has the headers of layers {group.first_layer} to {group.end_layer - 1}",
+            self._bad,
+        )
+
+    async def _whole(self, keeper: _Keeper, part: Part) -> bytes:
+        if keeper.held is not None:
+            return bytes(self.arenas.view(keeper.held, part))
+        target = bytearray(part.size_bytes)
+        place = self._located(keeper, part)
+        await self.client.fetch([Wanted(places=(place,), first=0, into=memoryview(target))])
+        return bytes(target)
+
+    async def _bucket(
+        self, group: SnapshotGroup, layout: ShardLayout, usable: dict[int, _Keeper], first: int, end: int
+    ) -> Bytes:
+        """The bucket's bytes [first, end). Who fails on the way is left out of ``usable`` from then on.
+
+        :raises RestoreError: too few are left.
+        """
+        while True:
+            try:
+                ranges = await asyncio.to_thread(needed, layout, frozenset(usable), first, end)
+            except LostError as error:
+                names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
+                raise RestoreError(
+                    f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
+                    self._bad,
+                ) from None
+            stores = {owner: _Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
+            failed = await self._fill(usable, stores)
+            if not failed:
+                break
+            for owner, problem in failed:
+                keeper = usable.pop(owner)
+                self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
+        own = {
+            owner: np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
+            for owner, keeper in usable.items()
+            if keeper.held is not None and keeper.shard is not None
+        }
+        self._own_bytes += sum(len(r) for owner in own for r in ranges.get(owner, ()))
+        self._fetched_bytes += sum(store.size_bytes for store in stores.values())
+
+        def fetch(owner: int, offset: int, size: int) -> Bytes:
+            if owner in own:
+                return own[owner][offset : offset + size]
+            return stores[owner].read(offset, size)
+
+        bucket = np.empty(end - first, dtype=np.uint8)
+        await asyncio.to_thread(decode, layout, frozenset(usable), fetch, bucket, first)
+        return bucket
+
+    async def _fill(
+        self, usable: dict[int, _Keeper], stores: dict[int, "_Store"]
+    ) -> list[tuple[int, BaseException]]:
+        """Fetch what the stores want, from all nodes at once; who failed, and how."""
+
+        async def fill(owner: int, store: _Store) -> None:
+            keeper = usable[owner]
+            assert keeper.shard is not None, "without it, it is not usable"
+            place = self._located(keeper, keeper.shard)
+            await self.client.fetch(
+                Wanted(places=(place,), first=some.start, into=memory.data) for some, memory in store.pieces
+            )
+
+        results = await asyncio.gather(
+            *(fill(owner, store) for owner, store in stores.items()), return_exceptions=True
+        )
+        failed = [
+            (owner, result)
+            for owner, result in zip(stores, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
+        for _, error in failed:
+            if not isinstance(error, PeerError):
+                raise error
+        return failed
+
+
+class _Store:
+    """Ranges of another node's shard, fetched."""
+
+    def __init__(self, ranges: Sequence[range]) -> None:
+        self.pieces = [(some, np.empty(len(some), dtype=np.uint8)) for some in ranges]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(some) for some, _ in self.pieces)
+
+    def read(self, offset: int, size: int) -> Bytes:
+        for some, memory in self.pieces:
+            if some.start <= offset and offset + size <= some.stop:
+                return memory[offset - some.start : offset - some.start + size]
+        raise LookupError(f"bytes {offset} to {offset + size} were not asked for")
+
+
+def _layout_of(manifest: Manifest, group: SnapshotGroup, owner: int) -> GroupLayout | None:
+    """What the manifest says of the group, if it speaks of the very same one."""
+    try:
+        layout = msgspec.convert(manifest.layout, _Layout)
+    except msgspec.ValidationError as error:
+        log.warning("layout", step=manifest.step, reason=str(error))
+        return None
+    for found in layout.groups:
+        same = (found.first_layer, found.end_layer, found.owners, found.owner, found.scheme)
+        if same == (group.first_layer, group.end_layer, group.owners, owner, group.protection):
+            return found
+    return None
+
+
+def _runs(layers: Iterable[int]) -> list[list[int]]:
+    """Layers that follow each other."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and runs[-1][-1] + 1 == layer:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _write_layers(
+    image: GroupImage, layers: Sequence[int], bucket: Bytes, first: int, directory: Path
+) -> None:
+    for number in layers:
+        layer = image.layer(number)
+        begin = layer.offset - first
+        payload = assemble(layer, bucket[begin : begin + layer.size_bytes])
+        (directory / f"layer-{number}.payload").write_bytes(payload.data)
+        (directory / f"layer-{number}.header").write_bytes(layer.header)

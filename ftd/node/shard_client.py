@@ -1,0 +1,308 @@
+"""Reading other nodes' snapshots: ranges of parts, received straight into the memory they are wanted in.
+
+Several at a time, from several nodes; a stream that breaks goes on at the byte where it stopped; and no
+node is believed: lengths, ranges and digests are checked, stalls are bounded. A node that breaks the
+contract is a ``PeerError`` that names it, and the next source is tried.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import structlog
+import xxhash
+from yarl import URL
+
+from ftd.errors import PeerError
+from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest
+from storage.errors import DamagedError
+from storage.manifest import MAX_BYTES, Part, check_parts, decode_record, digest_of
+
+log = structlog.get_logger("ftd.node")
+
+BLOCK_BYTES = 64 * 1024 * 1024
+"""Of one request."""
+MOST_STREAMS = 8
+"""At once, each from another node."""
+STALL_S = 10.0
+_STALL_BYTES = 64 * 1024
+"""Less than this within ``STALL_S`` is a stall, too."""
+_ATTEMPTS = 6
+"""Connections for one block that may break or not come about."""
+_PAUSE_S = 0.1
+_BUSY_S = 60.0
+"""So long a node may answer that it has too many readers."""
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A node's snapshot server."""
+
+    node: str
+    address: str
+    """host:port"""
+
+    def __str__(self) -> str:
+        return f"the snapshot server of {self.node} ({self.address})"
+
+    def url(self, path: str) -> URL:
+        """:raises ValueError: the address is no host:port."""
+        host, _, port = self.address.rpartition(":")
+        return URL.build(scheme="http", host=host.strip("[]"), port=int(port), path=path, encoded=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """A part, and the node that has it. What several nodes call by one name may differ in its bytes."""
+
+    source: Source
+    job_id: str
+    step: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Bytes ``first`` … of a part, as many as ``into`` has room for; from the first place that gives them."""
+
+    places: tuple[Located, ...]
+    first: int
+    into: memoryview
+
+
+class ShardClient:
+    """``async with ShardClient(token) as client``. :param stall_s: no news for so long is a stall."""
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        stall_s: float = STALL_S,
+        block_bytes: int = BLOCK_BYTES,
+        streams: int = MOST_STREAMS,
+    ) -> None:
+        self._token = token
+        self._stall_s = stall_s
+        self._block_bytes = block_bytes
+        self._streams = asyncio.Semaphore(streams)
+        self._ways: dict[str, asyncio.Lock] = {}
+
+    async def __aenter__(self) -> "ShardClient":
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
+            connector=aiohttp.TCPConnector(limit=0),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_line_size=4096,
+            max_field_size=4096,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def manifest(self, source: Source, job_id: str, step: int) -> NodeManifest | None:
+        """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
+
+        :raises PeerError: it cannot be reached, or does not answer as it should.
+        """
+        body = await self._insist(source, lambda: self._read_manifest(source, _path(job_id, step)))
+        if body is None:
+            return None
+        try:
+            found = decode_record(body, NodeManifest, str(source))
+            for manifest in found.manifests:
+                check_parts(manifest, 1 << 62)
+        except DamagedError as error:
+            raise PeerError(f"{source} sent a manifest that cannot be used: {error}") from None
+        if any((m.job_id, m.step) != (job_id, step) for m in found.manifests):
+            raise PeerError(f"{source} sent another snapshot's manifest")
+        return found
+
+    async def fetch(self, wanted: Iterable[Wanted]) -> None:
+        """All of them, or an error. What is in the memory after an error is anything.
+
+        :raises PeerError: something is to be had from none of its places; names the last one.
+        """
+        await _all([self._fetch_one(one) for one in wanted])
+
+    async def _fetch_one(self, wanted: Wanted) -> None:
+        problem = PeerError("nobody has it")
+        for place in wanted.places:
+            try:
+                await self._fetch_from(place, wanted)
+            except PeerError as error:
+                problem = error
+                log.warning("fetch", part=place.part.name, reason=str(error))
+            else:
+                return
+        raise problem
+
+    async def _fetch_from(self, place: Located, wanted: Wanted) -> None:
+        size, part = len(wanted.into), place.part
+        if wanted.first < 0 or wanted.first + size > part.size_bytes:
+            raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
+        whole = size == part.size_bytes
+        blocks = [
+            _Block(place, wanted.first + first, wanted.into[first : first + self._block_bytes], not whole)
+            for first in range(0, size, self._block_bytes)
+        ]
+        await _all([self._fetch_block(block) for block in blocks])
+        if whole and await asyncio.to_thread(digest_of, wanted.into) != part.digest:
+            raise PeerError(f"{place.source} sent other bytes than were written as {part.name}")
+
+    async def _fetch_block(self, block: "_Block") -> None:
+        # One after the other from the same node: side by side they would only share its way here.
+        way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
+        async with way, self._streams:
+            await self._insist(block.place.source, lambda: self._receive(block))
+        if block.hasher is not None and block.hasher.hexdigest() != block.digest:
+            raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
+
+    # --- one request -----------------------------------------------------------------------------
+
+    async def _insist(self, source: Source, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try again where the connection is to blame. What the node itself did wrong is its last word.
+
+        :raises PeerError: it was, or the connection broke too often.
+        """
+        busy_until = time.monotonic() + _BUSY_S
+        broken = 0
+        while True:
+            try:
+                return await attempt()
+            except _Busy:
+                if time.monotonic() > busy_until:
+                    raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+                broken += 1  # TimeoutError is an OSError.
+                if broken == _ATTEMPTS:
+                    raise PeerError(f"{source}: {_words(error)}, {broken} times") from None
+            except (aiohttp.ClientError, ValueError) as error:
+                raise PeerError(f"{source} sent what is no answer: {_words(error)}") from None
+            await asyncio.sleep(_PAUSE_S * max(1, broken))
+
+    async def _read_manifest(self, source: Source, path: str) -> bytes | None:
+        async with self._session.get(source.url(path), allow_redirects=False) as response:
+            if response.status == 404:
+                return None
+            _check_status(source, response, 200)
+            body = bytearray()
+            meter = _Meter(self._stall_s)
+            async for chunk in response.content.iter_any():
+                body += chunk
+                meter.note(len(chunk))
+                if len(body) > MAX_BYTES:
+                    raise PeerError(f"{source} sent a manifest of more than {MAX_BYTES} bytes")
+            return bytes(body)
+
+    async def _receive(self, block: "_Block") -> None:
+        """Ask for what is missing of a block, and take it. May be called again where it broke."""
+        source, part = block.place.source, block.place.part
+        first, last = block.first + block.received, block.first + len(block.into) - 1
+        if first > last:
+            return
+        headers = {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
+        if block.hasher is not None:
+            headers[WANT_DIGEST_HEADER] = "xxh3"
+        url = source.url(f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
+        async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+            _check_status(source, response, 206)
+            digest = response.headers.get(DIGEST_HEADER, "")
+            said = response.headers.get("Content-Length"), response.headers.get("Content-Range")
+            if said != (str(last + 1 - first), f"bytes {first}-{last}/{part.size_bytes}"):
+                raise PeerError(f"{source} answered bytes {first}-{last} with {said[1]} of length {said[0]}")
+            if block.hasher is not None and not _DIGEST.fullmatch(digest):
+                raise PeerError(f"{source} sent no digest with the bytes")
+            if not block.received:
+                block.digest = digest
+            await self._take(response.content, block)
+
+    async def _take(self, content: aiohttp.StreamReader, block: "_Block") -> None:
+        into, meter = block.into, _Meter(self._stall_s)
+        while chunk := await content.readany():
+            end = block.received + len(chunk)
+            if end > len(into):
+                raise PeerError(f"{block.place.source} sent more than was asked for")
+            into[block.received : end] = chunk
+            if block.hasher is not None:
+                block.hasher.update(chunk)
+            block.received = end
+            meter.note(len(chunk))
+        if block.received < len(into):
+            raise aiohttp.ClientPayloadError("it ended early")
+
+
+class _Busy(Exception):
+    """The node has as many readers as it wants: ask again."""
+
+
+class _Meter:
+    """Tells a stream that drips from one that flows."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._since = time.monotonic()
+        self._bytes = 0
+
+    def note(self, size_bytes: int) -> None:
+        """:raises TimeoutError: there was next to nothing for as long as a stall may last."""
+        self._bytes += size_bytes
+        now = time.monotonic()
+        if now - self._since > self._stall_s:
+            if self._bytes < _STALL_BYTES:
+                raise TimeoutError(f"{self._bytes} bytes in {self._stall_s:g} s")
+            self._since, self._bytes = now, 0
+
+
+class _Block:
+    """A piece of what is wanted, and how much of it has come."""
+
+    def __init__(self, place: Located, first: int, into: memoryview, hashed: bool) -> None:
+        self.place, self.first, self.into = place, first, into
+        self.received = 0
+        self.digest = ""
+        self.hasher = xxhash.xxh3_128() if hashed else None
+
+
+def _check_status(source: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
+    match response.status:
+        case 503:
+            raise _Busy
+        case 401:
+            raise PeerError(f"{source} does not accept our token: is the secret the same on all nodes?")
+        case 404 | 412:
+            raise PeerError(f"{source} does not have this snapshot any more")
+        case status if status != wanted:
+            raise PeerError(f"{source} answered {status}")
+
+
+def _path(job_id: str, step: int) -> str:
+    return f"/v1/{quote(job_id, safe='')}/{step}"
+
+
+def _words(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Side by side; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

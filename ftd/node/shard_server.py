@@ -1,0 +1,249 @@
+"""The snapshot server of a node: other nodes read from its arenas what it kept (design §7).
+
+aiohttp, streaming straight from the arena's memory. Untrusted input: nothing of a request is looked at
+before its token was compared (in constant time), jobs are looked up in a listing and parts in a manifest,
+never joined to a path; streams, connections and headers are bounded; who does not read, or does not ask,
+is cut off. A snapshot that is released in the middle of a stream does no harm: the reader's digest tells.
+"""
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from ftd.node.arenas import Arenas, Held
+from ftd.node.shard_protocol import DIGEST_HEADER, STREAM_BYTES, WANT_DIGEST_HEADER, NodeManifest
+from storage.manifest import Part, digest_of, encode_record
+
+log = structlog.get_logger("ftd.node")
+
+MOST_STREAMS = 16
+MOST_CONNECTIONS = 256
+STALL_S = 20.0
+"""A reader that takes nothing for so long is cut off."""
+GREETING_S = 10.0
+"""A connection that made no valid request for so long is closed."""
+_HEADER_BYTES = 4096
+_VERIFIED_S = 2.0
+"""So long what was read and found sound is not read again: all nodes ask at the same time."""
+_RATED_BYTES = 128 * 1024
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_STEP = re.compile(r"\d{1,12}", re.ASCII)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Rate:
+    """A token bucket that all streams drink from; ``None`` bytes a second: as much as there is."""
+
+    def __init__(self, bytes_s: float | None) -> None:
+        self.bytes_s = bytes_s
+        self._spent_until = 0.0
+
+    async def take(self, size_bytes: int) -> None:
+        """Return when so many bytes may go."""
+        if self.bytes_s is None:
+            return
+        now = time.monotonic()
+        self._spent_until = max(self._spent_until, now) + size_bytes / self.bytes_s
+        await asyncio.sleep(self._spent_until - now)
+
+
+class ShardServer:
+    """``await start()``, then ``port``; ``await close()``.
+
+    :param port: 0 takes a free one.
+    :param rate_bytes_s: of all streams together.
+    """
+
+    def __init__(
+        self,
+        arenas: Arenas,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rate_bytes_s: float | None = None,
+        most_streams: int = MOST_STREAMS,
+        stall_s: float = STALL_S,
+        greeting_s: float = GREETING_S,
+    ) -> None:
+        self._arenas = arenas
+        self._authorization = f"Bearer {token}".encode()
+        self._host = host
+        self._port = port
+        self._rate = Rate(rate_bytes_s)
+        self._most_streams = most_streams
+        self._stall_s = stall_s
+        self._greeting_s = greeting_s
+        self._streams = 0
+        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._verifying = asyncio.Lock()
+        self._verified: tuple[float, tuple[Held, ...], tuple[str, ...]] = (0.0, (), ())
+        self._said_at = 0.0
+        self.unauthorised = 0
+        """Requests without the token, or with a wrong one."""
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    async def start(self) -> None:
+        """:raises OSError: the address cannot be bound."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/v1/{job}/{step}", self._manifest, allow_head=False)
+        app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=0.0,
+            max_line_size=_HEADER_BYTES,
+            max_field_size=_HEADER_BYTES,
+        )
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._accept, self._host, self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Streams that are under way are cut."""
+        self._server.close()
+        for timer in self._strangers.values():
+            timer.cancel()
+        await self._runner.cleanup()
+
+    # --- who is let in ---------------------------------------------------------------------------
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        assert server is not None, "made by setup()"
+        if len(server.connections) >= MOST_CONNECTIONS:
+            return _Turned()
+        connection = server()
+        loop = asyncio.get_running_loop()
+        self._strangers[connection] = loop.call_later(self._greeting_s, self._part_with, connection)
+        return connection
+
+    def _part_with(self, connection: web.RequestHandler) -> None:
+        """It made no valid request in time."""
+        del self._strangers[connection]
+        if connection.transport is not None:
+            connection.transport.close()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._authorization):
+            self.unauthorised += 1
+            self._complain(request)
+            return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
+        if (timer := self._strangers.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        return await handler(request)
+
+    def _complain(self, request: web.Request) -> None:
+        """In the log, at most once a second: strangers must not fill it."""
+        now = time.monotonic()
+        if now - self._said_at >= 1.0:
+            self._said_at = now
+            log.warning(
+                "unauthorised", peer=request.remote, path=request.path[:200], so_far=self.unauthorised
+            )
+
+    # --- what is asked for -----------------------------------------------------------------------
+
+    def _held(self, request: web.Request) -> tuple[Held, ...]:
+        """:raises web.HTTPException: 404, the same for what is malformed and what is not there."""
+        job, step = request.match_info["job"], request.match_info["step"]
+        held = self._arenas.find(job, int(step)) if _STEP.fullmatch(step) else ()
+        if not held:
+            raise web.HTTPNotFound(text="no such snapshot here")
+        return held
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        held = self._held(request)
+        async with self._verifying:
+            at, verified, damaged = self._verified
+            if verified != held or time.monotonic() - at > _VERIFIED_S:
+                damaged = await asyncio.to_thread(self._arenas.damaged, held)
+                self._verified = time.monotonic(), held, damaged
+        answer = NodeManifest(manifests=tuple(one.manifest for one in held), damaged=damaged)
+        return web.Response(body=encode_record(answer), content_type="application/octet-stream")
+
+    async def _part(self, request: web.Request) -> web.StreamResponse:
+        held, part = self._find_part(request)
+        first, end = _range_of(request, part)
+        if self._streams >= self._most_streams:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
+        self._streams += 1
+        try:
+            memory = self._arenas.view(held, part)[first:end]
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(end - first),
+                "Content-Range": f"bytes {first}-{end - 1}/{part.size_bytes}",
+            }
+            if WANT_DIGEST_HEADER in request.headers:
+                headers[DIGEST_HEADER] = await asyncio.to_thread(digest_of, memory)
+                # Now that it is made: were these still the snapshot's bytes?
+                if self._find_part(request) != (held, part):
+                    raise web.HTTPNotFound(text="the snapshot was released")
+            status = 206 if "Range" in request.headers else 200
+            response = web.StreamResponse(status=status, headers=headers)
+            await self._stream(request, response, memory)
+            return response
+        finally:
+            self._streams -= 1
+
+    def _find_part(self, request: web.Request) -> tuple[Held, Part]:
+        """:raises web.HTTPException: 404 where it is not there, 412 where it is another snapshot's."""
+        name = request.match_info["part"]
+        for held in self._held(request):
+            for part in held.manifest.parts:
+                if part.name == name:
+                    if request.headers.get("If-Match", f'"{part.digest}"') != f'"{part.digest}"':
+                        raise web.HTTPPreconditionFailed(text="this step's snapshot is another one by now")
+                    return held, part
+        raise web.HTTPNotFound(text="no such part in this snapshot")
+
+    async def _stream(self, request: web.Request, response: web.StreamResponse, memory: memoryview) -> None:
+        size = STREAM_BYTES if self._rate.bytes_s is None else _RATED_BYTES
+        await response.prepare(request)
+        try:
+            for first in range(0, len(memory), size):
+                await self._rate.take(min(size, len(memory) - first))
+                async with asyncio.timeout(self._stall_s):
+                    await response.write(memory[first : first + size])
+            async with asyncio.timeout(self._stall_s):
+                await response.write_eof()
+        except TimeoutError:
+            log.warning("stalled_reader", peer=request.remote, path=request.path[:200])
+            if request.transport is not None:
+                request.transport.abort()
+
+
+class _Turned(asyncio.Protocol):
+    """Too many connections: this one is closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
+    """First byte and the one behind the last.
+
+    :raises web.HTTPException: 416: not one range, or none within the part.
+    """
+    asked = request.headers.get("Range")
+    if asked is None:
+        return 0, part.size_bytes
+    match = _RANGE.fullmatch(asked)
+    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
+    if not first <= last < part.size_bytes:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{part.size_bytes}"})
+    return first, last + 1

@@ -1,0 +1,215 @@
+"""Snapshots in a node's memory, for its daemon: arenas, the server, and layers staged for a rollback.
+
+Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
+arenas for the job, other nodes' reading, and between ``TrainerResume`` with a ``Restore`` and the trainers'
+frames the work of putting the layers together, in a task of its own, so that heartbeats go on.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from ftd.config.daemon import DaemonConfig
+from ftd.errors import ConfigurationError
+from ftd.node.arenas import Arenas, Damage
+from ftd.node.restore import RestoreError, Restorer
+from ftd.node.shard_client import ShardClient
+from ftd.node.shard_protocol import bearer_token
+from ftd.node.shard_server import ShardServer
+from ftd.node.translation import layers_of
+from statemachine.events import Event, HeldSnapshots, RestoringFailed
+from statemachine.messages import Resume
+from statemachine.values import HeldSnapshot, Job, Restore
+
+log = structlog.get_logger("ftd.node")
+
+Told = Callable[[str, str, dict[str, Any]], None]
+"""Takes an event's name, reason and details."""
+
+
+class Snapshots:
+    """``await start()`` before any trainer runs; ``await close()`` when none does any more."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        secret: str,
+        *,
+        host: str,
+        feed: Callable[[Event], None],
+        stamp: Callable[[], dict[str, Any]],
+        tell: Told,
+    ) -> None:
+        """:param host: where the server listens. :param stamp: ``at`` and ``cause`` of an event."""
+        self._config = config
+        self._feed, self._stamp, self._tell = feed, stamp, tell
+        self._token = bearer_token(secret)
+        self._arenas = Arenas(
+            config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
+        )
+        self._server = ShardServer(
+            self._arenas,
+            self._token,
+            host=host,
+            port=config.snapshot_port,
+            rate_bytes_s=config.snapshot_rate_bytes_s,
+        )
+        self._serving = False
+        self._staging: asyncio.Task[None] | None = None
+        self._staged_job: str | None = None
+        self._waiting: list[Callable[[str], None]] = []
+        self._unresumed: set[int] = set()
+        self._generation = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    async def start(self) -> None:
+        """Own the arenas and listen.
+
+        :raises ConfigurationError: the directory, the limit or the port cannot be used.
+        """
+        self._arenas.open()
+        try:
+            await self._server.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on port {self._config.snapshot_port}: {error.strerror}",
+                field="node.snapshot_port",
+                remedy="is another daemon using it? choose another port, or 0 for any free one",
+            ) from error
+        self._serving = True
+
+    async def close(self) -> None:
+        """What the arenas hold stays."""
+        tasks = [*self._tasks, *([self._staging] if self._staging is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._serving:
+            await self._server.close()
+        self._arenas.close()
+
+    async def take_stock(self) -> None:
+        """Feed ``HeldSnapshots``: what earlier daemons of this name left, read and verified."""
+        began = time.monotonic()
+        held, problems = await asyncio.to_thread(self._arenas.take_stock)
+        for problem in problems:
+            self._say_damaged(self._config.node, problem)
+        if held:
+            log.info("take_stock", snapshots=held, took_s=round(time.monotonic() - began, 3))
+            snapshots = tuple(HeldSnapshot(job_id=job, step=step, generation=g) for job, step, g in held)
+            self._feed(HeldSnapshots(**self._stamp(), snapshots=snapshots))
+
+    # --- a job's arenas --------------------------------------------------------------------------
+
+    def prepare(self, job: Job, device: int) -> tuple[str, int | None]:
+        """Directory and limit of a device's arena; an empty directory where no snapshots are taken."""
+        if not job.snapshot.every_steps:
+            return "", None
+        if not self._arenas.own():
+            detail = f"another daemon of this name uses {self._arenas.root}"
+            self._tell("SnapshotFailed", f"no snapshots on device {device}: {detail}", {"device": device})
+            return "", None
+        self._arenas.remove_others(job.job_id)
+        return str(self._arenas.directory(job.job_id, device)), self._arenas.limit_bytes
+
+    def remove(self, job_id: str) -> None:
+        """The job is over for good."""
+        self.abandon()
+        self._run(asyncio.to_thread(self._arenas.remove, job_id))
+
+    # --- a rollback ------------------------------------------------------------------------------
+
+    def stage(self, resume: Resume, restore: Restore, device: int, send: Callable[[str], None]) -> None:
+        """Call ``send`` with the directory of the staged layers, or feed ``RestoringFailed``.
+
+        The first device of a generation begins the work, for all devices of the node.
+        """
+        if resume.generation != self._generation or self._staging is None:
+            self.clear()
+            self._generation = resume.generation
+            self._staging = asyncio.ensure_future(self._stage(resume, restore))
+        self._waiting.append(send)
+        self._unresumed.add(device)
+
+    def resumed(self, device: int, generation: int) -> None:
+        """This trainer has read its layers; with the last of them what was staged goes."""
+        if generation == self._generation and device in self._unresumed:
+            self._unresumed.discard(device)
+            if not self._unresumed:
+                self.clear()
+
+    def abandon(self) -> None:
+        """A newer generation, or the end: nobody waits for what is being staged."""
+        self._waiting.clear()
+        if self._staging is not None:
+            self._staging.cancel()
+            self._staging = None
+
+    def clear(self) -> None:
+        """Free what was staged. No trainer reads it any more."""
+        self.abandon()
+        self._unresumed.clear()
+        if self._staged_job is not None:
+            self._arenas.remove_staging(self._staged_job)
+            self._staged_job = None
+
+    async def _stage(self, resume: Resume, restore: Restore) -> None:
+        began = time.monotonic()
+        layers = layers_of(resume.plan, self._config.node)
+        try:
+            self._staged_job = restore.job_id
+            directory = self._arenas.make_staging(restore.job_id, resume.generation)
+            async with ShardClient(self._token) as client:
+                restorer = Restorer(
+                    restore=restore,
+                    node=self._config.node,
+                    arenas=self._arenas,
+                    client=client,
+                    tell=lambda node, part, detail: self._say_damaged(
+                        node, Damage(job_id=restore.job_id, step=restore.step, part=part, detail=detail)
+                    ),
+                )
+                done = await restorer.run(layers, directory)
+        except RestoreError as error:
+            self._fail(resume.generation, str(error), error.bad)
+        except (OSError, ValueError) as error:
+            self._fail(resume.generation, f"layers cannot be staged in {self._arenas.root}: {error}")
+        else:
+            log.info(
+                "staged",
+                generation=resume.generation,
+                step=restore.step,
+                layers=len(layers),
+                own_bytes=done.own_bytes,
+                fetched_bytes=done.fetched_bytes,
+                decoded_groups=done.decoded_groups,
+                took_s=round(time.monotonic() - began, 3),
+            )
+            waiting, self._waiting = self._waiting, []
+            for send in waiting:
+                send(str(directory))
+
+    def _fail(self, generation: int, detail: str, bad: tuple[str, ...] = ()) -> None:
+        log.warning("stage", generation=generation, reason=detail, bad=bad)
+        self._waiting.clear()
+        self._feed(RestoringFailed(**self._stamp(), generation=generation, detail=detail, bad=bad))
+
+    def _say_damaged(self, node: str, damage: Damage) -> None:
+        where = f"{damage.part} of the snapshot of step {damage.step}" if damage.step else damage.part
+        self._tell(
+            "ShardDamaged",
+            f"{node}: {where} cannot be used: {damage.detail}",
+            {"owner": node, "job": damage.job_id, "step": damage.step, "part": damage.part},
+        )
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,207 @@
+"""Snapshots as trainers write them, and nodes that serve them."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ftd.node.arenas import Arenas
+from ftd.node.shard_client import Source
+from ftd.node.shard_protocol import bearer_token
+from ftd.node.shard_server import ShardServer
+from statemachine.values import SnapshotGroup
+from storage.arena import Arena
+from storage.codes import make_code
+from storage.image import GroupImage, LayerImage
+from storage.layerstate import HEADER_FORMAT, Entry, Header
+from storage.manifest import Manifest, Part, digest_of
+from storage.shards import ShardLayout, make_shard
+
+TOKEN = bearer_token("sesame")
+JOB = "job-1"
+Bytes = NDArray[np.uint8]
+
+
+@contextmanager
+def shared_directory() -> Iterator[Path]:
+    """In memory, and gone afterwards."""
+    with TemporaryDirectory(prefix="ftd-test-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def write(
+    root: Path,
+    step: int,
+    parts: Mapping[str, Bytes],
+    *,
+    generation: int = 1,
+    layout: dict[str, Any] | None = None,
+    device: int = 0,
+) -> Manifest:
+    """One device's snapshot in the arenas below ``root``."""
+    arena = Arena.open(root / JOB / f"device-{device}")
+    slot = arena.begin(max(1, sum(map(len, parts.values()))))
+    made, end = [], 0
+    for name, data in parts.items():
+        slot.view[end : end + len(data)] = data
+        made.append(Part(name=name, offset=end, size_bytes=len(data), digest=digest_of(data)))
+        end += len(data)
+    manifest = Manifest(
+        job_id=JOB,
+        step=step,
+        generation=generation,
+        slot=slot.number,
+        parts=tuple(made),
+        layout=layout or {"groups": []},
+    )
+    arena.commit(manifest)
+    arena.close()
+    return manifest
+
+
+def flip(root: Path, step: int, part: str, device: int = 0) -> None:
+    """A bit in memory changes."""
+    arena = Arena.open(root / JOB / f"device-{device}")
+    manifest = next(m for m in arena.snapshots if m.step == step)
+    arena.bytes_of(manifest, manifest.part(part))[3] ^= 16
+    arena.close()
+
+
+class Node(AbstractAsyncContextManager["Node"]):
+    """A node's arenas, served."""
+
+    def __init__(self, name: str, root: Path, **options: Any) -> None:
+        self.name, self.root = name, root
+        self.arenas = Arenas(root, devices=1)
+        self.server = ShardServer(self.arenas, TOKEN, **options)
+
+    async def __aenter__(self) -> "Node":
+        await self.server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.server.close()
+        self.arenas.close()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    @property
+    def source(self) -> Source:
+        return Source(node=self.name, address=self.address)
+
+
+# --- layers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What ``runtime.state`` packs: header, and payload; and its parts in a snapshot."""
+
+    header: bytes
+    payload: Bytes
+    shared: Bytes
+    buffers: bytes
+
+
+def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Layer:
+    """A layer with tensors of so many bytes, and a buffer behind the first where it has one."""
+    random = np.random.default_rng(number)
+    entries, runs, end = [], [], 0
+    kinds = [("parameter", size) for size in sizes]
+    if buffer_bytes:
+        kinds.insert(1, ("buffer", buffer_bytes))
+    for index, (role, size) in enumerate(kinds):
+        padded = size + -size % 16
+        entries.append(
+            Entry(
+                name=f"t{index}",
+                role="buffer" if role == "buffer" else "parameter",
+                key="",
+                dtype="uint8",
+                shape=(size,),
+                on_host=True,
+                offset=end,
+                size_bytes=size,
+            )
+        )
+        run = np.zeros(padded, dtype=np.uint8)
+        run[:size] = random.integers(0, 256, size, dtype=np.uint8)
+        runs.append((role, run))
+        end += padded
+    header = Header(
+        format=HEADER_FORMAT, layer=number, entries=tuple(entries), scalars={}, schedule={}, size_bytes=end
+    )
+    empty = np.zeros(0, dtype=np.uint8)
+    return Layer(
+        header=msgspec.msgpack.encode(header),
+        payload=np.concatenate([empty, *(run for _, run in runs)]),
+        shared=np.concatenate([empty, *(run for role, run in runs if role != "buffer")]),
+        buffers=b"".join(run.tobytes() for role, run in runs if role == "buffer"),
+    )
+
+
+def write_group(
+    roots: Mapping[str, Path], group: SnapshotGroup, layers: Sequence[Layer], step: int, generation: int = 1
+) -> None:
+    """Every owner's part of a group, each in its own arena."""
+    bucket = np.concatenate([layer.shared for layer in layers])
+    code = make_code(group.protection, len(group.owners))
+    layout = ShardLayout(code=code, bucket_bytes=len(bucket))
+    offsets = np.cumsum([0, *(len(layer.shared) for layer in layers)]).tolist()
+    image = GroupImage(
+        bucket_bytes=len(bucket),
+        layers=tuple(
+            LayerImage(
+                layer=group.first_layer + index,
+                offset=offsets[index],
+                size_bytes=len(layer.shared),
+                header=layer.header,
+                buffers=layer.buffers,
+            )
+            for index, layer in enumerate(layers)
+        ),
+    )
+    small = np.frombuffer(image.to_bytes(), dtype=np.uint8)
+    for owner, node in enumerate(group.owners):
+        shard = np.zeros(layout.shard_bytes(owner), dtype=np.uint8)
+        make_shard(layout, owner, bucket, shard)
+        described = {
+            "first_layer": group.first_layer,
+            "end_layer": group.end_layer,
+            "owners": list(group.owners),
+            "owner": owner,
+            "scheme": group.protection,
+            "bucket_bytes": len(bucket),
+        }
+        name = f"group-{group.first_layer}"
+        write(
+            roots[node],
+            step,
+            {f"{name}/shard": shard, f"{name}/small": small},
+            generation=generation,
+            layout={"groups": [described], "vote": None},
+            device=group.first_layer,  # A device for each group: no two of them in one manifest.
+        )
+
+
+async def raw_request(port: int, text: str, *, token: str | None = TOKEN) -> bytes:
+    """What the server answers to these lines, up to 64 KiB."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
+    writer.write(f"{text}\r\nHost: test\r\nConnection: close\r\n{authorization}\r\n".encode())
+    try:
+        return await asyncio.wait_for(reader.read(65536), 10)
+    finally:
+        writer.close()
