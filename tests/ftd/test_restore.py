@@ -1,0 +1,213 @@
+"""Layers put together out of several nodes' memory: exact bytes after every loss that the code withstands."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from kept_snapshots import JOB, TOKEN, Layer, Node, flip, make_layer, shared_directory, write_group
+
+from ftd.node.arenas import Arenas
+from ftd.node.restore import Restored, RestoreError, Restorer
+from ftd.node.shard_client import ShardClient
+from statemachine.values import Restore, SnapshotGroup
+
+STEP = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """Nodes ``n0`` …, their arenas, and who of them answers."""
+
+    root: Path
+    groups: tuple[SnapshotGroup, ...]
+    layers: dict[int, Layer] = field(default_factory=dict)
+    told: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def write(self, generation: int = 1, sizes: Sequence[int] = (700, 33, 5000)) -> None:
+        for group in self.groups:
+            made = [
+                make_layer(n, [size + 16 * n for size in sizes], 50 if n % 2 else 0)
+                for n in range(group.first_layer, group.end_layer)
+            ]
+            self.layers |= dict(zip(range(group.first_layer, group.end_layer), made, strict=True))
+            roots = {owner: self.root / owner for owner in group.owners}
+            write_group(roots, group, made, STEP, generation)
+
+    async def restore(
+        self,
+        node: str,
+        layers: Iterable[int],
+        *,
+        without: Iterable[str] = (),
+        silent: Iterable[str] = (),
+        generation: int = 1,
+        serving: Sequence[Node] = (),
+    ) -> Restored:
+        """On ``node``; those in ``without`` are known to be lost, ``silent`` ones turn out not to answer."""
+        owners = {owner for group in self.groups for owner in group.owners} - {node, *without}
+        async with AsyncExitStack() as stack:
+            sources = dict.fromkeys(set(silent) & owners, "127.0.0.1:1")
+            for owner in sorted(owners - set(silent)):
+                served = await stack.enter_async_context(Node(owner, self.root / owner))
+                sources[owner] = served.address
+            arenas = Arenas(self.root / node, devices=1)
+            client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=1.0))
+            directory = arenas.make_staging(JOB, 9)
+            wanted = list(layers)
+            done = await Restorer(
+                restore=Restore(
+                    job_id=JOB, step=STEP, generation=generation, groups=self.groups, sources=sources
+                ),
+                node=node,
+                arenas=arenas,
+                client=client,
+                tell=lambda *said: self.told.append(said),
+            ).run(wanted, directory)
+            for number in wanted:
+                assert (directory / f"layer-{number}.header").read_bytes() == self.layers[number].header
+                payload = (directory / f"layer-{number}.payload").read_bytes()
+                assert payload == self.layers[number].payload.tobytes(), number
+            assert len(list(directory.iterdir())) == 2 * len(wanted)
+            return done
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"n{i}" for i in range(count))
+
+
+def group(first: int, end: int, owners: Sequence[str], protection: str) -> SnapshotGroup:
+    return SnapshotGroup(first_layer=first, end_layer=end, owners=tuple(owners), protection=protection)
+
+
+@pytest.mark.parametrize("owners", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize(("scheme", "losses"), [("aec", 1), ("aec2", 2), ("aec+arc:1", 2), ("none", 0)])
+def test_exact_bytes_after_every_loss_within_the_guarantee(owners: int, scheme: str, losses: int) -> None:
+    """On a survivor, and on a node that owned nothing of it. Two owners withstand one loss at most."""
+    losses = min(losses, owners - 1)
+
+    async def main(cluster: Cluster) -> None:
+        for count in range(losses + 1):
+            for lost in combinations(names(owners), count):
+                survivor = next(name for name in names(owners) if name not in lost)
+                assert (await cluster.restore(survivor, range(3), without=lost)).own_bytes > 0
+                done = await cluster.restore("newcomer", [1], without=lost)
+                assert done.own_bytes == 0 and done.decoded_groups == bool(lost)
+        assert cluster.told == []
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(owners), scheme),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_unequal_pipelines_make_groups_and_every_node_gets_its_new_layers() -> None:
+    groups = (
+        group(0, 2, ("n0", "n2", "n4"), "aec"),
+        group(2, 3, ("n0", "n3", "n4"), "aec"),
+        group(3, 6, ("n1", "n3", "n4"), "aec"),
+    )
+
+    async def main(cluster: Cluster) -> None:
+        for node in ("n0", "n1", "n2", "n3", "new"):
+            await cluster.restore(node, range(6), without=["n4"])
+        done = await cluster.restore("n0", [0, 2, 3, 5], without=["n3"])
+        assert done.decoded_groups == 2
+        whole = await cluster.restore("n4", range(6))
+        part = await cluster.restore("n4", [4])
+        assert 0 < part.fetched_bytes < whole.fetched_bytes / 3
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=groups)
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_a_flipped_bit_counts_as_a_lost_owner_and_is_said() -> None:
+    async def main(cluster: Cluster) -> None:
+        flip(cluster.root / "n1", STEP, "group-0/shard")
+        for node in ("n0", "n1", "n2"):
+            cluster.told.clear()
+            assert (await cluster.restore(node, range(3))).decoded_groups == 1
+            assert [(owner, part) for owner, part, _ in cluster.told] == [("n1", "group-0/shard")]
+        flip(cluster.root / "n0", STEP, "group-0/small")
+        assert (await cluster.restore("n0", range(3))).decoded_groups == 1
+        flip(cluster.root / "n2", STEP, "group-0/shard")
+        with pytest.raises(
+            RestoreError, match=r"layers 0 to 2: owners \[1, 2\] of 3 are lost.*\(n1, n2\)"
+        ) as caught:
+            await cluster.restore("n0", range(3))
+        assert caught.value.bad == ("n0", "n1", "n2")
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_a_node_that_does_not_answer_is_decoded_around() -> None:
+    async def main(cluster: Cluster) -> None:
+        assert (await cluster.restore("n0", range(3), silent=["n2"])).decoded_groups == 1
+        assert cluster.told[0][:2] == ("n2", "manifest")
+        with pytest.raises(RestoreError, match="cannot make up") as caught:
+            await cluster.restore("n0", range(3), silent=["n1", "n2"])
+        assert caught.value.bad == ("n1", "n2")
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(4), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_a_shard_that_goes_bad_on_the_way_is_decoded_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest was sound when it was asked for; then its snapshot is overwritten."""
+
+    async def main(cluster: Cluster) -> None:
+        asked = ShardClient.manifest
+
+        async def then_gone(self: ShardClient, source, job, step):  # type: ignore[no-untyped-def]
+            found = await asked(self, source, job, step)
+            if source.node == "n1":
+                (cluster.root / "n1" / JOB / "device-0" / f"step-{STEP:012d}.json").unlink()
+            return found
+
+        monkeypatch.setattr(ShardClient, "manifest", then_gone)
+        assert (await cluster.restore("n0", range(3))).own_bytes > 0
+        assert ("n1", "group-0/shard") in [said[:2] for said in cluster.told]
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_a_snapshot_of_another_generation_or_layout_is_none() -> None:
+    async def main(cluster: Cluster) -> None:
+        with pytest.raises(RestoreError, match="nobody who is here has the headers"):
+            await cluster.restore("n0", range(3), generation=2)
+        cluster.groups = (group(0, 3, ("n1", "n0", "n2"), "aec"),)
+        for owners, scheme in ((("n1", "n0", "n2"), "aec"), (names(3), "aec2"), (names(2), "aec")):
+            cluster.groups = (group(0, 3, owners, scheme),)
+            with pytest.raises(RestoreError, match="nobody"):
+                await cluster.restore("n0", range(3))
+        with pytest.raises(RestoreError, match=r"no layers \[3\]"):
+            await cluster.restore("n0", range(4))
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_layers_of_no_bytes_and_of_one_owner() -> None:
+    async def main(cluster: Cluster) -> None:
+        await cluster.restore("n0", range(2))
+        await cluster.restore("other", range(2))
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 2, ("n0",), "aec"),))
+        cluster.write(sizes=())
+        asyncio.run(main(cluster))
