@@ -7,6 +7,7 @@ the broker or the coordinator is away. ``step(event) -> list[Effect]``, effects 
 
 from typing import assert_never
 
+from statemachine import agent_snapshots
 from statemachine.agent_commands import (
     flush_steps,
     heartbeat,
@@ -36,6 +37,8 @@ from statemachine.events import (
     BrokerConnected,
     BrokerLost,
     CommandArrived,
+    HeldSnapshots,
+    RestoringFailed,
     TerminationRequested,
     TimerFired,
     TrainerBeat,
@@ -44,11 +47,14 @@ from statemachine.events import (
     TrainerPrepared,
     TrainerQuiesced,
     TrainerResumed,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
     TrainerStepped,
     TrainerSuspectedPeer,
     TrainerUp,
 )
-from statemachine.messages import Leaving, PeerSuspected, Prepared, TrainerLost
+from statemachine.messages import Leaving, PeerSuspected, Prepared, RestoreFailed, TrainerLost
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, FailureCause, NodeState
 from statemachine.watch import beat, look
@@ -68,6 +74,11 @@ AgentEvent = (
     | TrainerSuspectedPeer
     | TrainerDone
     | TrainerFailed
+    | TrainerSnapping
+    | TrainerSnapped
+    | TrainerSnapshotFailed
+    | HeldSnapshots
+    | RestoringFailed
     | TerminationRequested
 )
 
@@ -100,6 +111,10 @@ class AgentMachine:
         return self._a.generation
 
     @property
+    def lineage(self) -> int:
+        return self._a.lineage
+
+    @property
     def incarnation(self) -> int:
         return self._a.incarnation
 
@@ -116,6 +131,10 @@ class AgentMachine:
                 a.connected = False
                 a.cancel_timer(HEARTBEAT)
                 a.cancel_timer(HELLO)
+            case HeldSnapshots():
+                agent_snapshots.found(a, event)
+                if a.active and a.connected:
+                    hello(a)
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():
@@ -129,6 +148,9 @@ class AgentMachine:
                 self._terminate(event)
             case TrainerFailed():
                 self._trainer_failed(event)
+            case RestoringFailed():
+                if self._in_group(event.generation):
+                    a.say(RestoreFailed(generation=event.generation, detail=event.detail, bad=event.bad))
             case _:
                 self._trainer(event)
 
@@ -136,7 +158,7 @@ class AgentMachine:
         old = self._a
         a = self._a = Agent(name=old.name, timing=old.timing)
         a.at, a.cause, a.connected = old.at, old.cause, old.connected
-        a.over = old.over
+        a.over, a.snapshots = old.over, old.snapshots
         a.incarnation, a.facts = event.incarnation, event.facts
         a.trainers = [Trainer(device=device) for device in range(event.facts.devices)]
         a.active = True
@@ -163,7 +185,10 @@ class AgentMachine:
         | TrainerStepped
         | TrainerBeat
         | TrainerSuspectedPeer
-        | TrainerDone,
+        | TrainerDone
+        | TrainerSnapping
+        | TrainerSnapped
+        | TrainerSnapshotFailed,
     ) -> None:
         """News of a live trainer. What an ended one still said before its end does not count."""
         a = self._a
@@ -205,6 +230,8 @@ class AgentMachine:
                     trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
                     flush_steps(a)
                     say_finished(a)
+            case TrainerSnapping() | TrainerSnapped() | TrainerSnapshotFailed():
+                agent_snapshots.take(a, event)
             case _:
                 assert_never(event)
 
@@ -218,6 +245,7 @@ class AgentMachine:
         if a.job is None or event.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
             return
         trainer.phase = TrainerPhase.PREPARED
+        agent_snapshots.tell_kept(a, event.device)
         if event.profile is not None:
             a.profile = event.profile
         if a.built:

@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from statemachine.agent_snapshots import forget_job, keep, say_snapshot, snap
 from statemachine.agent_state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
 from statemachine.messages import (
@@ -57,8 +58,10 @@ def obey(a: Agent, command: Command) -> None:
             a.set_timer(HELLO, a.timing.hello_retry_s)
         case Released():
             released(a)
-        case Snap() | KeepSnapshot():
-            a.ignore("no trainer takes snapshots")
+        case Snap():
+            snap(a, command)
+        case KeepSnapshot():
+            keep(a, command)
         case _:
             assert_never(command)
 
@@ -76,6 +79,7 @@ def hello(a: Agent) -> None:
             generation=a.generation,
             training=a.training,
             quiesced=a.quiesced,
+            snapshots=tuple(a.snapshots),
         )
     )
     if a.rejected:
@@ -84,6 +88,7 @@ def hello(a: Agent) -> None:
         a.say(a.lost)
     if a.built and a.job is not None:
         a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+    say_snapshot(a)
     heartbeat(a)
     say_quiesced(a)
     say_resumed(a)
@@ -95,7 +100,15 @@ def hello(a: Agent) -> None:
 
 
 def heartbeat(a: Agent) -> None:
-    a.say(Heartbeat(generation=a.generation, committed=a.committed, microbatch_ms=a.microbatch_ms()))
+    a.say(
+        Heartbeat(
+            generation=a.generation,
+            committed=a.committed,
+            microbatch_ms=a.microbatch_ms(),
+            lineage=a.lineage,
+            kept=a.kept,
+        )
+    )
 
 
 def say_quiesced(a: Agent) -> None:
@@ -139,7 +152,8 @@ def say_finished(a: Agent) -> None:
 
 def flush_steps(a: Agent) -> None:
     if a.resume is not None and a.unsent:
-        a.say(Stepped(generation=a.resume.generation, steps=tuple(a.unsent), step_s=a.step_s))
+        steps = tuple(a.unsent)
+        a.say(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
     a.unsent.clear()
 
 
@@ -164,6 +178,8 @@ def prepare(a: Agent, command: Prepare) -> None:
     if a.job is not None and not same:
         a.past_jobs.append(a.job.job_id)
     a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
+    if not same:
+        a.lineage = a.kept = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:
@@ -206,7 +222,9 @@ def quiesce(a: Agent, command: Quiesce) -> None:
                 cause=a.cause, device=trainer.device, generation=command.generation, mode=command.mode
             )
         )
-    a.publish(a.state, f"quiescing for generation {a.generation}")
+    a.underway = None
+    resting = NodeState.HEALTHY if a.state in (NodeState.SNAP, NodeState.COMPLETED) else a.state
+    a.publish(resting, f"quiescing for generation {a.generation}")
 
 
 def resume(a: Agent, command: Resume) -> None:
@@ -218,7 +236,12 @@ def resume(a: Agent, command: Resume) -> None:
     ):
         a.ignore("a Resume that this node does not wait for")
         return
-    a.resume, a.stepping = command, False
+    if command.lineage != a.lineage:
+        # What it remembers is of a past that was undone, unless that was undone by this very Resume.
+        restore, last = command.restore, a.resume.generation if a.resume is not None else 0
+        if restore is None or restore.generation > last:
+            a.history.clear()
+    a.resume, a.stepping, a.lineage = command, False, command.lineage
     a.forget_beyond(command.step)
     if command.vote is not None:
         remember(a, CommittedStep(step=command.step, vote=command.vote))
@@ -242,10 +265,20 @@ def steps_wanted(a: Agent, command: StepsWanted) -> None:
     last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
     steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
     # Also when it is nothing: the coordinator then asks somebody else.
-    a.say(Stepped(generation=a.generation, steps=tuple(steps), step_s=a.step_s, wanted=command.first))
+    a.say(
+        Stepped(
+            generation=a.generation,
+            steps=tuple(steps),
+            step_s=a.step_s,
+            wanted=command.first,
+            lineage=a.lineage,
+        )
+    )
 
 
 def stop(a: Agent, command: Stop) -> None:
+    if not command.failed:
+        forget_job(a, command.job_id)
     if a.job is None or a.job.job_id != command.job_id:
         return
     a.past_jobs.append(a.job.job_id)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.values import Device, ModelProfile
 from statemachine.effects import (
@@ -20,7 +20,10 @@ from statemachine.effects import (
 from statemachine.events import TrainerResumed
 from statemachine.messages import PeerSuspected, Resume, Signal, TrainerLost
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, NodeState
+from statemachine.values import CommittedStep, DeviceReport, HeldSnapshot, Job, NodeFacts, NodeState
+
+if TYPE_CHECKING:
+    from statemachine.agent_snapshots import Underway
 
 HEARTBEAT = "heartbeat"
 HELLO = "hello"
@@ -109,6 +112,8 @@ class Agent:
     suspected_at_step: int = 0
     resume: Resume | None = None
     """The last Resume obeyed by the trainers that live now."""
+    lineage: int = 0
+    """Of the last Resume obeyed: ``history`` is of that past."""
     stepping: bool = False
     """A step of the present group was committed: hangs can be told from work."""
     committed: CommittedStep | None = None
@@ -118,6 +123,13 @@ class Agent:
     unsent: list[CommittedStep] = field(default_factory=list)
     step_s: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_MEDIAN))
+    snapshots: list[HeldSnapshot] = field(default_factory=list)
+    """Complete in this node's memory."""
+    kept: int = 0
+    """Step of the snapshot of the present job that is complete everywhere, as last told."""
+    snap_order: tuple[int, int] = (0, 0)
+    """(generation, behind) of the last Snap obeyed."""
+    underway: "Underway | None" = None
     over: set[int] = field(default_factory=set)
     """Process ids that this agent ended: late news of them means nothing."""
     ignored: Counter[str] = field(default_factory=Counter)
@@ -219,7 +231,7 @@ class Agent:
             # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
             # other rounding.
             self.forget_beyond(self.resume.step)
-        self.resume = self.committed = self.suspected = None
+        self.resume = self.committed = self.suspected = self.underway = None
         self.stepping = False
         self.unsent.clear()
         self.cancel_timer(STEPPED)

@@ -7,7 +7,7 @@ tells each event where to go.
 
 from typing import Any, assert_never
 
-from statemachine import durable, jobs, public, recovery, signals, stragglers, timeouts
+from statemachine import durable, jobs, public, recovery, rollback, signals, snapshots, stragglers, timeouts
 from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
@@ -18,6 +18,7 @@ from statemachine.events import (
     PlanImpossible,
     PlanReady,
     PlanWeighed,
+    RestoreChecked,
     SignalArrived,
     StopRequested,
     TemplatesFailed,
@@ -25,9 +26,9 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.membership import inquire
-from statemachine.state import GIVE_UP, QUIESCE, RESUME, STEPS, TICK, Cluster
+from statemachine.state import GIVE_UP, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase
+from statemachine.values import ClusterPhase, Snapshot
 
 ClusterEvent = (
     TimerFired
@@ -43,6 +44,7 @@ ClusterEvent = (
     | PlanReady
     | PlanWeighed
     | PlanImpossible
+    | RestoreChecked
 )
 
 
@@ -72,6 +74,8 @@ class ClusterMachine:
         c = self._c
         c.at, c.cause = event.at, event.cause
         c.told_before = c.ledger.told
+        if c.started:
+            c.untold = None
         self._dispatch(event)
         while c.dirty:
             c.dirty = False
@@ -103,6 +107,16 @@ class ClusterMachine:
     def committed_step(self) -> int:
         """The newest step known to be committed."""
         return self._c.ledger.known_step
+
+    @property
+    def lineage(self) -> int:
+        """Generation of the job's last rollback; 0: none."""
+        return self._c.lineage
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The job's newest snapshot that is complete everywhere."""
+        return self._c.keeping.newest
 
     def _take_out(self) -> list[Effect]:
         """What this step wants, in the order that serves best and is still safe.
@@ -143,11 +157,13 @@ class ClusterMachine:
             case TemplatesFailed():
                 jobs.templates_failed(c, event.job_id, event.reason)
             case PlanReady():
-                recovery.take_plan(c, event)
+                self._plan_ready(event)
             case PlanWeighed():
                 stragglers.weighed(c, event)
             case PlanImpossible():
                 self._plan_impossible(event)
+            case RestoreChecked():
+                self._lost(rollback.checked(c, event))
             case _:
                 assert_never(event)
 
@@ -169,10 +185,14 @@ class ClusterMachine:
                 c.dirty = True
             case "steps":
                 timeouts.steps_overdue(c)
+            case "snapshot":
+                snapshots.overdue(c)
             case "suspicion":
                 timeouts.suspicion_overdue(c)
             case "give_up":
-                if c.phase is ClusterPhase.PAUSED:
+                if c.phase is ClusterPhase.PAUSED and any(node.asked for node in c.alive()):
+                    c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
+                elif c.phase is ClusterPhase.PAUSED:
                     jobs.fail(c, c.lacking)
             case _:  # "settle": pursue sees that the time is over
                 c.dirty = True
@@ -186,6 +206,7 @@ class ClusterMachine:
         c.set_timer(TICK, c.timing.heartbeat_s)
         if first:
             c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
+            rollback.tell_untold(c)
         else:
             c.emit("BrokerRestored", "the broker is back")
         c.inquired.clear()
@@ -200,9 +221,11 @@ class ClusterMachine:
         elif c.phase is ClusterPhase.QUIESCING:
             c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
         elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
-            c.set_timer(RESUME, c.timing.resume_s)
+            c.set_timer(RESUME, recovery.resume_limit_s(c))
         elif c.phase is ClusterPhase.PAUSED and c.giving_up:
             c.set_timer(GIVE_UP, c.timing.lost_state_s)
+        if c.keeping.underway is not None:
+            c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
         c.dirty = True
         c.publish()
 
@@ -210,7 +233,7 @@ class ClusterMachine:
         """Nobody can be heard, so nobody is late."""
         c = self._c
         c.connected = False
-        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS):
+        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT):
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training goes on")
 
@@ -235,5 +258,17 @@ class ClusterMachine:
             c.ignore("a plan of an older generation")
             return
         lost = recovery.no_plan(c, attempt, event.reason, too_few=event.too_few, needed=event.needed)
-        if lost is not None:
-            jobs.fail(c, f"{lost}; last failure: {c.last_failure}" if c.last_failure else lost)
+        if lost is not None and not rollback.check(c, attempt, lost, event.lost_layers):
+            self._lost(rollback.wait_or_lose(c, lost))
+
+    def _plan_ready(self, event: PlanReady) -> None:
+        c, attempt = self._c, self._c.attempt
+        if attempt is not None and attempt.restoring is not None and recovery.awaits_plan(c, event):
+            rollback.undo(c, attempt)
+        recovery.take_plan(c, event)
+
+    def _lost(self, reason: str | None) -> None:
+        """The job cannot go on."""
+        c = self._c
+        if reason is not None:
+            jobs.fail(c, f"{reason}; last failure: {c.last_failure}" if c.last_failure else reason)

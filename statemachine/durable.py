@@ -12,16 +12,19 @@ import msgspec
 from planner.values import Device, Plan
 from statemachine.node import NodeMachine
 from statemachine.rules import Resumption
-from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
+from statemachine.state import Attempt, Cluster, Exposure, Keeping, Ledger, Recovery
 from statemachine.timing import Timing
 from statemachine.values import (
     ClusterPhase,
     CommittedStep,
+    HeldSnapshot,
     Job,
     NodeFacts,
     NodeState,
     Profiled,
     QuiesceMode,
+    Restore,
+    Snapshot,
     Vote,
 )
 
@@ -49,6 +52,7 @@ class NodeRecord:
     gone: bool
     retired: tuple[int, ...]
     speed: float = 1.0
+    snapshots: tuple[HeldSnapshot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class AttemptRecord:
     members: tuple[str, ...]
     kept: tuple[str, ...]
     resume_sent: bool
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,8 @@ class RecoveryRecord:
     tried: int
     recomputed_steps: int
     pipelines_before: list[dict[str, Any]]
+    rolled_back_steps: int = 0
+    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,12 @@ class Journal:
     plan: Plan | None = None
     templates_for: int = 0
     exposure: ExposureRecord = ExposureRecord()
+    snapshot: Snapshot | None = None
+    snapshot_behind: int = 0
+    lineage: int = 0
+    resumed_lineage: int = 0
+    resumed_restore: Restore | None = None
+    untold: dict[str, Any] | None = None
 
 
 def _node(node: NodeMachine) -> dict[str, Any]:
@@ -117,6 +130,7 @@ def _node(node: NodeMachine) -> dict[str, Any]:
             "host": facts.host,
             "rendezvous_port": facts.rendezvous_port,
             "chaos_allowed": facts.chaos_allowed,
+            "snapshot_port": facts.snapshot_port,
         },
         "state": str(node.state),
         "prepared": node.prepared,
@@ -131,6 +145,10 @@ def _node(node: NodeMachine) -> dict[str, Any]:
         "gone": node.gone,
         "retired": list(node.retired),
         "speed": node.speed,
+        "snapshots": [
+            {"job_id": held.job_id, "step": held.step, "generation": held.generation}
+            for held in sorted(node.snapshots, key=lambda held: (held.generation, held.step))
+        ],
     }
 
 
@@ -164,6 +182,10 @@ def write(c: Cluster) -> dict[str, Any]:
         "nodes": {name: _node(node) for name, node in c.nodes.items()},
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
+        "snapshot": _plain(c, "snapshot", c.keeping.newest),
+        "snapshot_behind": c.keeping.behind,
+        "lineage": c.lineage,
+        "untold": c.untold,
     }
     if attempt is not None:
         state["attempt"] = {
@@ -173,6 +195,7 @@ def write(c: Cluster) -> dict[str, Any]:
             "members": sorted(attempt.members),
             "kept": sorted(attempt.kept),
             "resume_sent": attempt.resume_sent,
+            "sources": list(attempt.sources),
         }
     if record is not None:
         state["recovery"] = {
@@ -182,6 +205,8 @@ def write(c: Cluster) -> dict[str, Any]:
             "detected_at": record.detected_at,
             "tried": record.tried,
             "recomputed_steps": record.recomputed_steps,
+            "rolled_back_steps": record.rolled_back_steps,
+            "tier": record.tier,
             "pipelines_before": record.pipelines_before,
         }
     if resumption is not None:
@@ -193,6 +218,8 @@ def write(c: Cluster) -> dict[str, Any]:
             for device, layers in resumption.ready.items()
         ]
         state["plan"] = _plain(c, "plan", resumption.plan)
+        state["resumed_lineage"] = resumption.lineage
+        state["resumed_restore"] = _plain(c, "restore", resumption.restore)
     return state
 
 
@@ -225,6 +252,9 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         at=at,
         told_before=journal.told,
         templates_before=journal.templates_for,
+        keeping=Keeping(newest=journal.snapshot, behind=journal.snapshot_behind),
+        lineage=journal.lineage,
+        untold=journal.untold,
         exposure=Exposure(
             failures=journal.exposure.failures,
             node_s=journal.exposure.node_s,
@@ -248,6 +278,8 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             vote=journal.resumed_vote,
             plan=journal.plan,
             ready={device: frozenset(layers) for device, layers in journal.resumed_ready},
+            lineage=journal.resumed_lineage,
+            restore=journal.resumed_restore,
         )
     if journal.attempt is not None:
         past = journal.attempt
@@ -259,6 +291,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             members=set(past.members),
             kept=frozenset(past.kept),
             resume_sent=past.resume_sent,
+            sources=past.sources,
         )
     if journal.recovery is not None:
         old = journal.recovery
@@ -269,6 +302,8 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             detected_at=min(old.detected_at, at),
             tried=old.tried,
             recomputed_steps=old.recomputed_steps,
+            rolled_back_steps=old.rolled_back_steps,
+            tier=old.tier,
             pipelines_before=old.pipelines_before,
         )
 
@@ -291,6 +326,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         lost_after=record.lost_after,
         gone=record.gone,
         speed=record.speed,
+        snapshots=set(record.snapshots),
     )
     node.retired.extend(record.retired)
     return node

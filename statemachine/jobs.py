@@ -3,13 +3,14 @@
 import hashlib
 from typing import Any
 
+from statemachine import snapshots
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.group import follow_group, release, release_drained
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
 from statemachine.messages import Prepare, Prepared, Stop
-from statemachine.node import NodeMachine
+from statemachine.node import NodeEvent, NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.recovery import note_cause, reconfigure
 from statemachine.state import (
@@ -18,11 +19,13 @@ from statemachine.state import (
     QUIESCE,
     RESUME,
     SETTLE,
+    SNAPSHOT,
     STEPS,
     SUSPICION,
     Balance,
     Cluster,
     Exposure,
+    Keeping,
     Ledger,
 )
 from statemachine.values import ClusterPhase, Profiled
@@ -54,6 +57,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
+    c.keeping, c.lineage, c.untold = Keeping(), 0, None
     if event.profile is not None:
         c.profiled = Profiled(job=job, profile=event.profile)
     c.told_before = 0
@@ -108,17 +112,26 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     assert c.job is not None, "only a job under way ends"
     c.enter(event)
     c.outcome = reason
-    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION):
+    c.keeping.underway = None
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT):
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)
     if c.templates_for:
         c.out.append(CancelTemplates(cause=c.cause, job_id=c.job.job_id))
     for node in c.alive():
-        c.send(node, Stop(job_id=c.job.job_id, reason=reason))
+        c.send(node, Stop(job_id=c.job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE))
         if node.draining is not None and not node.released:
             release(c, node)
     c.publish()
+
+
+def say_not_under_way(c: Cluster, node: NodeMachine, job_id: str) -> None:
+    """What a node holds of a job that failed, or that is none of ours, may be needed."""
+    done = c.job is not None and c.job.job_id == job_id and c.phase is ClusterPhase.FINISHED
+    c.send(node, Stop(job_id=job_id, reason="this job is not under way", failed=not done))
 
 
 def fail(c: Cluster, reason: str) -> None:
@@ -132,7 +145,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
     job = c.job
     if job is None or not c.active or signal.job_id != job.job_id or node.released:
         c.ignore("prepared for a job that is not under way", node.name)
-        c.send(node, Stop(job_id=signal.job_id, reason="this job is not under way"))
+        say_not_under_way(c, node, signal.job_id)
         node.asked = False
         c.dirty = True
         return
@@ -279,6 +292,7 @@ def pursue(c: Cluster) -> None:
             if c.phase is ClusterPhase.RUNNING:
                 release_idle(c)
                 want_join(c)
+                snapshots.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
         case _:

@@ -6,6 +6,7 @@ every rank knows the vote of every step.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from statemachine.messages import Heartbeat, Stepped, StepsWanted
 from statemachine.node import NodeMachine
@@ -26,6 +27,9 @@ def _is_news(c: Cluster, generation: int) -> bool:
 def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
     ledger = c.ledger
+    if signal.lineage != c.lineage:
+        c.ignore("steps of another lineage", node.name)
+        signal = replace(signal, steps=())
     fresh = _is_news(c, signal.generation)
     steps = [s for s in signal.steps if fresh or s.step <= ledger.known_step]
     if len(steps) < len(signal.steps):
@@ -56,7 +60,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
 def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
     committed = signal.committed
-    if committed is None:
+    if committed is None or signal.lineage != c.lineage:
         return
     node.step = max(node.step, committed.step)
     if committed.step > c.ledger.known_step and _is_news(c, signal.generation):

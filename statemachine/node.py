@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from statemachine.values import NodeFacts, NodeState
+from statemachine.values import HeldSnapshot, NodeFacts, NodeState
 
 RETIRED_KEPT = 16
 """Incarnations of one name that are remembered as over; older ones are strangers, who must say Hello."""
@@ -24,6 +24,8 @@ class NodeEvent(StrEnum):
     """This node's part of the snapshot is complete in host memory."""
     COMMITTED = "COMMITTED"
     """Every node completed: the snapshot is globally committed."""
+    GIVEN_UP = "GIVEN_UP"
+    """The snapshot will not be completed everywhere: what this node has of it counts for nothing."""
     UNHEALTHY = "UNHEALTHY"
     """A trainer died, hung or raised; the host and its memory are there."""
     OFFLINE = "OFFLINE"
@@ -39,10 +41,12 @@ TABLE: dict[tuple[NodeState, NodeEvent], NodeState] = {
     (_S.HEALTHY, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.HEALTHY, _E.OFFLINE): _S.OFFLINE,
     (_S.SNAP, _E.COMPLETED): _S.COMPLETED,
+    (_S.SNAP, _E.GIVEN_UP): _S.HEALTHY,
     (_S.SNAP, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.SNAP, _E.OFFLINE): _S.OFFLINE,
     (_S.COMPLETED, _E.SNAP): _S.SNAP,
     (_S.COMPLETED, _E.COMMITTED): _S.HEALTHY,
+    (_S.COMPLETED, _E.GIVEN_UP): _S.HEALTHY,
     (_S.COMPLETED, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.COMPLETED, _E.OFFLINE): _S.OFFLINE,
     (_S.UNHEALTHY, _E.HEALTHY): _S.HEALTHY,
@@ -55,6 +59,8 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         # A part that completes or commits without a snapshot under way is a late message.
         (_S.HEALTHY, _E.COMPLETED),
         (_S.HEALTHY, _E.COMMITTED),
+        # It is told to all, whether they had begun or not.
+        (_S.HEALTHY, _E.GIVEN_UP),
         (_S.SNAP, _E.HEALTHY),
         (_S.SNAP, _E.SNAP),
         (_S.SNAP, _E.COMMITTED),
@@ -64,11 +70,13 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         (_S.UNHEALTHY, _E.SNAP),
         (_S.UNHEALTHY, _E.COMPLETED),
         (_S.UNHEALTHY, _E.COMMITTED),
+        (_S.UNHEALTHY, _E.GIVEN_UP),
         (_S.UNHEALTHY, _E.UNHEALTHY),
         # Nothing but a Hello brings a node back.
         (_S.OFFLINE, _E.SNAP),
         (_S.OFFLINE, _E.COMPLETED),
         (_S.OFFLINE, _E.COMMITTED),
+        (_S.OFFLINE, _E.GIVEN_UP),
         (_S.OFFLINE, _E.UNHEALTHY),
         (_S.OFFLINE, _E.OFFLINE),
     }
@@ -118,6 +126,17 @@ class NodeMachine:
     """What plans reckon with: below 1 for a straggler, relative to the others (``stragglers``)."""
     odd_since: float | None = None
     """Since when it has computed at another speed than that."""
+    snapshots: set[HeldSnapshot] = field(default_factory=set)
+    """Of the present job, complete in this node's memory as far as it said."""
+    spoiled: set[HeldSnapshot] = field(default_factory=set)
+    """Of these, parts turned out to be damaged or not to be had."""
+    greeted: bool = False
+    """It said Hello since this coordinator started, and so what it has under way."""
+    kept: int | None = None
+    """``Heartbeat.kept``, as said since the last Hello."""
+    keep_said: int = 0
+    """Step of the last ``KeepSnapshot`` sent, at ``keep_said_at``."""
+    keep_said_at: float = 0.0
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
     """Incarnations of this name that are over."""
 
@@ -144,3 +163,4 @@ class NodeMachine:
         self.unfit = None
         self.counted_in = self.step = self.timed_in = 0
         self.speed, self.odd_since = 1.0, None
+        self.snapshots, self.spoiled, self.keep_said = set(), set(), 0

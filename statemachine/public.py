@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import Plan
+from statemachine.snapshots import holders
 from statemachine.state import Cluster
 from statemachine.values import ClusterPhase
 
@@ -70,6 +71,22 @@ def _before_the_start(c: Cluster) -> str:
     return f"{', '.join(building)} to build the model" if building else "nodes"
 
 
+def _snapshot(c: Cluster) -> dict[str, Any] | None:
+    """The newest that is complete everywhere. ``at`` is on the machine's clock."""
+    record = c.keeping.newest
+    if record is None:
+        return None
+    return {
+        "step": record.step,
+        "generation": record.generation,
+        "at": record.at,
+        "size_bytes": record.size_bytes,
+        "protection": record.groups[0].protection,
+        "owners": len(record.owners),
+        "present": len(holders(c, record)),
+    }
+
+
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job
@@ -84,6 +101,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
         "waiting_for": waiting_for(c),
         "outcome": c.outcome,
+        "snapshot": _snapshot(c),
         "job": None
         if job is None
         else {

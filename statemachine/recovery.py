@@ -19,8 +19,9 @@ from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.public import considered, pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
+from statemachine.snapshots import interrupt
 from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
-from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
+from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode, Restore
 
 
 def next_generation(c: Cluster) -> int:
@@ -67,6 +68,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
         began_at=c.at,
         expected=tuple(node.name for node in members),
     )
+    interrupt(c, why)
     for name in (JOIN, RESUME, GIVE_UP, SUSPICION):
         c.cancel_timer(name)
     c.giving_up = False
@@ -92,6 +94,7 @@ def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
             needed = node.name in attempt.expected
         case ClusterPhase.RECOVERING:
             needed = node.name in (c.planned if attempt.resume_sent else attempt.expected)
+            needed = needed or (not node.alive and node.name in attempt.sources)
         case ClusterPhase.RUNNING:
             needed = node.name in c.planned
         case _:
@@ -199,7 +202,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
 
 
 def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed: int | None) -> str | None:
-    """There is no plan for these nodes now. Returns why the job is lost, or ``None`` while there is hope."""
+    """There is no plan for these nodes now. Returns what state is lost, if that is why."""
     waiting = [name for name in sorted(attempt.members) if c.nodes[name].draining is not None]
     if waiting and not attempt.kept:
         c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
@@ -208,17 +211,7 @@ def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed:
     if too_few:
         pause(c, reason, needed=needed)
         return None
-    holders = [
-        node.name
-        for _, node in sorted(c.nodes.items())
-        if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
-    ]
-    if not holders:
-        return reason
-    pause(c, f"{reason}; waiting for {', '.join(holders)}, which may still hold it", needed=needed)
-    c.giving_up = True
-    c.set_timer(GIVE_UP, c.timing.lost_state_s)
-    return None
+    return reason
 
 
 def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
@@ -236,17 +229,17 @@ def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
 # --- resume --------------------------------------------------------------------------------------
 
 
+def awaits_plan(c: Cluster, event: PlanReady) -> bool:
+    attempt = c.attempt
+    if attempt is None or attempt.decision is None or attempt.resume_sent:
+        return False
+    return c.phase is ClusterPhase.RECOVERING and event.generation == attempt.generation
+
+
 def take_plan(c: Cluster, event: PlanReady) -> None:
     """Step 5: the plan is here; from now on this generation is the one whose group may commit."""
-    attempt, job = c.attempt, c.job
-    if (
-        attempt is None
-        or job is None
-        or attempt.decision is None
-        or attempt.resume_sent
-        or c.phase is not ClusterPhase.RECOVERING
-        or event.generation != attempt.generation
-    ):
+    attempt = c.attempt
+    if not awaits_plan(c, event) or attempt is None or attempt.decision is None:
         c.ignore("a plan of an older generation")
         return
     decision, plan = attempt.decision, event.plan
@@ -256,8 +249,11 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         vote=decision.vote,
         plan=plan,
         ready=decision.ready,
+        lineage=c.lineage,
+        restore=_restore(c, attempt),
     )
     attempt.resume_sent = True
+    c.keeping.urgent = True
     c.balance.speeds = dict(attempt.situation.speeds) if attempt.situation is not None else {}
     plan_began(c, len(plan.nodes))
     for name in attempt.members:
@@ -282,8 +278,28 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     if command is not None:
         for name in sorted(attempt.members):
             c.send(c.nodes[name], command)
-    c.set_timer(RESUME, c.timing.resume_s)
+    c.set_timer(RESUME, resume_limit_s(c))
     c.publish()
+
+
+def _restore(c: Cluster, attempt: Attempt) -> Restore | None:
+    """Where everybody's state comes from after a rollback."""
+    record, job = c.keeping.newest, c.job
+    if attempt.restoring is None or record is None or job is None:
+        return None
+    facts = {name: c.nodes[name].facts for name in attempt.sources}
+    return Restore(
+        job_id=job.job_id,
+        step=record.step,
+        generation=record.generation,
+        groups=record.groups,
+        sources={name: f"{fact.host}:{fact.snapshot_port}" for name, fact in facts.items()},
+    )
+
+
+def resume_limit_s(c: Cluster) -> float:
+    restoring = c.resumption is not None and c.resumption.restore is not None
+    return c.timing.restore_s if restoring else c.timing.resume_s
 
 
 def resume_command(c: Cluster) -> Resume | None:
@@ -302,4 +318,7 @@ def resume_command(c: Cluster) -> Resume | None:
         plan=plan,
         hosts=hosts,
         rendezvous=f"{first.host}:{first.rendezvous_port}",
+        lineage=resumption.lineage,
+        protection=job.snapshot.protection,
+        restore=resumption.restore,
     )

@@ -14,6 +14,8 @@ What makes it safe when generations follow each other closely, each maybe half d
   decided (``Resumption.ready``): they just did not get, or had no time to obey, R's order to apply.
 * Gradients exist only for the layers a rank owned; of layers it merely kept from before it has the old
   state. So a device that counts by its gradients holds only what it owned in the plan of those gradients.
+* After a rollback (``rollback``) only reports of its lineage count: who did not get to obey the Resume that
+  undid steps may still be at one of them, and holds nothing.
 * A node whose report did not count in R's decision and whose trainers are not freshly made is not to be
   trusted at all: it may have committed a step that R redid (``trusted``).
 """
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.values import Device, Plan
-from statemachine.values import CommittedStep, DeviceReport, QuiesceMode, Vote
+from statemachine.values import CommittedStep, DeviceReport, QuiesceMode, Restore, Vote
 
 Outcome = Literal["start", "boundary", "redo", "roll_forward"]
 Reports = Mapping[str, tuple[DeviceReport, ...]]
@@ -39,6 +41,10 @@ class Resumption:
     plan: Plan
     ready: dict[Device, frozenset[int]] = field(default_factory=dict)
     """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
+    lineage: int = 0
+    """Generation of the last rollback; 0: none."""
+    restore: Restore | None = None
+    """The snapshot that the state of ``step`` comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +90,17 @@ def decide(
 
     ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
     """
-    flat = [(node, report) for node, devices in sorted(reports.items()) for report in devices]
+    lineage = resumption.lineage if resumption is not None else 0
+    everybody = [(node, report) for node, devices in sorted(reports.items()) for report in devices]
+    flat = [(node, report) for node, report in everybody if report.lineage == lineage]
     target = max((report.committed_step for _, report in flat), default=0)
     vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
     if known is not None and known.step >= target:
         target, vote = known.step, known.vote
     owned = owned_layers(resumption.plan) if resumption is not None else {}
-    holdings: dict[Device, frozenset[int]] = {}
+    holdings: dict[Device, frozenset[int]] = {
+        Device(node=node, index=report.device): frozenset() for node, report in everybody
+    }
     ready: dict[Device, frozenset[int]] = {}
     for node, report in flat:
         device = Device(node=node, index=report.device)
@@ -100,10 +110,6 @@ def decide(
             layers = _by_gradients(device, report, target, resumption, owned)
             if layers:
                 holdings[device] = ready[device] = layers
-            else:
-                holdings[device] = frozenset()
-        else:
-            holdings[device] = frozenset()
     in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
     outcome: Outcome
     if resumption is None:

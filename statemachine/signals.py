@@ -2,9 +2,10 @@
 
 from typing import assert_never
 
+from statemachine import snapshots
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.group import take_finished, take_resumed
-from statemachine.jobs import fail, set_draining, take_prepared
+from statemachine.jobs import fail, say_not_under_way, set_draining, take_prepared
 from statemachine.ledger import take_heartbeat, take_stepped
 from statemachine.membership import (
     TABLE,
@@ -36,7 +37,6 @@ from statemachine.messages import (
     SnapshotCompleted,
     SnapshotFailed,
     Stepped,
-    Stop,
     TrainerLost,
 )
 from statemachine.node import NodeMachine
@@ -47,6 +47,7 @@ from statemachine.recovery import (
     resume_command,
     take_quiesced,
 )
+from statemachine.rollback import take_restore_failed
 from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.stragglers import take_times
 from statemachine.timeouts import node_lost
@@ -86,6 +87,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Heartbeat():
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
+            snapshots.take_kept(c, node, signal)
             take_times(node, signal)
         case Prepared():
             take_prepared(c, node, signal)
@@ -106,8 +108,16 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             set_draining(c, node, signal.reason)
             if node.released:
                 c.send(node, Released())
-        case Snapping() | SnapshotCompleted() | SnapshotFailed() | RestoreFailed():
-            c.ignore("no snapshot is under way", node.name)
+        case Snapping():
+            snapshots.take_snapping(c, node, signal)
+        case SnapshotCompleted():
+            snapshots.take_completed(c, node, signal)
+        case SnapshotFailed():
+            snapshots.take_failed(c, node, signal)
+        case RestoreFailed():
+            lost = take_restore_failed(c, node, signal)
+            if lost is not None:
+                fail(c, lost)
         case _:
             assert_never(signal)
 
@@ -149,13 +159,18 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         return
     node.obeyed = signal.generation
     node.facts = signal.facts
+    news = snapshots.take_held(c, node, signal)
     c.generation = max(c.generation, signal.generation)
     job = c.job
     if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
-        c.send(node, Stop(job_id=signal.job_id, reason="this job is not under way"))
+        say_not_under_way(c, node, signal.job_id)
     if node.released:
         c.send(node, Released())
-    if job is None or not c.active:
+    if job is None:
+        return
+    if not c.active:
+        if node.snapshots and c.phase is ClusterPhase.FINISHED:
+            say_not_under_way(c, node, job.job_id)
         return
     if node.asked:
         c.send(node, Prepare(job=job, profile=c.profiler == node.name))
@@ -163,6 +178,10 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         unhealthy(c, node)
         node.returning = True
         _lost_trainers(c, node, "hello", f"the trainers of {node.name} are gone")
+        return
+    if news and c.phase is ClusterPhase.PAUSED and c.giving_up:
+        note_cause(c, "resumed", [node.name])
+        reconfigure(c, f"{node.name} holds a part of the snapshot", "abort")
         return
     repeat(c, node, signal)
 

@@ -19,12 +19,22 @@ from statemachine.effects import (
     SetTimer,
     WeighPlan,
 )
-from statemachine.messages import Command, Finished, Resumed
+from statemachine.events import RestoreChecked
+from statemachine.messages import Command, Finished, Resumed, SnapshotCompleted
 from statemachine.node import NodeMachine
 from statemachine.phases import CHANGING, OVER, PhaseEvent, next_phase
 from statemachine.rules import Decision, Resumption
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase, CommittedStep, DeviceReport, Job, Profiled, QuiesceMode, Vote
+from statemachine.values import (
+    ClusterPhase,
+    CommittedStep,
+    DeviceReport,
+    Job,
+    Profiled,
+    QuiesceMode,
+    Snapshot,
+    Vote,
+)
 
 TICK = "tick"
 QUIESCE = "quiesce"
@@ -34,6 +44,7 @@ JOIN = "join"
 STEPS = "steps"
 GIVE_UP = "give_up"
 SUSPICION = "suspicion"
+SNAPSHOT = "snapshot"
 
 LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
@@ -59,6 +70,12 @@ class Attempt:
     """What the planner is (to be) asked."""
     kept: frozenset[str] = frozenset()
     """Nodes that wait for their release and that the plan had to use nevertheless."""
+    why_lost: str = ""
+    """Why live replicas are not enough, in the planner's words."""
+    sources: tuple[str, ...] = ()
+    """Nodes whose parts of the snapshot are reckoned with."""
+    restoring: RestoreChecked | None = None
+    """The snapshot can be put together, and the plan is one for its step."""
     resume_sent: bool = False
     resumed: dict[str, Resumed] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -74,6 +91,9 @@ class Recovery:
     detected_at: float
     tried: int = 0
     recomputed_steps: int = 0
+    rolled_back_steps: int = 0
+    tier: str | None = None
+    """Where the state came from, if not from live replicas."""
     pipelines_before: list[dict[str, Any]] = field(default_factory=list)
     quiesced_at: float | None = None
     planned_at: float | None = None
@@ -103,6 +123,14 @@ class Ledger:
     def known_step(self) -> int:
         return self.known.step if self.known is not None else 0
 
+    def roll_back(self, step: int, vote: Vote) -> None:
+        """What was committed behind ``step`` never was."""
+        self.known, self.told = CommittedStep(step=step, vote=vote), min(self.told, step)
+        self.pending = {number: known for number, known in self.pending.items() if number <= step}
+        self.asked = self.behind_since = None
+        self.lacking.clear()
+        self.loss = vote.loss
+
 
 @dataclass(slots=True, kw_only=True)
 class Exposure:
@@ -114,6 +142,34 @@ class Exposure:
     nodes: int = 0
     """Of the plan that is under way since ``since``."""
     since: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Underway:
+    """A snapshot from its order until it is complete everywhere, or given up."""
+
+    generation: int
+    behind: int
+    """The newest committed step when it was ordered."""
+    began_at: float
+    step: int | None = None
+    """Of which it is; known when the first node began."""
+    completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Keeping:
+    """The job's snapshots, for ``snapshots`` and ``rollback``."""
+
+    newest: Snapshot | None = None
+    """Complete everywhere."""
+    underway: Underway | None = None
+    behind: int = 0
+    """The newest committed step when the last one was ordered."""
+    over: int = 0
+    """Step of the last one given up under this generation."""
+    urgent: bool = False
+    """None was ordered under this generation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,6 +208,11 @@ class Cluster:
     """Node count that an earlier coordinator's templates of this job were for."""
     exposure: Exposure = field(default_factory=Exposure)
     balance: Balance = field(default_factory=Balance)
+    keeping: Keeping = field(default_factory=Keeping)
+    lineage: int = 0
+    """Generation of the job's last rollback; 0: none."""
+    untold: dict[str, Any] | None = None
+    """The rollback of this very step: in the journal until the next one, should we die before it is told."""
     attempt: Attempt | None = None
     resumption: Resumption | None = None
     recovery: Recovery | None = None

@@ -32,6 +32,8 @@ class Timing:
     resume_s: float = 60.0
     """From Resume to the last Resumed: rendezvous and state transfer. Only a backstop, since deaths and
     hangs are noticed by other means."""
+    restore_s: float = 300.0
+    """The same where the state comes from a snapshot, through the network and from parity."""
     suspicion_s: float = 1.5
     """A trainer saw a connection to a peer break. When ``silence_s`` and this have passed and nothing was
     found dead, hung or silent, the connection alone was at fault, and the group forms anew."""
@@ -45,6 +47,12 @@ class Timing:
     """How long one node may take to answer ``StepsWanted`` before another is asked."""
     raise_limit: int = 3
     """The job fails when its code raised this often in a running group with no step committed between."""
+
+    # --- snapshots (coordinator) ---
+    snapshot_s: float = 60.0
+    snapshot_steps: float = 4.0
+    """A snapshot that is not complete everywhere ``snapshot_s`` plus this many steps after its order is given
+    up. It is copied within a step; this is for nodes that are slow, and for messages that are lost."""
 
     # --- stragglers (coordinator) ---
     straggler_speed: float = 0.67
@@ -114,3 +122,7 @@ class Timing:
     def boundary_limit_s(self, step_s: float) -> float:
         """How long the step in flight may take to reach its boundary."""
         return self.boundary_s + self.boundary_steps * step_s
+
+    def snapshot_limit_s(self, step_s: float) -> float:
+        """How long a snapshot may take from its order until it is complete everywhere."""
+        return self.snapshot_s + self.snapshot_steps * step_s

@@ -15,10 +15,11 @@ from ftd.clash import check_clash
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
 from ftd.errors import ConfigurationError
-from ftd.wire.public import JobData, PolicyData, encode_json
+from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
 from runtime.protocol import TrainingData
-from statemachine.values import Job
+from statemachine.values import Job, SnapshotPolicy
+from storage.codes import parse_scheme
 
 DTYPES = ("float32", "float64", "bfloat16")
 BACKENDS = ("gloo", "nccl")
@@ -69,6 +70,15 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A saved profile, relative to the job file; left out: a node measures the layers."""
 
 
+class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[snapshot]``."""
+
+    every_steps: int = 0
+    """A snapshot in the nodes' memory behind every so many steps; 0: none."""
+    protection: str = "aec"
+    """none, arc:k, aec, aec2, joined by ``+`` (``storage.codes``)."""
+
+
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file as written."""
 
@@ -77,6 +87,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     training: TrainingTable
     tolerance: ToleranceTable = ToleranceTable()
     planner: PlannerTable = PlannerTable()
+    snapshot: SnapshotTable = SnapshotTable()
 
 
 def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
@@ -120,6 +131,7 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
+        snapshot=SnapshotData(every_steps=file.snapshot.every_steps, protection=file.snapshot.protection),
         profile=None if profile is None else _plain_profile(profile),
     )
 
@@ -140,6 +152,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
+    _check_snapshot(data.snapshot.every_steps, data.snapshot.protection)
     return Job(
         job_id=job_id,
         name=data.name,
@@ -158,6 +171,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         ),
         training=data.training,
         horizon_s=data.horizon_s,
+        snapshot=SnapshotPolicy(every_steps=data.snapshot.every_steps, protection=data.snapshot.protection),
     )
 
 
@@ -203,6 +217,7 @@ def _check_values(file: JobFile) -> None:
         require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
     if file.planner.horizon_s is not None:
         require_positive(file.planner.horizon_s, "planner.horizon_s")
+    _check_snapshot(file.snapshot.every_steps, file.snapshot.protection)
 
 
 def _plain_profile(profile: ModelProfile) -> dict[str, Any]:
@@ -235,6 +250,19 @@ def _check_tolerance(failures: int) -> None:
         raise ConfigurationError(
             f"{failures} is not allowed", field="tolerance.failures", remedy="write 0 or more"
         )
+
+
+def _check_snapshot(every_steps: int, protection: str) -> None:
+    if every_steps < 0:
+        raise ConfigurationError(
+            f"{every_steps} is not allowed",
+            field="snapshot.every_steps",
+            remedy="write 1 or more; 0 takes no snapshots",
+        )
+    try:
+        parse_scheme(protection)
+    except ValueError as error:
+        raise ConfigurationError(str(error), field="snapshot.protection") from None
 
 
 def _function(written: str, directory: Path) -> str:

@@ -21,6 +21,7 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.requests import Requests
+from ftd.coordinator.restoring import check_restore
 from ftd.driver import Driver
 from ftd.errors import JournalError, WireError
 from ftd.mqtt.session import MqttSession, Will
@@ -33,6 +34,7 @@ from statemachine.effects import (
     AnswerRequest,
     BuildTemplates,
     CancelTemplates,
+    CheckRestore,
     ComputePlan,
     Effect,
     EmitEvent,
@@ -59,6 +61,7 @@ ClusterEffect = (
     | CancelTemplates
     | ComputePlan
     | WeighPlan
+    | CheckRestore
     | AnswerRequest
 )
 
@@ -257,6 +260,8 @@ class Coordinator:
                 self._planning.plan(effect)
             case WeighPlan():
                 self._planning.weigh(effect)
+            case CheckRestore():
+                self._driver.feed(check_restore(effect, self._driver.now()))
             case AnswerRequest():
                 self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
             case _:
@@ -269,14 +274,19 @@ class Coordinator:
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it (see ``journal``), written in any case."""
         state = self._machine.durable_state()
-        promise = (state["generation"], state["phase"], state["job"] and state["job"]["job_id"])
+        kept = state["snapshot"] and (state["snapshot"]["generation"], state["snapshot"]["step"])
+        promise = (state["generation"], state["phase"], state["job"] and state["job"]["job_id"], kept)
         self._journal.save(msgspec.msgpack.encode(state), forced=promise != self._forced_for)
         self._forced_for = promise
 
     def _public_state(self) -> dict[str, Any]:
         progress = self._planning.progress
+        state = self._machine.public_state()
+        if state["snapshot"] is not None:
+            ago_s = self._driver.now() - state["snapshot"]["at"]
+            state["snapshot"]["at"] = timestamp(ago_s=max(0.0, ago_s))
         return {
-            **self._machine.public_state(),
+            **state,
             "planning": progress and {"done": progress[0], "total": progress[1]},
             "schema": SCHEMA,
             "coordinator": self._incarnation,

@@ -144,6 +144,10 @@ class Journal:
                     (self._job, message.step, message.generation, message.at, _text(message.details)),
                 )
             else:
+                if message.event == "RolledBack":
+                    self._db.execute(
+                        "DELETE FROM steps WHERE job = ? AND step > ?", (self._job, message.step)
+                    )
                 self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
         self._writes += len(self._buffer)
         self._buffer.clear()

@@ -252,6 +252,7 @@ class PlanningService:
     def _answer(self, effect: ComputePlan) -> Event:
         """In the worker thread."""
         too_few, needed = False, None
+        lost_layers: tuple[int, ...] = ()
         reason = "no templates were built for this job; this is a bug"
         try:
             if self._planner is not None:
@@ -262,6 +263,8 @@ class PlanningService:
             reason = explain(error)
             if isinstance(error, TooFewNodesError):
                 too_few, needed = True, error.needed
+            elif isinstance(error, StateLostError):
+                lost_layers = error.layers
         except Exception as error:
             _log.exception("plan", generation=effect.generation, cause=effect.cause)
             reason = f"the planner has a bug: {error!r}"
@@ -272,6 +275,7 @@ class PlanningService:
             too_few=too_few,
             needed=needed,
             reason=reason,
+            lost_layers=lost_layers,
         )
 
     async def _weigh(self, effect: WeighPlan) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
+from ftd.coordinator.restoring import check_restore
 from ftd.sim.network import COORDINATOR, Network
 from ftd.sim.world import TIMING, World
-from planner.errors import PlanningError, TooFewNodesError
+from planner.errors import PlanningError, StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import ModelProfile, Plan, Policy, Situation
 from statemachine.cluster import ClusterEvent, ClusterMachine
@@ -16,6 +17,7 @@ from statemachine.effects import (
     BuildTemplates,
     CancelTemplates,
     CancelTimer,
+    CheckRestore,
     ComputePlan,
     Effect,
     EmitEvent,
@@ -49,7 +51,7 @@ MOST_NODES = 7
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ComputePlan | WeighPlan | AnswerRequest
+    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | AnswerRequest
 )  # fmt: skip
 
 
@@ -217,6 +219,7 @@ class SimCoordinator:
                 self.network.command(message)
             case PersistState():
                 self.journal = self.machine.durable_state()
+                self.invariants.persisted(self.machine)
             case EmitEvent():
                 self.invariants.public_event(effect)
                 if self.on_event is not None:
@@ -233,6 +236,8 @@ class SimCoordinator:
                 world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
             case WeighPlan():
                 world.at(world.between(0.001, 0.1), self._weighed, effect, self._life)
+            case CheckRestore():
+                world.at(world.between(0.001, 0.1), self._checked, effect, self._life)
             case PublishCluster() | AnswerRequest() | CancelTemplates():
                 pass
             case _:
@@ -248,6 +253,10 @@ class SimCoordinator:
         job = effect.profiled.job
         self.planner = planner_for(effect.profiled.profile, job.policy)
         self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
+
+    def _checked(self, effect: CheckRestore, life: int) -> None:
+        if life == self._life:
+            self.feed(check_restore(effect, self.world.now))
 
     def _weighed(self, effect: WeighPlan, life: int) -> None:
         if life != self._life:
@@ -275,10 +284,14 @@ class SimCoordinator:
         try:
             plan = plan_for(self.planner, effect.situation)
         except PlanningError as error:
-            few = isinstance(error, TooFewNodesError)
             self.feed(
                 PlanImpossible(
-                    at=now, cause=effect.cause, generation=generation, too_few=few, reason=str(error)
+                    at=now,
+                    cause=effect.cause,
+                    generation=generation,
+                    too_few=isinstance(error, TooFewNodesError),
+                    reason=str(error),
+                    lost_layers=error.layers if isinstance(error, StateLostError) else (),
                 )
             )
         else:

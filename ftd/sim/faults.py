@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 Fault = Callable[["Simulation"], None]
 
-PHASES = ("GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost")
+PHASES = (
+    "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
+    "SnapshotCompleted", "SnapshotGivenUp",
+)  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
 
@@ -27,8 +30,9 @@ def _some_node(sim: "Simulation") -> "SimNode | None":
 def crash_node(sim: "Simulation") -> None:
     node = _some_node(sim)
     if node is not None:
-        sim.log(f"crash {node.name}")
-        node.crash()
+        host = sim.world.chance(0.6)
+        sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
+        node.crash(host=host)
         if sim.world.chance(0.7):
             sim.world.at(sim.world.between(0.05, 8.0), sim.revive, node)
 
@@ -55,6 +59,14 @@ def _fail_trainer(sim: "Simulation", cause: str) -> None:
         device = sim.world.rng.randrange(node.devices)
         sim.log(f"trainer {node.name}/{device} {cause}")
         node.fail_trainer(device, "raised" if cause == "raised" else "exited")
+
+
+def fail_all_trainers(sim: "Simulation") -> None:
+    """Something that strikes every process at once: a driver, a bug at one step."""
+    sim.log("all trainers exit")
+    for node in _live(sim):
+        for device in list(node.trainers):
+            node.fail_trainer(device, "exited")
 
 
 def hang_trainer(sim: "Simulation") -> None:
@@ -212,6 +224,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (3, crash_two),
     (4, exit_trainer),
     (2, raise_in_trainer),
+    (2, fail_all_trainers),
     (3, hang_trainer),
     (4, cut_node),
     (2, cut_several),

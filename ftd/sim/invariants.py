@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from ftd.sim.trainers import Group, SimTrainer, Versions
+from ftd.sim.arena import lacking
+from ftd.sim.group import Group
+from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent, SendCommand
-from statemachine.messages import Quiesce, Resume
+from statemachine.messages import KeepSnapshot, Quiesce, Resume
 from statemachine.rules import owned_layers
+from statemachine.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 
 class Invariants:
@@ -41,6 +44,11 @@ class Invariants:
         self.failed_job: str | None = None
         self.resumed_job = False
         """A group of the present job was told to start."""
+        self.lineage = 0
+        self.newest: Snapshot | None = None
+        """Of the present job, as the coordinator's journal names it."""
+        self.writers: dict[HeldSnapshot, set[str]] = {}
+        """Nodes that completed their part of a snapshot, ever."""
 
     def new_job(self) -> None:
         self.told.clear()
@@ -49,6 +57,7 @@ class Invariants:
         self.next_to_tell = 1
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
+        self.lineage, self.newest = 0, None
 
     def broken(self, what: str) -> None:
         raise Violation(f"at {self.world.now:.4f} s: {what}")
@@ -69,8 +78,47 @@ class Invariants:
             self.broken(f"the committed step went back from {self.known} to {step}")
         self.known = step
 
+    def persisted(self, machine: ClusterMachine) -> None:
+        """What the journal says now; a rollback is in it, or never was."""
+        if machine.job_id != self.job_id:
+            self.job_id = machine.job_id
+            self.new_job()
+        if machine.snapshot != self.newest:
+            self.newest = machine.snapshot
+            self._newest_is_complete()
+        if machine.lineage == self.lineage:
+            return
+        self.lineage = machine.lineage
+        if self.newest is None or machine.committed_step != self.newest.step:
+            self.broken(f"rolled back to step {machine.committed_step}, of which no snapshot is complete")
+            return
+        step = self.known = self.newest.step
+        self.told = {number: version for number, version in self.told.items() if number <= step}
+        self.newest_told = min(self.newest_told, step)
+        self.next_to_tell = min(self.next_to_tell, step + 1)
+
+    def _key(self, record: Snapshot) -> HeldSnapshot:
+        return HeldSnapshot(job_id=self.job_id or "", step=record.step, generation=record.generation)
+
+    def _newest_is_complete(self) -> None:
+        """Every owner completed its part; and told the state of a step that was committed."""
+        record = self.newest
+        if record is None:
+            return
+        missing = set(record.owners) - self.writers.get(self._key(record), set())
+        if missing:
+            self.broken(
+                f"the snapshot of step {record.step} counts, and {sorted(missing)} did not complete it"
+            )
+        if self.told.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
+            self.broken(f"the snapshot of step {record.step} is of another step than was told")
+
     def commands(self, effect: SendCommand, journal: dict[str, Any] | None) -> None:
         command = effect.command
+        if isinstance(command, KeepSnapshot):
+            durable = (journal or {}).get("snapshot")
+            if durable is None or durable["step"] != command.step:
+                self.broken(f"step {command.step} is to be kept, and the journal names {durable}")
         if not isinstance(command, Quiesce | Resume):
             return
         if journal is None or journal["generation"] < command.generation:
@@ -134,7 +182,9 @@ class Invariants:
         for missing in range(due, step):
             for node in self.nodes.values():
                 # A node without the newest Resume is to be fenced, and what it knows with it.
+                # So it is with one that has yet to go back to a snapshot.
                 current = node.up and node.agent.generation >= self.newest_resume
+                current = current and node.agent.lineage == self.lineage
                 if current and node.agent.remembers(missing):
                     self.broken(f"StepCommitted {step} came where {due} was due, and {node.name} knows it")
         if step in self.told and self.told_in[step] == self.restarts:
@@ -164,7 +214,7 @@ class Invariants:
             if not all(trainer.able for trainer in node.trainers.values()):
                 continue
             for trainer in node.trainers.values():
-                if trainer.generation < self.newest_resume:
+                if trainer.generation < self.newest_resume or trainer.lineage != self.lineage:
                     continue
                 for layer, version in trainer.layers.items():
                     if self.versions.step[version] == self.known:
@@ -173,6 +223,11 @@ class Invariants:
                     held |= trainer.gradients[1]
         if len(held) == self.layers:
             self.broken("the job was given up while live trainers hold all of its state")
+        if self.newest is not None:
+            key = self._key(self.newest)
+            there = {name for name, node in self.nodes.items() if node.up and node.arena.holds(key)}
+            if not any(lacking(group, there) for group in self.newest.groups):
+                self.broken(f"the job was given up while {sorted(there)} hold the snapshot of {key.step}")
 
     # --- nodes ----------------------------------------------------------------------------------
 
@@ -183,11 +238,33 @@ class Invariants:
         if incarnation in self.out.get(name, ()):
             self.broken(f"{name} speaks under incarnation {incarnation} after it was fenced")
 
+    # --- snapshots --------------------------------------------------------------------------------
+
+    def written(self, node: str, key: HeldSnapshot) -> None:
+        self.writers.setdefault(key, set()).add(node)
+
+    def drops(self, node: str, key: HeldSnapshot) -> None:
+        """Only what is not the newest complete snapshot of the job under way may be written over."""
+        over = self.finished_job or self.failed_job is not None
+        if not over and self.newest is not None and key == self._key(self.newest):
+            self.broken(f"{node} writes over its part of the newest snapshot, of step {key.step}")
+
+    def restores(self, restore: Restore, group: SnapshotGroup, shards: list[dict[int, int]]) -> None:
+        """What is put together is the state of exactly that step, whoever's shards it is made from."""
+        if any(shard != shards[0] for shard in shards):
+            self.broken(f"the shards of layers {group.first_layer} … of step {restore.step} differ: {shards}")
+        wanted = self.told.get(restore.step)
+        for version in shards[0].values():
+            if self.versions.step[version] != restore.step or wanted not in (None, version):
+                self.broken(f"version {version} is restored as step {restore.step}, which is {wanted}")
+        if len(shards[0]) != group.end_layer - group.first_layer:
+            self.broken(f"layers of group {group.first_layer} are missing in {shards[0]}")
+
     # --- trainers ---------------------------------------------------------------------------------
 
     def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
         """A trainer that obeys a Resume never loses a step that it committed."""
-        if trainer.committed > resume.step:
+        if trainer.committed > resume.step and trainer.lineage == resume.lineage:
             self.broken(
                 f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
                 f"resume at {resume.step}"

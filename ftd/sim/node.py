@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never, cast
 
+from ftd.sim.arena import SimArena, restored
 from ftd.sim.network import Network
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import TIMING, World
-from planner.values import ModelProfile
+from planner.values import Device, ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
 from statemachine.effects import (
     CancelTimer,
@@ -16,19 +17,24 @@ from statemachine.effects import (
     ExitDaemon,
     KillTrainer,
     PublishNode,
+    RemoveSnapshots,
     RenewIncarnation,
     SendSignal,
     SetTimer,
     StartTrainer,
+    TrainerKeepSnapshot,
     TrainerPrepare,
     TrainerQuiesce,
     TrainerResume,
+    TrainerSnap,
 )
 from statemachine.events import (
     AgentStarted,
     BrokerConnected,
     BrokerLost,
     CommandArrived,
+    HeldSnapshots,
+    RestoringFailed,
     TerminationRequested,
     TimerFired,
     TrainerBeat,
@@ -37,6 +43,7 @@ from statemachine.events import (
     TrainerUp,
 )
 from statemachine.messages import Fence, FromNode, ToNode
+from statemachine.rules import owned_layers
 from statemachine.values import FailureCause, NodeFacts, NodeState
 
 if TYPE_CHECKING:
@@ -44,7 +51,8 @@ if TYPE_CHECKING:
 
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
-    | TrainerPrepare | TrainerQuiesce | TrainerResume | RenewIncarnation | ExitDaemon
+    | TrainerPrepare | TrainerQuiesce | TrainerResume | TrainerSnap | TrainerKeepSnapshot | RemoveSnapshots
+    | RenewIncarnation | ExitDaemon
 )  # fmt: skip
 
 
@@ -57,6 +65,8 @@ class Pace:
     """A rank computes up to this part of a step longer than another, which waits at the VOTE."""
     commit_spread_s: float
     """From the VOTE's end to a rank's commit, at most."""
+    full: float = 0.0
+    """Probability that a snapshot has no room."""
 
 
 class SimNode:
@@ -86,6 +96,7 @@ class SimNode:
         self.unbuildable = 0
         """How many of the next builds fail."""
         self.trainers: dict[int, SimTrainer] = {}
+        self.arena = SimArena(node=name, invariants=invariants)
         self.agent = AgentMachine(name, TIMING)
         self._life = 0
         """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
@@ -109,9 +120,18 @@ class SimNode:
         facts = NodeFacts(devices=self.devices, host=f"host-{self.name}", rendezvous_port=7000)
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
+        self.world.at(self.world.between(0.0, 0.5), self._found, self._life)
 
-    def crash(self) -> None:
-        """SIGKILL of the daemon and, with it, of its trainers."""
+    def _found(self, life: int) -> None:
+        """The daemon has looked through its memory."""
+        if self._life == life:
+            held = self.arena.snapshots()
+            self.feed(HeldSnapshots(at=self.world.now, cause="arena", snapshots=held))
+
+    def crash(self, *, host: bool = False) -> None:
+        """SIGKILL of the daemon and, with it, of its trainers; or the whole host with its memory."""
+        if host:
+            self.arena.lost()
         if not self.up:
             return
         self._stop()
@@ -197,7 +217,14 @@ class SimNode:
             case TrainerQuiesce():
                 self._instruct(effect.device, self._quiesce, effect, 0.0005, 0.005)
             case TrainerResume():
-                self._instruct(effect.device, self._resume, effect, 0.0005, 0.005)
+                staging = 0.4 if effect.resume.restore is not None else 0.0005
+                self._instruct(effect.device, self._resume, effect, staging / 4, staging + 0.005)
+            case TrainerSnap():
+                self._instruct(effect.device, self._snap, effect, 0.0005, 0.005)
+            case TrainerKeepSnapshot():
+                self._instruct(effect.device, self._keep, effect, 0.0005, 0.005)
+            case RemoveSnapshots():
+                self.arena.remove(effect.job_id)
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
             case RenewIncarnation():
@@ -251,6 +278,7 @@ class SimNode:
         if not self.up or self._starts.get(device) != start:
             return
         pid = self.world.serial()
+        self.arena.kept.pop(device, None)
         self.trainers[device] = SimTrainer(self, device, pid)
         self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
 
@@ -276,7 +304,34 @@ class SimNode:
         trainer.quiesce(effect.generation, effect.mode)
 
     def _resume(self, trainer: SimTrainer, effect: TrainerResume) -> None:
-        trainer.resume(effect.resume)
+        """The daemon stages what the device needs of a snapshot, then tells the trainer."""
+        resume = effect.resume
+        layers = owned_layers(resume.plan).get(Device(node=self.name, index=trainer.device))
+        if resume.restore is None or layers is None:
+            trainer.resume(resume)
+            return
+        if not self.up or self.agent.generation != resume.generation:
+            return
+        staged, bad = restored(resume.restore, set(layers), self.invariants.nodes, self.invariants)
+        if bad or not staged:
+            self.feed(
+                RestoringFailed(
+                    at=self.world.now,
+                    cause=effect.cause,
+                    generation=resume.generation,
+                    detail="shards cannot be had",
+                    bad=bad,
+                )
+            )
+            return
+        trainer.resume(resume, staged)
+
+    def _snap(self, trainer: SimTrainer, effect: TrainerSnap) -> None:
+        trainer.snap(effect.generation)
+
+    def _keep(self, trainer: SimTrainer, effect: TrainerKeepSnapshot) -> None:
+        if trainer.alive:
+            self.arena.keep(trainer.device, effect.step)
 
     def fail_trainer(self, device: int, cause: FailureCause) -> None:
         """The process dies; the daemon hears of it a little later."""

@@ -12,7 +12,7 @@ from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine.messages import FromNode, ToNode
-from statemachine.values import Job
+from statemachine.values import Job, SnapshotPolicy
 
 CHAOS_S = 16.0
 """Faults begin in this time; each lasts as long as it lasts, until the healing."""
@@ -44,6 +44,9 @@ SHAPES = (
     # Two microbatches and two layers use four nodes at most: the others are idle members.
     Shape(layers=2, devices=1, memory_bytes=None, microbatches=2, nodes=(3, 6)),
 )
+
+
+PROTECTIONS = ("none", "aec", "aec", "arc:1", "aec2", "aec+arc:1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,10 @@ class Simulation:
             step_s=world.between(0.1, 0.6),
             imbalance=world.between(0.1, 1.0),
             commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
+            full=world.rng.choice((0.0, 0.0, 0.05)),
+        )
+        self.snapshot = SnapshotPolicy(
+            every_steps=world.rng.choice((0, 1, 2, 3, 5)), protection=world.rng.choice(PROTECTIONS)
         )
         self.faults: list[str] = []
         self.healed = False
@@ -175,7 +182,9 @@ class Simulation:
             return
         self.jobs += 1
         steps = self.world.rng.randrange(12, 30)
-        self.job = Job(job_id=f"job-{self.jobs}", name="job", steps=steps, policy=self.policy)
+        self.job = Job(
+            job_id=f"job-{self.jobs}", name="job", steps=steps, policy=self.policy, snapshot=self.snapshot
+        )
         self.coordinator.submit(self.job)
         self.world.at(1.0, self.look, self.job)
 

@@ -7,21 +7,20 @@ version, as different rounding does. A step's vote carries its version as the lo
 
 from typing import TYPE_CHECKING, Literal
 
-from ftd.sim.world import Violation, World
-from planner.layers import expected_ms
+from ftd.sim.arena import Shard
+from planner.values import Device
 from statemachine.events import (
     TrainerDone,
     TrainerQuiesced,
-    TrainerResumed,
+    TrainerSnapped,
+    TrainerSnapshotFailed,
     TrainerStepped,
-    TrainerSuspectedPeer,
 )
 from statemachine.messages import Resume
-from statemachine.rules import owned_layers
-from statemachine.values import DeviceReport, QuiesceMode, Vote
+from statemachine.values import DeviceReport, HeldSnapshot, QuiesceMode, Vote
 
 if TYPE_CHECKING:
-    from ftd.sim.invariants import Invariants
+    from ftd.sim.group import Group
     from ftd.sim.node import SimNode
 
 Phase = Literal["idle", "quiesced", "joining", "moving", "compute", "vote", "commit", "stopped", "done"]
@@ -51,8 +50,29 @@ class SimTrainer:
     """One trainer process."""
 
     __slots__ = (
-        "alive", "asleep", "built", "committed", "device", "flag", "frozen", "generation", "gradients",
-        "group", "layers", "node", "phase", "pid", "progress", "rank", "ready", "steps", "token", "version",
+        "alive",
+        "asleep",
+        "built",
+        "committed",
+        "copy",
+        "device",
+        "flag",
+        "frozen",
+        "generation",
+        "gradients",
+        "group",
+        "layers",
+        "lineage",
+        "node",
+        "phase",
+        "pid",
+        "progress",
+        "rank",
+        "ready",
+        "snap_flag",
+        "steps",
+        "token",
+        "version",
     )  # fmt: skip
 
     def __init__(self, node: "SimNode", device: int, pid: int) -> None:
@@ -80,6 +100,10 @@ class SimTrainer:
         self.token = 0
         """Counts changes of mind: what was scheduled before does not count."""
         self.progress = 0
+        self.lineage = 0
+        self.snap_flag = False
+        self.copy: Shard | None = None
+        """What is being copied into host memory."""
 
     @property
     def able(self) -> bool:
@@ -111,6 +135,9 @@ class SimTrainer:
             return
         if self.phase == "commit" and self.node.world.chance(0.5):
             self._apply(group)
+        self.snap_flag = False
+        if self.copy is not None:  # at the speed of memory, or there is no time for it
+            self._copied(self.copy, self.node.world.chance(0.7))
         group.left(self)
 
     def _report(self, token: int) -> None:
@@ -121,15 +148,23 @@ class SimTrainer:
         )
         vote = Vote(loss=float(self.version), gradient_norm=1.0) if self.committed else None
         report = DeviceReport(
-            device=self.device, committed_step=self.committed, ready_step=self.ready, vote=vote, held=held
+            device=self.device,
+            committed_step=self.committed,
+            ready_step=self.ready,
+            vote=vote,
+            held=held,
+            lineage=self.lineage,
         )
         node = self.node
         node.feed(
             TrainerQuiesced(at=node.world.now, cause="trainer", generation=self.generation, report=report)
         )
 
-    def resume(self, resume: Resume) -> None:
-        """Roll forward or drop the step in flight, then meet the others, or wait without a rank."""
+    def resume(self, resume: Resume, staged: dict[int, int] | None = None) -> None:
+        """Roll forward or drop the step in flight, then meet the others, or wait without a rank.
+
+        ``staged``: versions of the layers restored from a snapshot.
+        """
         if not self.able or resume.generation != self.generation or self.phase != "quiesced":
             return
         node = self.node
@@ -138,7 +173,15 @@ class SimTrainer:
             (r for r, d in enumerate(resume.plan.devices) if d.node == node.name and d.index == self.device),
             -1,
         )
-        if self.ready is not None and self.ready == resume.step:
+        if self.lineage != resume.lineage:
+            # All it has is of a past that was undone.
+            self.layers, self.ready, self.committed = {}, None, resume.step
+            self.version = int(resume.vote.loss) if resume.vote is not None else 0
+            self.lineage = resume.lineage
+        if staged is not None:
+            self.layers, self.ready, self.committed = dict(staged), None, resume.step
+            self.version = int(resume.vote.loss) if resume.vote is not None else 0
+        elif self.ready is not None and self.ready == resume.step:
             generation, layers = self.gradients
             self.layers = {
                 layer: node.versions.child(v, generation)
@@ -177,13 +220,18 @@ class SimTrainer:
         self.phase = "vote"
         self.ready = self.committed + 1
         self.gradients = (self.group.generation, self.group.owned[self.rank])
-        self.group.arrived(self, self.flag is not None)
+        snap, self.snap_flag = self.snap_flag, False
+        self.group.arrived(self, self.flag is not None, snap)
 
-    def commit(self, token: int, stop: bool) -> None:
+    def commit(self, token: int, stop: bool, snap: bool) -> None:
         if token != self.token or not self.able or self.group is None:
             return
         group = self.group
+        if self.copy is not None:
+            self._copied(self.copy, True)  # the copy must end before the next APPLY: a stall
         self._apply(group)
+        if snap:
+            self._begin_copy(group)
         if stop:
             self._leave()
             self.phase = "stopped"
@@ -222,6 +270,47 @@ class SimTrainer:
             )
         )
 
+    def snap(self, generation: int) -> None:
+        if self.able and self.group is not None and self.group.generation == generation:
+            self.snap_flag = True
+
+    def _begin_copy(self, group: "Group") -> None:
+        node = self.node
+        key = HeldSnapshot(job_id=group.resume.job_id, step=self.committed, generation=group.generation)
+        mine = frozenset(d.index for d in group.resume.plan.devices if d.node == node.name)
+        # The device of lowest index in a stage writes for all of it.
+        writer = any(
+            stage.devices[0] == Device(node=node.name, index=self.device)
+            for pipeline in group.resume.plan.pipelines
+            for stage in pipeline.stages
+        )
+        node.arena.begin(self.device, key)
+        self.copy = Shard(key=key, layers=dict(self.layers) if writer else {}, devices=mine)
+        node.world.at(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
+
+    def _copied(self, copy: "Shard", whole: bool) -> None:
+        """The copying ends, well or not."""
+        if self.copy is not copy or not self.alive:
+            return
+        self.copy = None
+        node, key = self.node, copy.key
+        said = {"device": self.device, "generation": key.generation, "step": key.step}
+        if not whole or node.world.chance(node.pace.full):
+            node.feed(TrainerSnapshotFailed(at=node.world.now, cause="trainer", detail="no room", **said))
+            return
+        node.arena.commit(self.device, copy)
+        node.feed(
+            TrainerSnapped(
+                at=node.world.now,
+                cause="trainer",
+                size_bytes=100,
+                copy_s=0.01,
+                stall_s=0.0,
+                idle_bytes=100,
+                **said,
+            )
+        )
+
     def _done(self, token: int, generation: int) -> None:
         if not self.able or token != self.token:
             return
@@ -248,153 +337,3 @@ class SimTrainer:
         self.token += 1
         if group is not None:
             group.left(self)
-
-
-class Group:
-    """The ranks of one generation that meet, move state and vote."""
-
-    def __init__(self, world: World, resume: Resume, invariants: "Invariants") -> None:
-        self.world, self.resume, self.invariants = world, resume, invariants
-        self.generation = resume.generation
-        devices = resume.plan.devices
-        owned = owned_layers(resume.plan)
-        self.owned = [owned[device] for device in devices]
-        self.size = len(devices)
-        expected = expected_ms(invariants.profile, invariants.policy, resume.plan.pipelines)
-        self.expected_ms = [expected[device] for device in devices]
-        self.members: dict[int, SimTrainer] = {}
-        self.gone = False
-        """Somebody left: nothing that needs everybody happens any more."""
-        self.broken = False
-        """A connection broke for good: nothing at all happens any more."""
-        self.votes: dict[int, bool] = {}
-        """Ranks at the VOTE of the present step, with their stop flags."""
-        rank_of = {device: rank for rank, device in enumerate(devices)}
-        self.transfers = [(t.layer, rank_of[t.source], rank_of[t.target]) for t in resume.plan.transfers]
-        self.owes = [0] * self.size
-        """Transfers that each rank has yet to take part in."""
-        for _, source, target in self.transfers:
-            self.owes[source] += 1
-            self.owes[target] += 1
-
-    def join(self, trainer: SimTrainer) -> None:
-        if trainer.rank in self.members:
-            raise Violation(f"rank {trainer.rank} joined generation {self.generation} twice")
-        self.members[trainer.rank] = trainer
-        if len(self.members) == self.size and not self.gone:
-            self.world.at(self.world.between(0.005, 0.05), self._form)
-
-    def left(self, trainer: SimTrainer) -> None:
-        """A member stopped, died or was told to: its vote may or may not have gone out."""
-        self.gone = True
-        if self.members.get(trainer.rank) is trainer:
-            del self.members[trainer.rank]
-        if trainer.rank in self.votes and self.world.chance(0.5):
-            del self.votes[trainer.rank]
-
-    def break_connection(self) -> None:
-        """As TCP does after too long a cut; at least one rank notices, some time later."""
-        if self.broken:
-            return
-        self.broken = self.gone = True
-        members = list(self.members.values())
-        sure = self.world.rng.choice(members) if members else None
-        for member in members:
-            if member is sure or self.world.chance(0.3):
-                self.world.at(self.world.between(0.1, 2.0), self._suspect, member)
-
-    def _suspect(self, member: SimTrainer) -> None:
-        if member.alive and member.group is self:
-            node = member.node
-            node.feed(
-                TrainerSuspectedPeer(
-                    at=self.world.now,
-                    cause="trainer",
-                    device=member.device,
-                    generation=self.generation,
-                    detail="connection reset",
-                )
-            )
-
-    def _connected(self) -> bool:
-        return not any(member.node.data_cut for member in self.members.values())
-
-    def _form(self) -> None:
-        if self.gone:
-            return
-        if not self._connected():
-            self.world.at(0.5, self._form)
-            return
-        self.invariants.forms(self)
-        world, when = self.world, [world_delay(self.world) for _ in range(self.size)]
-        for layer, source, target in self.transfers:
-            begin = max(when[source], when[target])
-            when[source] = when[target] = begin + world.between(0.005, 0.08)
-            world.at(when[target], self._moved, layer, self.members[source], self.members[target])
-        for rank, member in self.members.items():
-            member.phase = "moving"
-            if self.owes[rank] == 0:
-                world.at(when[rank], self._rank_resumed, member, member.token)
-
-    def _moved(self, layer: int, source: SimTrainer, target: SimTrainer) -> None:
-        if self.broken:
-            return
-        if source.group is not self or target.group is not self or not source.able or not target.able:
-            return
-        if source.node.data_cut or target.node.data_cut:
-            self.world.at(0.5, self._moved, layer, source, target)
-            return
-        self.invariants.moves(self, layer, source)
-        target.layers[layer] = source.layers[layer]
-        for member in (source, target):
-            member.progress += 1
-            self.owes[member.rank] -= 1
-            if self.owes[member.rank] == 0:
-                self._rank_resumed(member, member.token)
-
-    def _rank_resumed(self, member: SimTrainer, token: int) -> None:
-        if member.token != token or not member.able:
-            return
-        self.invariants.starts(self, member)
-        node = member.node
-        node.feed(
-            TrainerResumed(
-                at=self.world.now,
-                cause="trainer",
-                device=member.device,
-                generation=self.generation,
-                bytes_moved=0,
-                rendezvous_s=0.01,
-                state_s=0.01,
-            )
-        )
-        if member.token != token:
-            return
-        if member.committed >= member.steps:
-            member.phase = "done"
-            self.world.at(0.01, member._done, member.token, self.generation)
-        else:
-            member.start_step()
-
-    def arrived(self, trainer: SimTrainer, stop: bool) -> None:
-        self.votes[trainer.rank] = stop
-        if len(self.votes) == self.size:
-            self._pass_vote(trainer.committed)
-
-    def _pass_vote(self, step: int) -> None:
-        if len(self.votes) < self.size or self.broken:
-            return
-        if not self._connected():
-            self.world.at(0.5, self._pass_vote, step)
-            return
-        stop = any(self.votes.values())
-        self.votes = {}
-        for member in list(self.members.values()):
-            if member.phase == "vote" and member.committed == step:
-                member.phase = "commit"
-                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
-                self.world.at(delay, member.commit, member.token, stop)
-
-
-def world_delay(world: World) -> float:
-    return world.between(0.001, 0.02)

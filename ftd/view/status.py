@@ -1,5 +1,7 @@
 """``ftd status``: the cluster as its retained public state tells it, on one page."""
 
+from datetime import datetime
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -49,12 +51,27 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("job", Text("none; submit one with: ftd submit JOB.toml", style="dim"))
     if state.get("generation") is not None:
         grid.add_row("plan", f"generation {state['generation']}")
+    if snapshot := state.get("snapshot"):
+        grid.add_row("snapshot", _snapshot(state, snapshot))
     parts: list[RenderableType] = [grid]
     if state.get("nodes"):
         parts += ["", table]
     if state.get("pipelines"):
         parts += ["", PipelineBars(state["pipelines"], colours, most=MOST)]
     return Group(*parts)
+
+
+def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
+    """``step 40, 12 s old, aec, on 4 nodes``; and how many of its parts are gone."""
+    age_s = (_time(state["at"]) - _time(snapshot["at"])).total_seconds()
+    owners, present = int(snapshot["owners"]), int(snapshot["present"])
+    words = f"step {snapshot['step']}, {duration(max(0.0, age_s))} old, {snapshot['protection']}, "
+    lost = f" ({owners - present} gone)" if present < owners else ""
+    return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
+
+
+def _time(stamp: str) -> datetime:
+    return datetime.fromisoformat(stamp)
 
 
 def _step(state: JsonMap, total: int) -> str:

@@ -132,7 +132,10 @@ def _check_node(claimed: str, topic: str | None) -> None:
 
 def _check_numbers(message: Any) -> None:
     """What types cannot say: no counter of ours is ever negative."""
-    for name in ("generation", "step", "first", "last", "bytes_moved", "device"):
+    numbers = (
+        "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "size_bytes", "behind",
+    )  # fmt: skip
+    for name in numbers:
         value = getattr(message, name, 0)
         if value < 0:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
@@ -144,3 +147,5 @@ def _check_numbers(message: Any) -> None:
             raise WireError(f"malformed Hello: {facts.devices} devices; 1 to 4096 are allowed")
         if not 0 <= facts.rendezvous_port <= 65535:
             raise WireError(f"malformed Hello: rendezvous_port is {facts.rendezvous_port}")
+        if not 0 <= facts.snapshot_port <= 65535:
+            raise WireError(f"malformed Hello: snapshot_port is {facts.snapshot_port}")

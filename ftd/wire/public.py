@@ -4,7 +4,7 @@ These Structs are the contract. Readers ignore fields that they do not know, so 
 without a new ``schema``; requests refuse them, because a request that is half understood is dangerous.
 """
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
@@ -17,9 +17,10 @@ from statemachine.values import NodeState
 SCHEMA = 1
 
 
-def timestamp() -> str:
-    """Now, ISO-8601 in UTC with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def timestamp(*, ago_s: float = 0.0) -> str:
+    """Now, or so long ago: ISO-8601 in UTC with milliseconds."""
+    at = datetime.now(UTC) - timedelta(seconds=ago_s)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,13 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_memory_bytes: int | None = None
 
 
+class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.values.SnapshotPolicy``."""
+
+    every_steps: int = 0
+    protection: str = "aec"
+
+
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as submitted; ``training`` is runtime.protocol.TrainingData."""
 
@@ -80,6 +88,7 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     training: dict[str, Any]
     horizon_s: float | None = None
     """Expected time to the next failure; None: the coordinator learns it from the job's failures."""
+    snapshot: SnapshotData = SnapshotData()
     profile: dict[str, Any] | None = None
     """``planner.values.ModelProfile``; None: a node measures the layers."""
 

@@ -57,9 +57,13 @@ from statemachine.messages import (
 from statemachine.values import (
     CommittedStep,
     DeviceReport,
+    HeldSnapshot,
     Job,
     NodeFacts,
     NodeState,
+    Restore,
+    SnapshotGroup,
+    SnapshotPolicy,
     Vote,
 )
 
@@ -76,6 +80,7 @@ reports = st.builds(
     ready_step=st.none() | numbers,
     vote=st.none() | votes,
     held=st.lists(numbers, max_size=4).map(tuple),
+    lineage=numbers,
 )
 splits = st.builds(SplitTime, devices=numbers, forward_ms=reals, backward_ms=reals)
 layers = st.builds(
@@ -116,6 +121,25 @@ jobs = st.builds(
     steps=numbers,
     policy=policies,
     training=st.dictionaries(names, texts | numbers | st.booleans(), max_size=3),
+    snapshot=st.builds(SnapshotPolicy, every_steps=numbers, protection=texts),
+)
+held = st.builds(HeldSnapshot, job_id=names, step=numbers, generation=numbers)
+restores = st.builds(
+    Restore,
+    job_id=names,
+    step=numbers,
+    generation=numbers,
+    groups=st.lists(
+        st.builds(
+            SnapshotGroup,
+            first_layer=numbers,
+            end_layer=numbers,
+            owners=st.lists(names, max_size=3).map(tuple),
+            protection=texts,
+        ),
+        max_size=2,
+    ).map(tuple),
+    sources=st.dictionaries(names, texts, max_size=3),
 )
 devices = st.builds(Device, node=names, index=numbers)
 stages = st.builds(
@@ -147,6 +171,7 @@ facts = st.builds(
     host=names,
     rendezvous_port=st.integers(0, 65535),
     chaos_allowed=st.booleans(),
+    snapshot_port=st.integers(0, 65535),
 )
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: numbers,
@@ -158,6 +183,10 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     Job: jobs,
     CommittedStep | None: st.none() | steps,
     Vote | None: st.none() | votes,
+    Vote: votes,
+    Restore | None: st.none() | restores,
+    tuple[HeldSnapshot, ...]: st.lists(held, max_size=3).map(tuple),
+    tuple[str, ...]: st.lists(names, max_size=3).map(tuple),
     ModelProfile | None: st.none() | profiles,
     str | None: st.none() | names,
     float | None: st.none() | reals,

@@ -12,6 +12,7 @@ from statemachine.effects import (
     ExitDaemon,
     KillTrainer,
     PublishNode,
+    RemoveSnapshots,
     RenewIncarnation,
     SendSignal,
     SetTimer,
@@ -599,7 +600,7 @@ def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
     assert d.all(KillTrainer)
     assert d.all(StartTrainer)
     d.order(Stop(job_id="job-1", reason="finished"))
-    assert not d.last
+    assert [type(effect) for effect in d.last] == [RemoveSnapshots]
 
 
 def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:

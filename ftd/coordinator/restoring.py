@@ -1,0 +1,42 @@
+"""Can a snapshot be put together from the nodes that are here? The codes know (``storage.codes``)."""
+
+from statemachine.effects import CheckRestore
+from statemachine.events import RestoreChecked
+from storage.codes import make_code, recipe
+
+
+def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
+    """Every group must be decodable from the shards of those of its owners who are present."""
+    present = frozenset(effect.present)
+    decoded: list[str] = []
+    for group in effect.record.groups:
+        lost = frozenset(i for i, owner in enumerate(group.owners) if owner not in present)
+        if not lost:
+            continue
+        absent = ", ".join(group.owners[i] for i in sorted(lost))
+        layers = f"layers {group.first_layer} to {group.end_layer - 1}"
+        code = make_code(group.protection, len(group.owners))
+        # Without a shard there is nobody either who has the small part, which every owner keeps whole.
+        if len(lost) == len(group.owners) or recipe(code, lost) is None:
+            reason = (
+                f"{layers} cannot be made without {absent}: {group.protection} of {len(group.owners)} owners "
+                f"withstands the loss of any {code.guarantee}"
+            )
+            return _answer(effect, at, possible=False, reason=reason)
+        decoded.append(f"{layers} without {absent}")
+    if decoded:
+        return _answer(effect, at, possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
+    return _answer(effect, at, possible=True, reason="every shard is in its owner's memory")
+
+
+def _answer(
+    effect: CheckRestore, at: float, *, possible: bool, reason: str, tier: str = "memory"
+) -> RestoreChecked:
+    return RestoreChecked(
+        at=at,
+        cause=effect.cause,
+        generation=effect.generation,
+        possible=possible,
+        reason=reason,
+        tier=tier,
+    )

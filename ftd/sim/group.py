@@ -1,0 +1,181 @@
+"""The trainers of one generation: they meet, move state, vote; none goes on without the others."""
+
+from typing import TYPE_CHECKING
+
+from ftd.sim.trainers import SimTrainer
+from ftd.sim.world import Violation, World
+from planner.layers import expected_ms
+from statemachine.events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
+from statemachine.messages import Resume
+from statemachine.rules import owned_layers
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+
+
+class Group:
+    """The ranks of one generation."""
+
+    def __init__(self, world: World, resume: Resume, invariants: "Invariants") -> None:
+        self.world, self.resume, self.invariants = world, resume, invariants
+        self.generation = resume.generation
+        devices = resume.plan.devices
+        owned = owned_layers(resume.plan)
+        self.owned = [owned[device] for device in devices]
+        self.size = len(devices)
+        expected = expected_ms(invariants.profile, invariants.policy, resume.plan.pipelines)
+        self.expected_ms = [expected[device] for device in devices]
+        self.members: dict[int, SimTrainer] = {}
+        self.gone = False
+        """Somebody left: nothing that needs everybody happens any more."""
+        self.broken = False
+        """A connection broke for good: nothing at all happens any more."""
+        self.snap = False
+        """Some rank's ballot of the present step asked for a snapshot."""
+        self.votes: dict[int, bool] = {}
+        """Ranks at the VOTE of the present step, with their stop flags."""
+        rank_of = {device: rank for rank, device in enumerate(devices)}
+        self.transfers = [(t.layer, rank_of[t.source], rank_of[t.target]) for t in resume.plan.transfers]
+        self.owes = [0] * self.size
+        """Transfers that each rank has yet to take part in."""
+        for _, source, target in self.transfers:
+            self.owes[source] += 1
+            self.owes[target] += 1
+
+    def join(self, trainer: SimTrainer) -> None:
+        if trainer.rank in self.members:
+            raise Violation(f"rank {trainer.rank} joined generation {self.generation} twice")
+        self.members[trainer.rank] = trainer
+        if len(self.members) == self.size and not self.gone:
+            self.world.at(self.world.between(0.005, 0.05), self._form)
+
+    def left(self, trainer: SimTrainer) -> None:
+        """A member stopped, died or was told to: its vote may or may not have gone out."""
+        self.gone = True
+        if self.members.get(trainer.rank) is trainer:
+            del self.members[trainer.rank]
+        if trainer.rank in self.votes and self.world.chance(0.5):
+            del self.votes[trainer.rank]
+
+    def break_connection(self) -> None:
+        """As TCP does after too long a cut; at least one rank notices, some time later."""
+        if self.broken:
+            return
+        self.broken = self.gone = True
+        members = list(self.members.values())
+        sure = self.world.rng.choice(members) if members else None
+        for member in members:
+            if member is sure or self.world.chance(0.3):
+                self.world.at(self.world.between(0.1, 2.0), self._suspect, member)
+
+    def _suspect(self, member: SimTrainer) -> None:
+        if member.alive and member.group is self:
+            node = member.node
+            node.feed(
+                TrainerSuspectedPeer(
+                    at=self.world.now,
+                    cause="trainer",
+                    device=member.device,
+                    generation=self.generation,
+                    detail="connection reset",
+                )
+            )
+
+    def _connected(self) -> bool:
+        return not any(member.node.data_cut for member in self.members.values())
+
+    def _form(self) -> None:
+        if self.gone:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._form)
+            return
+        self.invariants.forms(self)
+        world, when = self.world, [world_delay(self.world) for _ in range(self.size)]
+        for layer, source, target in self.transfers:
+            begin = max(when[source], when[target])
+            when[source] = when[target] = begin + world.between(0.005, 0.08)
+            world.at(when[target], self._moved, layer, self.members[source], self.members[target])
+        for rank, member in self.members.items():
+            member.phase = "moving"
+            if self.owes[rank] == 0:
+                world.at(when[rank], self._rank_resumed, member, member.token)
+
+    def _moved(self, layer: int, source: SimTrainer, target: SimTrainer) -> None:
+        if self.broken:
+            return
+        if source.group is not self or target.group is not self or not source.able or not target.able:
+            return
+        if source.node.data_cut or target.node.data_cut:
+            self.world.at(0.5, self._moved, layer, source, target)
+            return
+        self.invariants.moves(self, layer, source)
+        target.layers[layer] = source.layers[layer]
+        for member in (source, target):
+            member.progress += 1
+            self.owes[member.rank] -= 1
+            if self.owes[member.rank] == 0:
+                self._rank_resumed(member, member.token)
+
+    def _rank_resumed(self, member: SimTrainer, token: int) -> None:
+        if member.token != token or not member.able:
+            return
+        self.invariants.starts(self, member)
+        node = member.node
+        node.feed(
+            TrainerResumed(
+                at=self.world.now,
+                cause="trainer",
+                device=member.device,
+                generation=self.generation,
+                bytes_moved=0,
+                rendezvous_s=0.01,
+                state_s=0.01,
+            )
+        )
+        if member.token != token:
+            return
+        if member.committed >= member.steps:
+            member.phase = "done"
+            self.world.at(0.01, member._done, member.token, self.generation)
+        else:
+            member.start_step()
+
+    def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
+        self.votes[trainer.rank] = stop
+        self.snap = self.snap or snap
+        if len(self.votes) == self.size:
+            self._pass_vote(trainer.committed)
+
+    def _pass_vote(self, step: int) -> None:
+        if len(self.votes) < self.size or self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._pass_vote, step)
+            return
+        stop, snap = any(self.votes.values()), self.snap
+        self.votes, self.snap = {}, False
+        for member in list(self.members.values()):
+            if member.phase == "vote" and member.committed == step:
+                member.phase = "commit"
+                if snap:
+                    self._snapping(member, step + 1)
+                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                self.world.at(delay, member.commit, member.token, stop, snap)
+
+    def _snapping(self, member: SimTrainer, step: int) -> None:
+        self.world.at(
+            0.0,
+            member.node.feed,
+            TrainerSnapping(
+                at=self.world.now,
+                cause="trainer",
+                device=member.device,
+                generation=self.generation,
+                step=step,
+            ),
+        )
+
+
+def world_delay(world: World) -> float:
+    return world.between(0.001, 0.02)

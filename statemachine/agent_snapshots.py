@@ -1,0 +1,153 @@
+"""Snapshots on one node: orders go down to its trainers, and what they wrote comes up as one signal.
+
+What the node's memory holds outlives trainers and daemons. Of what is not the kept snapshot only the newest
+is reckoned with: a new one may be written over an older (``storage.arena``).
+"""
+
+from dataclasses import dataclass, field
+
+from statemachine.agent_state import BUILT, Agent, TrainerPhase
+from statemachine.effects import RemoveSnapshots, TrainerKeepSnapshot, TrainerSnap
+from statemachine.events import HeldSnapshots, TrainerSnapped, TrainerSnapping, TrainerSnapshotFailed
+from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
+from statemachine.values import HeldSnapshot, NodeState
+
+
+@dataclass(slots=True, kw_only=True)
+class Underway:
+    """The newest snapshot that the trainers living now began."""
+
+    snapping: Snapping
+    shards: dict[int, TrainerSnapped] = field(default_factory=dict)
+    completed: SnapshotCompleted | None = None
+
+
+def snap(a: Agent, command: Snap) -> None:
+    """Once for each order: a late duplicate would begin a snapshot that nobody waits for."""
+    order = command.generation, command.behind
+    if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
+        a.ignore("a Snap of another generation")
+        return
+    if order <= a.snap_order:
+        a.ignore("a Snap that was obeyed")
+        return
+    a.snap_order = order
+    for device in a.mine(a.resume):
+        if a.trainers[device].phase is TrainerPhase.TRAINING:
+            a.out.append(TrainerSnap(cause=a.cause, device=device, generation=command.generation))
+
+
+def keep(a: Agent, command: KeepSnapshot) -> None:
+    """Said again by the coordinator until a heartbeat confirms it."""
+    if a.job is None or command.job_id != a.job.job_id or command.step < a.kept:
+        a.ignore("a KeepSnapshot of another job, or of an older one")
+        return
+    news, a.kept = command.step > a.kept, command.step
+    a.snapshots = [held for held in a.snapshots if held.job_id != command.job_id or held.step >= a.kept]
+    for trainer in a.trainers:
+        if trainer.phase in BUILT:
+            tell_kept(a, trainer.device)
+    if a.underway is not None and a.underway.snapping.step <= a.kept:
+        a.underway = None
+    if news:
+        settle(a, f"the snapshot of step {a.kept} is complete everywhere")
+
+
+def tell_kept(a: Agent, device: int) -> None:
+    """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
+    if a.kept:
+        a.out.append(TrainerKeepSnapshot(cause=a.cause, device=device, step=a.kept))
+
+
+def settle(a: Agent, reason: str) -> None:
+    """No snapshot is under way here any more."""
+    a.underway = None
+    if a.state in (NodeState.SNAP, NodeState.COMPLETED):
+        a.publish(NodeState.HEALTHY, reason)
+
+
+def forget_job(a: Agent, job_id: str) -> None:
+    """The job is over for good."""
+    a.snapshots = [held for held in a.snapshots if held.job_id != job_id]
+    a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
+
+
+def found(a: Agent, event: HeldSnapshots) -> None:
+    """What the daemon found in memory: besides what was completed since."""
+    a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
+
+
+def say_snapshot(a: Agent) -> None:
+    """Where the snapshot under way stands here."""
+    if a.underway is not None:
+        a.say(a.underway.snapping)
+        if a.underway.completed is not None:
+            a.say(a.underway.completed)
+
+
+# --- trainers ------------------------------------------------------------------------------------
+
+
+def take(a: Agent, event: TrainerSnapping | TrainerSnapped | TrainerSnapshotFailed) -> None:
+    """News of a trainer's snapshot."""
+    match event:
+        case TrainerSnapping():
+            began(a, event)
+        case TrainerSnapped():
+            wrote(a, event)
+        case TrainerSnapshotFailed():
+            failed(a, event)
+
+
+def began(a: Agent, event: TrainerSnapping) -> None:
+    """The first trainer that says so speaks for the node; older snapshots but two are no more."""
+    if a.job is None or a.resume is None or event.generation != a.resume.generation:
+        return
+    if a.underway is not None and event.step <= a.underway.snapping.step:
+        return
+    mine = [held for held in a.snapshots if held.job_id == a.job.job_id and held.step != event.step]
+    others = [held for held in mine if held.step != a.kept]
+    spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
+    spared |= {held for held in mine if held.step == a.kept}
+    a.snapshots = [held for held in a.snapshots if held.job_id != a.job.job_id or held in spared]
+    a.underway = Underway(snapping=Snapping(generation=event.generation, step=event.step))
+    a.say(a.underway.snapping)
+    a.publish(NodeState.SNAP, f"a snapshot of step {event.step}")
+
+
+def wrote(a: Agent, event: TrainerSnapped) -> None:
+    """With the last of the trainers that have a rank the node's part is complete."""
+    underway = a.underway
+    if underway is None or a.resume is None or a.job is None or underway.completed is not None:
+        return
+    if (event.generation, event.step) != (underway.snapping.generation, underway.snapping.step):
+        return
+    underway.shards[event.device] = event
+    committed = a.history.get(event.step)
+    if committed is None or any(device not in underway.shards for device in a.mine(a.resume)):
+        return
+    shards = underway.shards.values()
+    a.snapshots.append(
+        HeldSnapshot(job_id=a.job.job_id, step=event.step, generation=event.generation),
+    )
+    underway.completed = SnapshotCompleted(
+        generation=event.generation,
+        step=event.step,
+        vote=committed.vote,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        copy_s=max(shard.copy_s for shard in shards),
+        stall_s=max(shard.stall_s for shard in shards),
+    )
+    a.say(underway.completed)
+    a.publish(NodeState.COMPLETED, f"the snapshot of step {event.step} is complete here")
+
+
+def failed(a: Agent, event: TrainerSnapshotFailed) -> None:
+    underway = a.underway
+    if underway is None or (event.generation, event.step) != (
+        underway.snapping.generation,
+        underway.snapping.step,
+    ):
+        return
+    a.say(SnapshotFailed(generation=event.generation, step=event.step, detail=event.detail))
+    settle(a, f"no snapshot of step {event.step}: {event.detail}")

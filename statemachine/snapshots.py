@@ -1,0 +1,282 @@
+"""Snapshots of the whole cluster: ordered, followed from node to node, complete everywhere or given up.
+
+A snapshot counts once every planned node said ``SnapshotCompleted``: that is made durable, and only then are
+nodes told to release its predecessor (``KeepSnapshot``). So there is always one that is complete everywhere,
+whoever dies or is slow. Heartbeats confirm ``KeepSnapshot``; before all of them have, no other one is
+ordered, since only three fit into a node's memory (``storage.arena``).
+"""
+
+from planner.values import Plan
+from statemachine.ledger import learn, tell
+from statemachine.messages import (
+    Heartbeat,
+    Hello,
+    KeepSnapshot,
+    Snap,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
+)
+from statemachine.node import NodeEvent, NodeMachine
+from statemachine.state import SNAPSHOT, Cluster, Underway
+from statemachine.values import (
+    ClusterPhase,
+    CommittedStep,
+    HeldSnapshot,
+    NodeState,
+    Snapshot,
+    SnapshotGroup,
+)
+
+
+def groups_of(plan: Plan, protection: str) -> tuple[SnapshotGroup, ...]:
+    """Maximal runs of layers that the same stages own, one in each pipeline."""
+    layers = plan.pipelines[0].stages[-1].end_layer
+    owners: list[tuple[tuple[str, int], ...]] = [()] * layers
+    for pipeline in plan.pipelines:
+        for number, stage in enumerate(pipeline.stages):
+            for layer in range(stage.first_layer, stage.end_layer):
+                owners[layer] = (*owners[layer], (stage.devices[0].node, number))
+    begins = [layer for layer in range(layers) if layer == 0 or owners[layer] != owners[layer - 1]]
+    return tuple(
+        SnapshotGroup(
+            first_layer=first,
+            end_layer=end,
+            owners=tuple(node for node, _ in owners[first]),
+            protection=protection,
+        )
+        for first, end in zip(begins, [*begins[1:], layers], strict=True)
+    )
+
+
+def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
+    assert c.job is not None, "a snapshot is of a job"
+    return HeldSnapshot(job_id=c.job.job_id, step=record.step, generation=record.generation)
+
+
+def holders(c: Cluster, record: Snapshot) -> tuple[str, ...]:
+    """Nodes that are here and hold their part."""
+    key = key_of(c, record)
+    return tuple(
+        n for n in record.owners if n in c.nodes and c.nodes[n].alive and key in c.nodes[n].snapshots
+    )
+
+
+# --- ordering ------------------------------------------------------------------------------------
+
+
+def pursue(c: Cluster) -> None:
+    """While the group trains: order one when it is time."""
+    keeping, job, attempt, resumption = c.keeping, c.job, c.attempt, c.resumption
+    if job is None or attempt is None or resumption is None or job.snapshot.every_steps < 1:
+        return
+    if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
+        return
+    newest = keeping.newest
+    planned = [c.nodes[name] for name in c.planned]
+    kept = newest.step if newest is not None else 0
+    if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
+        return
+    known = c.ledger.known_step
+    keeping.behind, keeping.urgent = known, False
+    keeping.underway = Underway(generation=attempt.generation, behind=known, began_at=c.at)
+    first = resumption.plan.devices[0].node
+    c.send(c.nodes[first], Snap(generation=attempt.generation, behind=known))
+    c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+
+
+def _time(c: Cluster) -> bool:
+    """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
+    keeping, job, known = c.keeping, c.job, c.ledger.known_step
+    assert job is not None, "a job is under way"
+    if known + 1 >= job.steps or known <= keeping.behind:
+        return False
+    newest = keeping.newest
+    if newest is not None and keeping.urgent and len(holders(c, newest)) < len(newest.owners):
+        return True
+    return known >= keeping.behind + job.snapshot.every_steps
+
+
+# --- one snapshot's life -------------------------------------------------------------------------
+
+
+def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
+    """Is this about the snapshot under way, or about one that may be taken up?
+
+    A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
+    says that the older one was overtaken.
+    """
+    keeping, attempt, job = c.keeping, c.attempt, c.job
+    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING or node.name not in c.planned:
+        return False
+    over = max(keeping.over, keeping.newest.step if keeping.newest is not None else 0)
+    if generation != attempt.generation or job.snapshot.every_steps < 1 or step <= over:
+        return False
+    underway = keeping.underway
+    if underway is not None and (
+        step <= underway.behind or (underway.step is not None and step < underway.step)
+    ):
+        return False
+    if underway is not None and underway.step is not None and step > underway.step:
+        give_up(c, f"one of step {step} has begun")
+        underway = None
+    if underway is None:
+        underway = keeping.underway = Underway(generation=generation, behind=step - 1, began_at=c.at)
+        keeping.behind = max(keeping.behind, step - 1)
+        c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+    underway.step = step
+    return True
+
+
+def take_snapping(c: Cluster, node: NodeMachine, signal: Snapping) -> None:
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a Snapping that nobody waits for", node.name)
+        return
+    underway = c.keeping.underway
+    if underway is not None and node.name not in underway.completed:
+        node.feed(NodeEvent.SNAP)
+        c.publish()
+
+
+def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> None:
+    """With the last planned node's word the snapshot is complete everywhere."""
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a SnapshotCompleted that nobody waits for", node.name)
+        return
+    underway, job = c.keeping.underway, c.job
+    assert underway is not None, "it fits"
+    assert job is not None, "it fits"
+    node.feed(NodeEvent.SNAP)  # where its word that it began was lost
+    node.feed(NodeEvent.COMPLETED)
+    underway.completed[node.name] = signal
+    node.snapshots.add(HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation))
+    if signal.step > c.ledger.known_step:
+        learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
+        c.persist()
+        tell(c)
+    c.dirty = True
+    if set(c.planned) <= set(underway.completed):
+        complete(c, underway, signal)
+        c.persist()
+    c.publish()
+
+
+def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
+    """Complete everywhere: durable before anybody releases the one before."""
+    job, resumption = c.job, c.resumption
+    assert job is not None, "a job is under way"
+    assert resumption is not None, "a group trains"
+    said = underway.completed.values()
+    record = Snapshot(
+        step=signal.step,
+        generation=signal.generation,
+        vote=signal.vote,
+        groups=groups_of(resumption.plan, job.snapshot.protection),
+        size_bytes=sum(one.size_bytes for one in said),
+        at=c.at,
+    )
+    c.keeping.newest, c.keeping.underway = record, None
+    c.cancel_timer(SNAPSHOT)
+    key = key_of(c, record)
+    for node in c.alive():
+        node.feed(NodeEvent.COMMITTED)
+        node.snapshots &= {key}
+        _say_keep(c, node, record)
+    c.emit(
+        "SnapshotCompleted",
+        f"the state behind step {record.step} is in the memory of {', '.join(record.owners)}",
+        step=record.step,
+        generation=record.generation,
+        protection=job.snapshot.protection,
+        size_bytes=record.size_bytes,
+        copy_s=max(one.copy_s for one in said),
+        stall_s=max(one.stall_s for one in said),
+        took_s=round(c.at - underway.began_at, 6),
+    )
+
+
+def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a SnapshotFailed that nobody waits for", node.name)
+        return
+    give_up(c, f"{node.name}: {signal.detail}")
+
+
+def overdue(c: Cluster) -> None:
+    """Some node did not complete it in time; it may be slow, dead or cut off: others find that out."""
+    underway = c.keeping.underway
+    if underway is None:
+        return
+    missing = [name for name in c.planned if name not in underway.completed]
+    give_up(c, f"{', '.join(missing)} did not complete it in time")
+
+
+def interrupt(c: Cluster, why: str) -> None:
+    """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
+    give_up(c, why)
+    keeping = c.keeping
+    keeping.over = 0
+    keeping.behind = keeping.newest.step if keeping.newest is not None else 0
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+
+
+def give_up(c: Cluster, why: str) -> None:
+    """What nodes have of it counts for nothing; the one before is still complete everywhere."""
+    keeping, underway = c.keeping, c.keeping.underway
+    if underway is None:
+        return
+    keeping.underway = None
+    c.cancel_timer(SNAPSHOT)
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+    if underway.step is not None:
+        keeping.over = max(keeping.over, underway.step)
+    newest = keeping.newest
+    c.emit(
+        "SnapshotGivenUp",
+        why,
+        step=underway.step,
+        generation=underway.generation,
+        kept_step=newest.step if newest is not None else None,
+    )
+    c.publish()
+
+
+# --- what nodes hold -----------------------------------------------------------------------------
+
+
+def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
+    """A Hello names what the node's memory holds. Whether that is news about the newest snapshot."""
+    node.kept, node.greeted = None, True
+    job, newest = c.job, c.keeping.newest
+    if job is None:
+        return False
+    before = set(node.snapshots)
+    node.snapshots |= {
+        held for held in signal.snapshots if held.job_id == job.job_id and held not in node.spoiled
+    }
+    if node.snapshots == before:
+        return False
+    c.persist()
+    return newest is not None and key_of(c, newest) in node.snapshots - before
+
+
+def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """Only a heartbeat behind a Hello counts: before it the node may have begun what we have yet to hear."""
+    newest = c.keeping.newest
+    if not node.greeted or not c.active:
+        return
+    news, node.kept = node.kept != signal.kept, signal.kept
+    c.dirty = c.dirty or news
+    if newest is not None and signal.kept != newest.step and node.prepared:
+        _say_keep(c, node, newest)
+
+
+def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
+    """Not with every heartbeat: the answer takes a while."""
+    job = c.job
+    assert job is not None, "a snapshot is of a job"
+    if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
+        node.keep_said, node.keep_said_at = record.step, c.at
+        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step))
