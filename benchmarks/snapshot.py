@@ -103,7 +103,9 @@ def computing(seconds: float) -> Callable[[], None]:
     return compute
 
 
-def measure_ours(model: nn.Module, optimizer: Light, tensors: list[Tensor], place: Path) -> dict[str, Any]:
+def measure_ours(
+    model: nn.Module, optimizer: Light, tensors: list[Tensor], place: Path, *, rounds_wanted: int
+) -> dict[str, Any]:
     memcpy = memcpy_s(tensors)
     began = time.perf_counter()
     snapshots = Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
@@ -127,7 +129,7 @@ def measure_ours(model: nn.Module, optimizer: Light, tensors: list[Tensor], plac
         snapshots.snapshot(number)
         optimizer.step()
 
-    for _ in range(6):
+    for _ in range(rounds_wanted):
         step += 1
         calls.append(timed(partial(snapshots.snapshot, step)))
         compute()
@@ -140,9 +142,9 @@ def measure_ours(model: nn.Module, optimizer: Light, tensors: list[Tensor], plac
     found["hurried_s"] = hurried
     snapshots.wait()
     rounds = []
-    for _ in range(6):
-        without = [iteration(taking=False) for _ in range(3)]
-        taking = [iteration(taking=True) for _ in range(4)][1:]
+    for _ in range(rounds_wanted):
+        without = [iteration(taking=False) for _ in range(2)]
+        taking = [iteration(taking=True) for _ in range(3)][1:]
         compute()
         snapshots.wait()
         rounds.append((statistics.median(without), statistics.median(taking)))
@@ -280,7 +282,7 @@ def measure(gib: float, disk: Path) -> dict[str, Any]:
     model, optimizer, tensors = state_of(gib)
     place = Path(tempfile.mkdtemp(dir=SHM))
     try:
-        ours = measure_ours(model, optimizer, tensors, place)
+        ours = measure_ours(model, optimizer, tensors, place, rounds_wanted=3 if gib > 2 else 6)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return {"ours": ours, "peers": measure_peers(model, optimizer, disk, repeats=1 if gib > 2 else 3)}
