@@ -12,7 +12,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ from runtime.optimizer import Optimization
 from runtime.pace import Pace
 from runtime.protocol import Resume, TrainingData, VoteData
 from runtime.sampling import Sampler
+from runtime.snapshot_groups import groups_of
+from runtime.snapshot_writer import SnapshotWriter
 from runtime.state import LayerStates
 from runtime.training import load_training
 from runtime.transfer import Exchange
@@ -49,6 +53,8 @@ class StepResult:
     vote: VoteData
     stop: bool
     """Somebody wants everybody to stop behind this step."""
+    snap: bool
+    """Somebody wants a snapshot of the state behind this step: ``begin_snapshot``."""
     step_s: float
     bubble_s: float
     microbatch_ms: float
@@ -72,6 +78,9 @@ class Engine:
         self.vote: VoteData | None = None
         """Of ``committed_step``."""
         self.complete: set[int] = set(range(self.model.layer_count))
+        self.lineage = 0
+        """Of the last Resume obeyed."""
+        self.snapshots: SnapshotWriter | None = None
         self.owned: frozenset[int] = frozenset()
         """Layers of this rank's stage in the newest generation; only these are kept up to date."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -81,12 +90,18 @@ class Engine:
 
     # --- between generations ---------------------------------------------------------------------
 
-    def settle(self, step: int, vote: VoteData | None) -> None:
+    def settle(self, step: int, vote: VoteData | None, lineage: int = 0) -> None:
         """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
 
+        :param lineage: with another than its own, what is here is of a past that was undone.
         :raises EngineError: ``step`` is to be applied without its vote.
         """
-        if self.ready_step is not None and self.ready_step == step:
+        if self.snapshots is not None:
+            self.snapshots.finish()
+        undone, self.lineage = lineage != self.lineage, lineage
+        if undone:
+            self._start_anew(step, vote)
+        elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
                 raise EngineError(f"step {step} is to be applied, but its vote is missing")
             self._apply(vote)
@@ -94,11 +109,20 @@ class Engine:
             self._discard()
         else:
             # Fresh, or it was away: nothing here is of use, all of it comes from others.
-            self._discard()
-            self.model.drop(range(self.model.layer_count))
-            self.complete = set()
-            self.committed_step, self.vote = step, vote
+            self._start_anew(step, vote)
         self._leave()
+
+    def restore(self, directory: Path, resume: Resume) -> None:
+        """Behind ``settle``: take the layers of this rank's stage out of the files there, and no others.
+
+        :raises OSError, StateError: a file cannot be read, or is none of this model's.
+        """
+        self._start_anew(resume.step, resume.vote)
+        for layer in seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers:
+            self.pace.tick()
+            header = (directory / f"layer-{layer}.header").read_bytes()
+            self.states.unpack(layer, header, _mapped(directory / f"layer-{layer}.payload"))
+            self.complete.add(layer)
 
     def enter(self, resume: Resume, communicator: Communicator) -> Entered:
         """Meet the others, get the state that is missing, and be ready for ``step``.
@@ -128,6 +152,9 @@ class Engine:
         if missing:
             raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
         self.owned = frozenset(seat.layers)
+        if self.snapshots is not None:
+            groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
+            self.snapshots.enter(groups, resume.step)
         self._communicator = communicator
         self._gradients = Gradients(self.model, buckets, communicator)
         self._executor = StageExecutor(
@@ -147,10 +174,12 @@ class Engine:
 
     # --- the step --------------------------------------------------------------------------------
 
-    def step(self, stop_wanted: Callable[[], bool]) -> StepResult:
+    def step(
+        self, stop_wanted: Callable[[], bool], snap_wanted: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         """One step, to its commit.
 
-        :param stop_wanted: asked once, just before VOTE.
+        :param stop_wanted: asked once, just before VOTE, as is ``snap_wanted``.
         :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far it came.
         """
         executor, gradients = self._executor, self._gradients
@@ -161,36 +190,51 @@ class Engine:
         loss = executor.run(self.committed_step + 1)
         gradients.finish(self.pace)
         self.ready_step = self.committed_step + 1
-        vote, stop = self._ask(loss, stop_wanted())
+        vote, stop, snap = self._ask(loss, stop_wanted(), snap_wanted())
+        bubble_s = self.pace.bubble_s
+        if self.snapshots is not None:
+            self.snapshots.finish()
         self._apply(vote)
+        step_s = time.monotonic() - started
+        if self.snapshots is not None:
+            self.snapshots.committed(step_s, bubble_s)
         return StepResult(
             vote=vote,
             stop=stop,
-            step_s=time.monotonic() - started,
-            bubble_s=self.pace.bubble_s,
+            snap=snap,
+            step_s=step_s,
+            bubble_s=bubble_s,
             microbatch_ms=executor.microbatch_ms(),
         )
+
+    def begin_snapshot(self, generation: int) -> None:
+        """Behind a step that said ``snap``: its state is copied while the next is computed."""
+        assert self.snapshots is not None and self.vote is not None
+        # Bubbles are those of the next step from here on.
+        self.pace.bubble_s = 0.0
+        self.snapshots.begin(generation, self.committed_step, self.vote)
 
     def digests(self) -> dict[int, str]:
         """Of the parameters of each owned layer."""
         return {layer: self.states.digest(layer) for layer in sorted(self.owned)}
 
-    def _ask(self, loss: float, stop: bool) -> tuple[VoteData, bool]:
+    def _ask(self, loss: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
         """VOTE: passing it proves that every rank of the world holds complete gradients."""
         assert self._communicator is not None and self._gradients is not None
         self.pace.tick()
         squared, broken = self._gradients.squared_norm()
-        ballot = torch.tensor([loss, squared, broken, stop], dtype=torch.float64, device=self.model.device)
+        said = [loss, squared, broken, stop, snap]
+        ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
         with self.pace.idle():
             self._communicator.settle(pending)
-        total_loss, total_squared, total_broken, stops = ballot.tolist()
+        total_loss, total_squared, total_broken, stops, snaps = ballot.tolist()
         vote = VoteData(
             loss=total_loss,
             gradient_norm=math.sqrt(total_squared),
             skipped=total_broken > 0 or not math.isfinite(total_squared),
         )
-        return vote, stops > 0
+        return vote, stops > 0, snaps > 0
 
     def _apply(self, vote: VoteData) -> None:
         """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this."""
@@ -219,6 +263,13 @@ class Engine:
             if tensor.kind == "buffer"
         ]
 
+    def _start_anew(self, step: int, vote: VoteData | None) -> None:
+        """Hold nothing, at ``step``."""
+        self._discard()
+        self.model.drop(range(self.model.layer_count))
+        self.complete = set()
+        self.committed_step, self.vote = step, vote
+
     def _discard(self) -> None:
         """Forget the step in flight."""
         self.ready_step = None
@@ -232,3 +283,11 @@ class Engine:
         if self._gradients is not None:
             self._gradients.close()
         self._communicator = self._gradients = self._executor = None
+
+
+def _mapped(path: Path) -> Tensor:
+    """The file's bytes, read only where they are used; writing into them would change no file."""
+    size_bytes = path.stat().st_size
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", shape=(size_bytes,)))

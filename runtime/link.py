@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from runtime.communicator import Aborted, Communicator
 from runtime.pace import Pace
@@ -19,12 +20,14 @@ from runtime.protocol import (
     Decoder,
     Exit,
     Instruction,
+    KeepSnapshot,
     Prepare,
     Quiesce,
     Report,
     Resume,
     Sleep,
     Slow,
+    Snap,
     encode,
 )
 
@@ -47,10 +50,15 @@ class Mailbox:
         self._abort = False
         """An abort came that the main thread has not answered yet, even if a newer Quiesce replaced it."""
         self._communicator: Communicator | None = None
+        self._snap = 0
+        """Generation that a snapshot was ordered in; 0: none is."""
+        self.keep: Callable[[int], None] | None = None
+        """Given the step of each KeepSnapshot, on the control thread."""
 
     # --- control thread --------------------------------------------------------------------------
 
-    def deliver(self, instruction: Prepare | Quiesce | Resume | Sleep | Slow) -> None:
+    def deliver(self, instruction: Instruction) -> None:
+        """What is for now is done now; the rest waits for the main thread."""
         with self._condition:
             match instruction:
                 case Prepare():
@@ -65,6 +73,13 @@ class Mailbox:
                         self._resume = instruction
                 case Quiesce():
                     self._deliver_quiesce(instruction)
+                case Snap(generation=generation):
+                    self._snap = generation
+                case KeepSnapshot(step=step):
+                    if self.keep is not None:
+                        self.keep(step)
+                case Exit():
+                    os._exit(0)
             self._condition.notify_all()
 
     def _deliver_quiesce(self, quiesce: Quiesce) -> None:
@@ -109,6 +124,14 @@ class Mailbox:
     def stop_wanted(self) -> bool:
         """A Quiesce waits to be answered: in boundary mode the vote carries this to everybody."""
         return self._quiesce is not None
+
+    def take_snap(self) -> bool:
+        """A snapshot was ordered in the generation that is training; asked once a step."""
+        with self._condition:
+            wanted = self._snap == self._resumed
+            if wanted:
+                self._snap = 0
+        return wanted
 
 
 class Link:
@@ -157,6 +180,4 @@ class Link:
             if not data:
                 os._exit(0)
             for instruction in decoder.feed(data):
-                if isinstance(instruction, Exit):
-                    os._exit(0)
                 self._mailbox.deliver(instruction)

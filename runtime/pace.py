@@ -6,6 +6,7 @@ is the one place where a stage is idle (a pipeline bubble), which is where time 
 other work may be done.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ class Pace:
         """Waited for peers since the owner last set it to zero."""
         self.slowness = 1.0
         """Chaos: computing takes so many times as long."""
+        self.window: threading.Event | None = None
+        """Set while ``waiting``, for who has work for such times."""
         self._sleep_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:
@@ -40,12 +43,16 @@ class Pace:
     def idle(self) -> Iterator[None]:
         """Nothing to do but wait for others."""
         self.waiting = True
+        if self.window is not None:
+            self.window.set()
         started = time.monotonic()
         try:
             yield
         finally:
             self.bubble_s += time.monotonic() - started
             self.waiting = False
+            if self.window is not None:
+                self.window.clear()
             self.progress += 1
 
     def wait(self, communicator: Communicator, pending: Pending) -> None:

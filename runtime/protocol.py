@@ -126,8 +126,8 @@ class Resume(Frame, frozen=True, kw_only=True):
     protection: str = "none"
     """``storage.codes``: what each owner keeps besides its own part."""
     restore: str = ""
-    """Directory with ``layer-<n>.header`` and ``layer-<n>.payload`` (``runtime.state``) for each layer that
-    this rank needs, at ``step``; what it holds is dropped. Empty: what is held stays."""
+    """Directory with ``layer-<n>.header`` and ``.payload`` (``runtime.state``) at ``step`` of each layer that
+    this rank needs; what it holds is dropped."""
     lineage: int = 0
     """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
 
@@ -293,19 +293,9 @@ class Raised(Frame, frozen=True, kw_only=True):
     """Traceback."""
 
 
+SnapshotReport = Snapping | Snapped | SnapshotFailed
 Report = (
-    Attached
-    | Prepared
-    | Quiesced
-    | Resumed
-    | Stepped
-    | Snapping
-    | Snapped
-    | SnapshotFailed
-    | Beat
-    | PeerSuspected
-    | Done
-    | Raised
+    Attached | Prepared | Quiesced | Resumed | Stepped | SnapshotReport | Beat | PeerSuspected | Done | Raised
 )
 
 

@@ -33,8 +33,8 @@ class LayerStates:
         self._optimization = optimization
         self._decoder = msgspec.msgpack.Decoder(Header)
 
-    def pack(self, layer: int) -> tuple[bytes, Tensor]:
-        """Header and payload. The payload is a copy: training may go on while it is sent."""
+    def describe(self, layer: int) -> tuple[Header, list[Tensor]]:
+        """What ``pack`` would say, and for each entry the tensor itself, not a copy."""
         self._check_held(layer)
         tensors, scalars = self._collect(layer)
         entries: list[Entry] = []
@@ -62,8 +62,13 @@ class LayerStates:
             schedule=self._optimization.schedule(),
             size_bytes=end,
         )
-        payload = torch.empty(end, dtype=torch.uint8)
-        for entry, (_, _, _, tensor) in zip(entries, tensors, strict=True):
+        return header, [tensor for _, _, _, tensor in tensors]
+
+    def pack(self, layer: int) -> tuple[bytes, Tensor]:
+        """Header and payload. The payload is a copy: training may go on while it is sent."""
+        header, tensors = self.describe(layer)
+        payload = torch.empty(header.size_bytes, dtype=torch.uint8)
+        for entry, tensor in zip(header.entries, tensors, strict=True):
             _view(payload, entry).copy_(tensor)
             padding = entry.offset + entry.size_bytes
             payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()

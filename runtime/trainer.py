@@ -7,6 +7,7 @@ state, reports, and waits for the next generation in the same process.
 
 import gc
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -26,8 +27,11 @@ from runtime.protocol import (
     Raised,
     Resume,
     Resumed,
+    Snapping,
+    SnapshotFailed,
     Stepped,
 )
+from runtime.snapshot_writer import SnapshotWriter
 from runtime.store import Rendezvous
 from runtime.training import TrainingError
 
@@ -68,6 +72,7 @@ class Trainer:
         data = prepare.training
         engine = Engine(data, torch_device(data.backend, self._device), self._pace)
         self._pace.tick()
+        self._keep_snapshots(engine, prepare)
         profile = self._profile(engine, prepare) if prepare.profile else None
         self._engine = engine
         # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
@@ -76,6 +81,24 @@ class Trainer:
         gc.freeze()
         self._pace.tick()
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
+
+    def _keep_snapshots(self, engine: Engine, prepare: Prepare) -> None:
+        """Into the arena that the node has for this device, if it has."""
+        self._mailbox.keep = None
+        if self._engine is not None and self._engine.snapshots is not None:
+            self._engine.snapshots.close()
+        if not prepare.arena:
+            return
+        engine.snapshots = SnapshotWriter(
+            job_id=prepare.job_id,
+            directory=Path(prepare.arena),
+            limit_bytes=prepare.arena_limit_bytes,
+            states=engine.states,
+            device=engine.model.device,
+            pace=self._pace,
+            report=self._link.send,
+        )
+        self._mailbox.keep = engine.snapshots.keep
 
     def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
         measured = measure(
@@ -99,7 +122,10 @@ class Trainer:
                 ready_step=engine.ready_step,
                 vote=engine.vote,
                 held=tuple(sorted(engine.complete)),
+                lineage=engine.lineage,
             )
+            if engine.snapshots is not None:
+                engine.snapshots.hurry()
         self._link.send(report)
 
     def _resume(self, resume: Resume) -> None:
@@ -108,9 +134,11 @@ class Trainer:
         if engine is None:
             raise RuntimeError("a Resume came before any Prepare")
         self._close()  # Everybody has reported since: nobody needs the old groups any more.
-        engine.settle(resume.step, resume.vote)
+        engine.settle(resume.step, resume.vote, resume.lineage)
         if resume.rank < 0:
             return
+        if resume.restore:
+            engine.restore(Path(resume.restore), resume)
         rendezvous = Rendezvous(
             host=resume.rendezvous_host,
             port=resume.rendezvous_port,
@@ -142,7 +170,7 @@ class Trainer:
             )
         )
         while engine.committed_step < engine.data.steps:
-            result = engine.step(lambda: self._mailbox.stop_wanted)
+            result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
             self._link.send(
                 Stepped(
                     generation=generation,
@@ -153,9 +181,21 @@ class Trainer:
                     microbatch_ms=result.microbatch_ms,
                 )
             )
+            if result.snap:
+                self._snap(engine, generation)
             if result.stop:
                 return
         self._link.send(Done(generation=generation, step=engine.committed_step, digests=engine.digests()))
+
+    def _snap(self, engine: Engine, generation: int) -> None:
+        """Behind Stepped: whoever hears that a snapshot is complete has heard of its step."""
+        step = engine.committed_step
+        self._link.send(Snapping(generation=generation, step=step))
+        if engine.snapshots is None:
+            detail = "this trainer was given no memory for snapshots"
+            self._link.send(SnapshotFailed(generation=generation, step=step, detail=detail))
+        else:
+            engine.begin_snapshot(generation)
 
     def _close(self) -> None:
         if self._communicator is not None:

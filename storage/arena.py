@@ -157,9 +157,10 @@ class Arena:
         size = self._slot_bytes(number)
         if mapping is None or len(mapping) != size:
             with self._slot_path(number).open("r+b") as file:
-                # Page tables are filled here: the first copy meets no page fault either.
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=flags)
+                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+            # Page tables are filled here: the first copy meets no page fault either. Seconds for a large
+            # slot, in which numpy lets other threads run; MAP_POPULATE would hold the interpreter lock.
+            np.bitwise_or.reduce(np.frombuffer(mapping, dtype=np.uint8)[::_PAGE_BYTES])
         return np.frombuffer(mapping, dtype=np.uint8)
 
     def _grow(self, number: int, size_bytes: int) -> None:

@@ -69,6 +69,8 @@ def runs_of(header: Header) -> tuple[Run, ...]:
 
 
 class LayerImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of a layer but its bytes in the bucket."""
+
     layer: int
     offset: int
     """Where the layer's bytes begin in the group's bucket."""

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from ftd.node.rendezvous import RendezvousServer
 from runtime import protocol as p
 from runtime.communicator import GlooCommunicator
@@ -213,9 +215,26 @@ class Cluster:
 
     # --- the life of a generation ------------------------------------------------------------------
 
-    def prepare(self, trainers: Sequence[TrainerHandle], data: p.TrainingData, profile: bool = False) -> None:
+    def prepare(
+        self,
+        trainers: Sequence[TrainerHandle],
+        data: p.TrainingData,
+        profile: bool = False,
+        arenas: Path | None = None,
+        arena_limit_bytes: int | None = None,
+    ) -> None:
+        """:param arenas: snapshots are kept below it, in ``device-<d>``."""
         for trainer in trainers:
-            trainer.send(p.Prepare(job_id="job", training=data, profile=profile))
+            arena = "" if arenas is None else str(arenas / f"device-{trainer.device}")
+            trainer.send(
+                p.Prepare(
+                    job_id="job",
+                    training=data,
+                    profile=profile,
+                    arena=arena,
+                    arena_limit_bytes=arena_limit_bytes,
+                )
+            )
         for trainer in trainers:
             trainer.take(p.Prepared)
 
@@ -233,10 +252,12 @@ class Cluster:
         step: int,
         vote: p.VoteData | None = None,
         transfers: Sequence[p.TransferData] = (),
+        **snapshots: Any,
     ) -> None:
-        """Send Resume: ``ranks[r]`` is rank r."""
+        """Send Resume: ``ranks[r]`` is rank r. ``snapshots``: further fields of it."""
         for rank, trainer in enumerate(ranks):
-            trainer.send(self.resume_frame(rank, len(ranks), pipelines, step, vote, transfers))
+            frame = self.resume_frame(rank, len(ranks), pipelines, step, vote, transfers)
+            trainer.send(msgspec.structs.replace(frame, **snapshots))
 
     def resume_frame(
         self,

@@ -1,0 +1,144 @@
+"""One snapshot on its way: what it consists of, and how far it is."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from runtime.protocol import VoteData
+from runtime.snapshot_groups import Group
+from runtime.snapshot_pieces import Bucket, Bytes, Staging, Unit, source_of, units_of
+from runtime.state import LayerStates
+from storage.image import GroupImage, LayerImage
+from storage.layerstate import ALIGNMENT_BYTES, Entry
+from storage.manifest import Part, digest_of
+from storage.shards import ShardLayout
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """The lock of the writer guards what changes.
+
+    The slot holds the shards of all groups, then the small parts. Units make the shards, by any thread; the
+    small parts are copies already.
+    """
+
+    generation: int
+    step: int
+    vote: VoteData
+    units: list[Unit] = field(default_factory=list)
+    shards: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name, offset in the slot, size."""
+    small: list[tuple[str, bytes]] = field(default_factory=list)
+    groups: list[dict[str, object]] = field(default_factory=list)
+    """For the manifest."""
+    slot: Bytes | None = None
+    taken: int = 0
+    copied: int = 0
+    left_bytes: int = 0
+    """Still to be read."""
+    hurried: bool = False
+    """Somebody waits: not only in bubbles."""
+    waiting: bool = False
+    """The main thread does; its stall is not known yet."""
+    error: Exception | None = None
+    """It is given up for this."""
+    begun_s: float = field(default_factory=time.monotonic)
+    copy_s: float = 0.0
+    stall_s: float = 0.0
+    idle_bytes: int = 0
+
+    def add(self, group: Group, states: LayerStates, staging: Staging) -> None:
+        """What this rank keeps of the group, from the state as it is now."""
+        bucket = Bucket(staging)
+        images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
+        layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
+        offset = self.shards_bytes
+        self.units += units_of(layout, group.owner, bucket, offset)
+        name = f"group-{group.first_layer}"
+        self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
+        small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
+        self.small.append((f"{name}/small", small))
+        self.groups.append(
+            {
+                "first_layer": group.first_layer,
+                "end_layer": group.end_layer,
+                "owners": group.owners,
+                "owner": group.owner,
+                "scheme": group.scheme,
+                "bucket_bytes": bucket.size_bytes,
+            }
+        )
+        self.left_bytes = sum(unit.read_bytes for unit in self.units)
+
+    @property
+    def shards_bytes(self) -> int:
+        return self.shards[-1][1] + self.shards[-1][2] if self.shards else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.shards_bytes + sum(len(data) for _, data in self.small)
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def done(self) -> bool:
+        """The state may change."""
+        return self.failed or self.copied == len(self.units)
+
+    def layout(self) -> dict[str, object]:
+        return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
+
+    def parts(self) -> tuple[Part, ...]:
+        """Write the small parts behind the shards, which are there, and make digests of all."""
+        assert self.slot is not None
+        ranges = list(self.shards)
+        end = self.shards_bytes
+        for name, data in self.small:
+            self.slot[end : end + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            ranges.append((name, end, len(data)))
+            end += len(data)
+        return tuple(
+            Part(
+                name=name,
+                offset=offset,
+                size_bytes=size,
+                digest=digest_of(self.slot[offset : offset + size]),
+            )
+            for name, offset, size in ranges
+        )
+
+
+def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
+    """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
+    header, tensors = states.describe(layer)
+    begin = bucket.size_bytes
+    buffers: list[tuple[Entry, Tensor]] = []
+    for entry, tensor in zip(header.entries, tensors, strict=True):
+        if entry.role == "buffer":
+            buffers.append((entry, tensor))
+        else:
+            bucket.add(source_of(tensor), _padded(entry.size_bytes))
+    return LayerImage(
+        layer=layer,
+        offset=begin,
+        size_bytes=bucket.size_bytes - begin,
+        header=msgspec.msgpack.encode(header),
+        buffers=_bytes_of(buffers),
+    )
+
+
+def _bytes_of(buffers: Sequence[tuple[Entry, Tensor]]) -> bytes:
+    return b"".join(
+        np.asarray(source_of(tensor.cpu())).tobytes().ljust(_padded(entry.size_bytes), b"\0")
+        for entry, tensor in buffers
+    )
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES

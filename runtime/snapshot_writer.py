@@ -1,0 +1,350 @@
+"""The thread that writes this rank's part of snapshots into its arena while training goes on (REFT §4.1).
+
+It alone touches the arena, one task after the other: make room, copy and commit a snapshot, release. When it
+copies is ``runtime.snapshot_schedule``'s to say. The main thread begins a snapshot behind a commit and comes
+to ``finish`` before it changes the state again; there it helps, so that it waits for one memcpy at most.
+Nothing here may end training: what cannot be kept is reported as ``SnapshotFailed``, and older ones stay.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.pace import Pace
+from runtime.protocol import Snapped, SnapshotFailed, SnapshotReport, VoteData
+from runtime.snapshot_capture import Capture
+from runtime.snapshot_groups import Group
+from runtime.snapshot_pieces import Staging
+from runtime.snapshot_schedule import Schedule
+from runtime.state import LayerStates
+from storage.arena import Arena
+from storage.errors import StorageError
+from storage.manifest import Manifest
+
+_SLOTS = 2
+"""Made beforehand: of the last snapshot and the next. The third is rarely needed."""
+_POLL_S = 0.002
+"""How often the copier looks whether it may still wait for bubbles."""
+_SLACK_BYTES = 1024 * 1024
+"""Headers grow with their numbers: room for that, or every slot would be made anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reserve:
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keep:
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forget:
+    """Snapshots of later steps: of a past that was undone."""
+
+    after_step: int
+
+
+class SnapshotWriter:
+    """:param report: sends to the node; from any thread."""
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        directory: Path,
+        limit_bytes: int | None,
+        states: LayerStates,
+        device: torch.device,
+        pace: Pace,
+        report: Callable[[SnapshotReport], None],
+    ) -> None:
+        """:raises OSError: the arena cannot be made."""
+        self._job_id = job_id
+        self._states = states
+        self._device = device
+        self._pace = pace
+        self._report = report
+        self._arena = Arena.open(directory, limit_bytes=limit_bytes)
+        self._check_found()
+        self._groups: tuple[Group, ...] = ()
+        self._staging = Staging()
+        self._schedule = Schedule()
+        self._capture: Capture | None = None
+        """The newest, while it may be being copied."""
+        self._reserved = False
+        self._kept: int | None = None
+        self._changed = threading.Condition()
+        self._tasks: deque[Capture | _Reserve | _Keep | _Forget] = deque()
+        self._stopped = False
+        self._window = pace.window = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
+
+    # --- main thread -----------------------------------------------------------------------------
+
+    def enter(self, groups: tuple[Group, ...], step: int) -> None:
+        """A generation begins, at ``step``."""
+        self._groups, self._reserved = groups, False
+        self._put(_Forget(after_step=step))
+
+    def begin(self, generation: int, step: int, vote: VoteData) -> None:
+        """``step`` is committed: copy the state as it is now. Small things are copied at once."""
+        started = time.monotonic()
+        self._settle()
+        self._window.clear()
+        if not self._groups:
+            # Another rank of the stage writes, and holds the same bytes.
+            self._report(
+                Snapped(generation=generation, step=step, size_bytes=0, copy_s=0.0, stall_s=0.0, idle_bytes=0)
+            )
+            return
+        try:
+            capture = self._made(generation, step, vote)
+        except Exception as error:
+            self._report(SnapshotFailed(generation=generation, step=step, detail=_words(error)))
+            return
+        capture.stall_s = time.monotonic() - started
+        with self._changed:
+            self._capture = capture
+            self._schedule.age()
+        self._put(capture)
+
+    def committed(self, step_s: float, bubble_s: float) -> None:
+        """Behind every step: it took so long, and so much of it was waiting.
+
+        Behind the first of a generation room is made for its snapshots, in the background: only now there
+        is an optimizer's state to measure, and nobody waits for this generation any more.
+        """
+        with self._changed:
+            self._schedule.note_step(step_s, bubble_s)
+        if self._groups and not self._reserved:
+            self._reserved = True
+            with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
+                sized = self._made(0, 0, VoteData(loss=0.0, gradient_norm=0.0))
+                self._put(_Reserve(size_bytes=sized.size_bytes + _SLACK_BYTES))
+
+    def finish(self) -> None:
+        """Return when what was begun is copied, and the state may change. Helps with what is left."""
+        with self._changed:
+            capture, self._capture = self._capture, None
+            if capture is None or capture.done:
+                return
+            capture.hurried = capture.waiting = True
+            self._changed.notify_all()
+        self._window.set()
+        started = time.monotonic()
+        try:
+            self._stand(lambda: capture.slot is not None or capture.failed)
+            while not capture.failed and self._make_next(capture, idle=False):
+                self._pace.progress += 1
+            self._stand(lambda: capture.done)
+        finally:
+            with self._changed:
+                capture.stall_s += time.monotonic() - started
+                capture.waiting = False
+                self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """The generation is over: copy what was begun at the speed of memory; does not wait."""
+        with self._changed:
+            if self._capture is not None:
+                self._capture.hurried = True
+        self._window.set()
+
+    def close(self) -> None:
+        """Finish what was begun and end the thread; what is complete stays in the arena."""
+        self.finish()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._pace.window = None
+        self._arena.close()
+
+    # --- any thread ------------------------------------------------------------------------------
+
+    def keep(self, step: int) -> None:
+        """The snapshot of ``step`` is complete everywhere: older ones may go."""
+        self._put(_Keep(step=step))
+
+    def _put(self, task: Capture | _Reserve | _Keep | _Forget) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify_all()
+
+    # --- both threads ----------------------------------------------------------------------------
+
+    def _made(self, generation: int, step: int, vote: VoteData) -> Capture:
+        if self._device.type == "cuda":
+            self._staging.begin(self._device)
+        capture = Capture(generation=generation, step=step, vote=vote)
+        for group in self._groups:
+            capture.add(group, self._states, self._staging)
+        return capture
+
+    def _make_next(self, capture: Capture, *, idle: bool) -> bool:
+        """Make one more unit. False: there is none left to take."""
+        with self._changed:
+            if capture.taken == len(capture.units) or capture.failed:
+                return False
+            unit = capture.units[capture.taken]
+            capture.taken += 1
+        assert capture.slot is not None
+        started = time.monotonic()
+        try:
+            unit.make(capture.slot)
+        except Exception as error:
+            capture.error = error
+        finally:
+            took_s = time.monotonic() - started
+            with self._changed:
+                capture.copied += 1
+                capture.copy_s += took_s
+                capture.left_bytes -= unit.read_bytes
+                capture.idle_bytes += unit.read_bytes if idle else 0
+                self._schedule.note_copy(unit.read_bytes, took_s)
+                self._changed.notify_all()
+        return True
+
+    def _stand(self, ready: Callable[[], bool]) -> None:
+        """Wait, and show that this is no hang: making room for a large slot can take seconds."""
+        with self._changed:
+            while not ready():
+                self._changed.wait(0.05)
+                self._pace.progress += 1
+
+    def _settle(self) -> None:
+        """The one before is complete: its slot must be known to be in use before another is taken."""
+        self.finish()
+        self._stand(lambda: not any(isinstance(task, Capture) for task in self._tasks))
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._stopped)
+                if not self._tasks:
+                    return
+                task = self._tasks[0]
+            try:
+                self._do(task)
+            except Exception as error:
+                # Also what nobody foresaw: a thread that is gone would keep the main thread waiting.
+                self._give_up(task, error)
+            with self._changed:
+                self._tasks.popleft()
+                self._changed.notify_all()
+
+    def _do(self, task: Capture | _Reserve | _Keep | _Forget) -> None:
+        match task:
+            case Capture():
+                self._carry(task)
+            case _Reserve():
+                self._arena.reserve(task.size_bytes, _SLOTS)
+            case _Keep():
+                self._kept = task.step
+                self._release(m.step for m in self._arena.snapshots if m.step < task.step)
+            case _Forget():
+                self._release(m.step for m in self._arena.snapshots if m.step > task.after_step)
+
+    def _carry(self, capture: Capture) -> None:
+        self._make_room()
+        slot = self._arena.begin(capture.size_bytes)
+        with self._changed:
+            capture.slot = slot.view
+            self._changed.notify_all()
+        while self._make_next(capture, idle=self._await_turn(capture)):
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: capture.done)
+        if capture.error is not None:
+            raise capture.error
+        parts = capture.parts()
+        self._arena.commit(
+            Manifest(
+                job_id=self._job_id,
+                step=capture.step,
+                generation=capture.generation,
+                slot=slot.number,
+                parts=parts,
+                layout=capture.layout(),
+            )
+        )
+        with self._changed:
+            self._changed.wait_for(lambda: not capture.waiting)
+        self._report(
+            Snapped(
+                generation=capture.generation,
+                step=capture.step,
+                size_bytes=capture.size_bytes,
+                copy_s=capture.copy_s,
+                stall_s=capture.stall_s,
+                idle_bytes=capture.idle_bytes,
+            )
+        )
+
+    def _await_turn(self, capture: Capture) -> bool:
+        """Return when a unit may be made; True: in a bubble."""
+        while True:
+            if self._pace.waiting:
+                return True
+            with self._changed:
+                gone_s = time.monotonic() - capture.begun_s
+                if (
+                    capture.hurried
+                    or capture.taken == len(capture.units)
+                    or not self._schedule.can_wait(capture.left_bytes, gone_s, self._pace.bubble_s)
+                ):
+                    return False
+            self._window.wait(_POLL_S)
+
+    def _make_room(self) -> None:
+        """Keep at most two: the one that is complete everywhere, and the newest.
+
+        A snapshot is ordered only when none is under way, so of those behind the kept one all but the
+        newest were given up; that one's KeepSnapshot may be on its way. Who does not know yet which is
+        kept, as its process is new, takes the oldest for it.
+        """
+        steps = sorted(manifest.step for manifest in self._arena.snapshots)
+        kept = self._kept if self._kept in steps else steps[0] if steps else None
+        self._release(step for step in steps[:-1] if step != kept)
+
+    def _give_up(self, task: Capture | _Reserve | _Keep | _Forget, error: Exception) -> None:
+        if not isinstance(task, Capture):
+            # The next snapshot will say the same to those who decide; this is for people.
+            print(f"snapshots: {_words(error)}", file=sys.stderr, flush=True)
+            return
+        with self._changed:
+            task.error = error
+            self._changed.notify_all()
+            # A helper may still write into the slot: it must not be given to the next one before.
+            self._changed.wait_for(lambda: task.copied == task.taken and not task.waiting)
+        self._report(SnapshotFailed(generation=task.generation, step=task.step, detail=_words(error)))
+
+    def _release(self, steps: Iterable[int]) -> None:
+        self._arena.release(list(steps))
+
+    def _check_found(self) -> None:
+        """What another process left here: of this job, and sound; the rest is released."""
+        for manifest in self._arena.snapshots:
+            strange = manifest.job_id != self._job_id
+            if damaged := () if strange else self._arena.damaged(manifest):
+                self._arena.problems.append(f"step {manifest.step}: {', '.join(damaged)} changed in memory")
+            if strange or damaged:
+                self._arena.release([manifest.step])
+        for problem in self._arena.problems:
+            print(f"snapshots: {problem}", file=sys.stderr, flush=True)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"

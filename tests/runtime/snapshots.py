@@ -1,0 +1,101 @@
+"""Snapshots as somebody reads them who has nothing but the arenas: found, checked, decoded, staged."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from runtime.protocol import VoteData
+from storage.arena import Arena
+from storage.codes import make_code
+from storage.image import GroupImage, assemble
+from storage.manifest import Manifest
+from storage.shards import Bytes, ShardLayout, fetch_from, restore
+
+Layers = dict[int, tuple[bytes, bytes]]
+"""Layer → header and payload, as ``LayerStates.pack`` makes them."""
+
+
+class Kept:
+    """One owner's part of one group."""
+
+    def __init__(self, arena: Arena, manifest: Manifest, group: dict[str, object]) -> None:
+        name = f"group-{group['first_layer']}"
+        self.group = msgspec.convert(group, Described)
+        self.shard: Bytes = arena.bytes_of(manifest, manifest.part(f"{name}/shard"))
+        small = arena.bytes_of(manifest, manifest.part(f"{name}/small")).tobytes()
+        self.image = GroupImage.from_bytes(small)
+        self.arena = arena
+
+
+class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    first_layer: int
+    end_layer: int
+    owners: tuple[str, ...]
+    owner: int
+    scheme: str
+    bucket_bytes: int
+
+
+def kept(arenas: Path, step: int) -> dict[tuple[int, int], dict[int, Kept]]:
+    """For each group its owners' parts, by number; checked."""
+    found: dict[tuple[int, int], dict[int, Kept]] = {}
+    for directory in sorted(arenas.glob("device-*")):
+        arena = Arena.open(directory)
+        assert not arena.problems
+        for manifest in arena.snapshots:
+            if manifest.step != step:
+                continue
+            assert arena.damaged(manifest) == ()
+            for group in manifest.layout["groups"]:
+                part = Kept(arena, manifest, group)
+                place = part.group.first_layer, part.group.end_layer
+                assert part.group.owner not in found.setdefault(place, {})
+                found[place][part.group.owner] = part
+    return found
+
+
+def vote_of(arenas: Path, step: int) -> VoteData:
+    votes = {
+        msgspec.json.encode(manifest.layout["vote"])
+        for directory in arenas.glob("device-*")
+        for manifest in Arena.open(directory).snapshots
+        if manifest.step == step
+    }
+    (vote,) = votes
+    return msgspec.json.decode(vote, type=VoteData)
+
+
+def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layers:
+    """The layers of one group without what the owners ``lost`` kept."""
+    group = parts[small_of].group
+    code = make_code(group.scheme, len(group.owners))
+    layout = ShardLayout(code=code, bucket_bytes=group.bucket_bytes)
+    there = {owner: part.shard for owner, part in parts.items() if owner not in lost}
+    bucket = np.empty(group.bucket_bytes, dtype=np.uint8)
+    restore(layout, frozenset(there), fetch_from(there), bucket)
+    return {
+        image.layer: (
+            image.header,
+            assemble(image, bucket[image.offset : image.offset + image.size_bytes]).tobytes(),
+        )
+        for image in parts[small_of].image.layers
+    }
+
+
+def losses_within(parts: dict[int, Kept]) -> list[tuple[int, ...]]:
+    """Every set of owners that the group's code promises to do without."""
+    group = next(iter(parts.values())).group
+    guarantee = make_code(group.scheme, len(group.owners)).guarantee
+    owners = range(len(group.owners))
+    return [lost for count in range(guarantee + 1) for lost in combinations(owners, count)]
+
+
+def stage(layers: Layers, directory: Path) -> None:
+    """As a node does before it sends Resume."""
+    directory.mkdir(exist_ok=True)
+    for layer, (header, payload) in layers.items():
+        (directory / f"layer-{layer}.header").write_bytes(header)
+        (directory / f"layer-{layer}.payload").write_bytes(payload)

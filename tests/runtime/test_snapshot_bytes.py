@@ -1,0 +1,366 @@
+"""What the arenas hold is the state of that step, byte for byte, after every loss that the code covers."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from runtime import protocol as p
+from runtime.communicator import Communicator, SoloCommunicator
+from runtime.engine import Engine
+from runtime.pace import Pace
+from runtime.snapshot_pieces import Bytes, Unit
+from runtime.snapshot_writer import SnapshotWriter
+from runtime.world import owners_of_layer
+from storage.arena import Arena
+from storage.buckets import derive_buckets
+from tests.runtime.harness import formed_world, pipeline
+from tests.runtime.snapshots import Kept, Layers, decoded, kept, losses_within
+from tests.runtime.support import data_for, gpt_data, script
+
+MINE = """
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(5, 3).t())
+        def forward(self, x):
+            return x @ self.weight
+
+    def build():
+        frozen = nn.Linear(5, 5)
+        frozen.weight.requires_grad_(False)
+        layers = [Turned(), nn.BatchNorm1d(5), frozen, nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1)]
+        return Training(
+            layers=layers, loss=functional.mse_loss, dataset=Rows(),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+        )
+"""
+
+
+def gpt(directory: Path) -> p.TrainingData:
+    return gpt_data(steps=10)
+
+
+def mine(directory: Path) -> p.TrainingData:
+    """Buffers that differ between replicas, a parameter with gaps, a frozen one, a schedule."""
+    return data_for("mine.py:build", script(directory, MINE).parent, steps=10, dtype="float32")
+
+
+UNEQUAL = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+    pipeline((0, 1, [2]), (1, 4, [3]), first_microbatch=2, microbatches=1),
+    pipeline((0, 4, [4]), first_microbatch=3, microbatches=1),
+)
+TWO = (
+    pipeline((0, 2, [0]), (2, 6, [1]), first_microbatch=0, microbatches=1),
+    pipeline((0, 3, [2]), (3, 6, [3]), first_microbatch=1, microbatches=3),
+)
+FOUR = tuple(pipeline((0, 4, [n]), first_microbatch=n, microbatches=1) for n in range(4))
+
+
+class Rank:
+    """An engine in this process, with a writer."""
+
+    def __init__(self, data: p.TrainingData, arena: Path) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.engine = Engine(data, torch.device("cpu"), Pace())
+        self.reports: list[p.SnapshotReport] = []
+        self.packed: Layers = {}
+        self.engine.snapshots = SnapshotWriter(
+            job_id="job",
+            directory=arena,
+            limit_bytes=None,
+            states=self.engine.states,
+            device=torch.device("cpu"),
+            pace=self.engine.pace,
+            report=self.reports.append,
+        )
+
+    def train(self, steps: int, snap_behind: int) -> None:
+        engine = self.engine
+        assert engine.snapshots is not None
+        for _ in range(steps):
+            result = engine.step(lambda: False, lambda: engine.committed_step + 1 == snap_behind)
+            assert result.snap == (engine.committed_step == snap_behind)
+            if result.snap:
+                engine.begin_snapshot(1)
+                for layer in sorted(engine.owned):
+                    header, payload = engine.states.pack(layer)
+                    self.packed[layer] = header, payload.numpy().tobytes()
+        engine.snapshots.close()
+
+
+def run(
+    data: p.TrainingData, pipelines: Sequence[p.PipelineData], scheme: str, arenas: Path, snap_behind: int = 2
+) -> list[Rank]:
+    size = sum(len(stage.ranks) for one in pipelines for stage in one.stages)
+    ranks = [Rank(data, arenas / f"device-{rank}") for rank in range(size)]
+    world = p.WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("127.0.0.1",) * size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def work(rank: int, communicator: Communicator) -> None:
+        resume = p.Resume(
+            generation=1,
+            step=0,
+            vote=None,
+            rank=rank,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token="",
+            nodes=tuple(f"node-{number}" for number in range(size)),
+            protection=scheme,
+        )
+        ranks[rank].engine.settle(0, None)
+        ranks[rank].engine.enter(resume, communicator)
+        ranks[rank].train(snap_behind + 1, snap_behind)
+
+    model = ranks[0].engine.model
+    buckets = derive_buckets(model.parameter_layers, owners_of_layer(world), model.parameter_sizes)
+    groups = sorted({bucket.owners for bucket in buckets})
+    try:
+        with formed_world(size, groups, timeout_s=60.0) as communicators, ThreadPoolExecutor(size) as pool:
+            for communicator in communicators:
+                communicator.form = lambda groups: None  # type: ignore[method-assign]
+            list(pool.map(work, range(size), communicators))
+    finally:
+        torch.set_num_threads(threads)
+    return ranks
+
+
+Job = Callable[[Path], p.TrainingData]
+
+
+@pytest.mark.parametrize(
+    ("job", "pipelines", "scheme", "losses"),
+    [
+        (gpt, UNEQUAL, "aec", 1 + 3),
+        (gpt, UNEQUAL, "aec+arc:1", 1 + 3 + 3),
+        (gpt, FOUR, "aec2", 1 + 4 + 6),
+        (gpt, FOUR, "none", 1),
+        (mine, TWO, "aec", 1 + 2),
+    ],
+)
+def test_every_covered_loss_gives_the_exact_bytes(
+    tmp_path: Path, job: Job, pipelines: tuple[p.PipelineData, ...], scheme: str, losses: int
+) -> None:
+    ranks = run(job(tmp_path), pipelines, scheme, tmp_path)
+    groups = kept(tmp_path, 2)
+    end = max(stage.end_layer for one in pipelines for stage in one.stages)
+    assert sorted(layer for first, last in groups for layer in range(first, last)) == list(range(end))
+    checked = 0
+    for (first, last), parts in groups.items():
+        names = parts[0].group.owners
+        assert sorted(parts) == list(range(len(pipelines)))
+        assert all(part.group.owners == names for part in parts.values())
+        some = losses_within(parts)
+        assert len(some) == losses
+        for lost in some:
+            for owner in set(parts) - set(lost):
+                rank = ranks[int(names[owner].removeprefix("node-"))]
+                for layer, found in decoded(parts, lost, owner).items():
+                    assert first <= layer < last
+                    assert found == rank.packed[layer], f"layer {layer} without {lost}"
+                    checked += 1
+    assert checked >= end * losses
+    for rank in ranks:
+        (snapped,) = rank.reports
+        assert isinstance(snapped, p.Snapped)
+        assert snapped.size_bytes > 0 and snapped.copy_s > 0 and snapped.stall_s > 0
+
+
+@pytest.mark.parametrize("job", [gpt, mine])
+def test_the_next_step_waits_for_a_slow_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job
+) -> None:
+    """Nothing of the next step is in the snapshot, however late it is copied."""
+    make = Unit.make
+
+    def late(unit: Unit, slot: Bytes) -> None:
+        time.sleep(0.3)
+        make(unit, slot)
+
+    alone = Alone(job(tmp_path), tmp_path / "arena")
+    engine = alone.rank.engine
+    alone.snap()
+    alone.steps()
+    monkeypatch.setattr(Unit, "make", late)
+    alone.snap()
+    packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned)}
+    engine.step(lambda: False)
+    assert alone.steps() == [1, 2]
+    snapped = alone.rank.reports[-1]
+    assert isinstance(snapped, p.Snapped) and snapped.stall_s > 0.1
+    arena = Arena.open(tmp_path / "arena")
+    newest = arena.snapshots[0]
+    (group,) = newest.layout["groups"]
+    parts = {0: Kept(arena, newest, group)}
+    for layer, (header, payload) in decoded(parts, (), 0).items():
+        assert (header, payload) == (packed[layer][0], packed[layer][1].numpy().tobytes())
+    alone.close()
+
+
+def test_buffers_are_each_replicas_own(tmp_path: Path) -> None:
+    run(mine(tmp_path), TWO, "aec", tmp_path)
+    groups = kept(tmp_path, 2)
+    differ = [
+        layer.layer
+        for parts in groups.values()
+        for layer in parts[0].image.layers
+        if layer.buffers != parts[1].image.layer(layer.layer).buffers
+    ]
+    assert differ == [1, 3]
+
+
+class Alone:
+    """One engine with all layers, which takes as many snapshots as a test wants."""
+
+    def __init__(self, data: p.TrainingData, arena: Path) -> None:
+        self.rank = Rank(data, arena)
+        self.arena = arena
+        layers = self.rank.engine.model.layer_count
+        world = p.WorldData(
+            pipelines=(pipeline((0, layers, [0]), first_microbatch=0, microbatches=4),),
+            transfers=(),
+            hosts=("127.0.0.1",),
+        )
+        self.resume = p.Resume(
+            generation=1,
+            step=0,
+            vote=None,
+            rank=0,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token="",
+            nodes=("a",),
+        )
+        self.rank.engine.settle(0, None)
+        self.rank.engine.enter(self.resume, SoloCommunicator())
+
+    def snap(self, generation: int = 1) -> None:
+        assert self.rank.engine.step(lambda: False, lambda: True).snap
+        self.rank.engine.begin_snapshot(generation)
+
+    def steps(self) -> list[int]:
+        """What is there when all tasks of the writer are done."""
+        writer = self.rank.engine.snapshots
+        assert writer is not None
+        with writer._changed:
+            assert writer._changed.wait_for(lambda: not writer._tasks, 30.0)
+        return sorted(manifest.step for manifest in Arena.open(self.arena).snapshots)
+
+    def close(self) -> None:
+        assert self.rank.engine.snapshots is not None
+        self.rank.engine.snapshots.close()
+
+
+def test_what_is_complete_everywhere_stays_whatever_is_given_up(tmp_path: Path) -> None:
+    alone = Alone(gpt_data(), tmp_path)
+    writer = alone.rank.engine.snapshots
+    assert writer is not None
+    alone.snap()
+    assert alone.steps() == [1]
+    writer.keep(1)
+    alone.snap()
+    assert alone.steps() == [1, 2]
+    alone.snap()
+    assert alone.steps() == [1, 2, 3], "2 may be complete everywhere by now"
+    alone.snap()
+    assert alone.steps() == [1, 3, 4], "2 was given up: 3 was ordered behind it"
+    writer.keep(4)
+    assert alone.steps() == [4]
+    alone.close()
+
+
+def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
+    alone = Alone(gpt_data(), tmp_path)
+    for _ in range(3):
+        alone.snap()
+    engine = alone.rank.engine
+    engine.settle(2, p.VoteData(loss=1.0, gradient_norm=1.0), lineage=2)
+    assert engine.complete == set() and engine.lineage == 2 and engine.committed_step == 2
+    alone.close()
+    again = Alone(gpt_data(), tmp_path)
+    assert again.steps() == [], "it begins at step 0: all of them are of another past"
+    again.close()
+
+
+def test_a_new_process_finds_what_is_sound_and_drops_what_is_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = Alone(gpt_data(), tmp_path)
+    alone.snap()
+    alone.snap()
+    assert alone.steps() == [1, 2]
+    alone.close()
+    arena = Arena.open(tmp_path)
+    newest = arena.snapshots[0]
+    part = newest.part("group-0/shard")
+    arena.bytes_of(newest, part)[part.size_bytes // 2] ^= 1
+    arena.close()
+    again = Rank(gpt_data(), tmp_path)
+    assert [m.step for m in Arena.open(tmp_path).snapshots] == [1]
+    assert "step 2: group-0/shard changed in memory" in capfd.readouterr().err
+    assert again.engine.snapshots is not None
+    again.engine.snapshots.close()
+
+
+def test_what_cannot_be_copied_is_said_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(unit: Unit, slot: object) -> None:
+        raise OSError("the memory is gone")
+
+    alone = Alone(gpt_data(), tmp_path)
+    alone.snap()
+    assert alone.steps() == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Unit, "make", broken)
+        alone.snap()
+        alone.steps()
+    alone.snap()
+    assert alone.steps() == [1, 3]
+    alone.close()
+    said = [(type(r).__name__, r.step) for r in alone.rank.reports]
+    assert said == [("Snapped", 1), ("SnapshotFailed", 2), ("Snapped", 3)]
+    failed = alone.rank.reports[1]
+    assert isinstance(failed, p.SnapshotFailed) and failed.detail == "OSError: the memory is gone"
+
+
+def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
+    """The main thread waits for peers for as long as it computes: then nothing is copied beside computing."""
+    alone = Alone(gpt_data(), tmp_path)
+    alone.snap()
+    alone.steps()
+    writer = alone.rank.engine.snapshots
+    assert writer is not None
+    for _ in range(8):
+        writer.committed(4.0, 2.0)
+    alone.snap()
+    threading.Event().wait(0.1)
+    assert alone.rank.reports[-1].step == 1, "no bubble so far"
+    with alone.rank.engine.pace.idle():
+        alone.steps()
+    assert alone.steps() == [1, 2]
+    snapped = alone.rank.reports[-1]
+    assert isinstance(snapped, p.Snapped) and snapped.step == 2
+    read = sum(part.size_bytes for m in Arena.open(tmp_path).snapshots for part in m.parts if m.step == 2)
+    assert 0 < snapped.idle_bytes <= read
+    alone.close()
+
+
+def test_no_arena_no_thread_no_memory(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with torch.random.fork_rng(devices=[]):
+        engine = Engine(gpt_data(), torch.device("cpu"), Pace())
+    assert engine.snapshots is None and engine.pace.window is None
+    assert threading.active_count() == threads
+    assert msgspec.structs.asdict(p.Prepare(job_id="j", training=gpt_data(), profile=False))["arena"] == ""

@@ -1,0 +1,110 @@
+"""Shards made out of scattered tensors: the same bytes as from one bucket; what is written and when."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.protocol import WorldData
+from runtime.snapshot_groups import groups_of
+from runtime.snapshot_pieces import BLOCK_BYTES, UNIT_BYTES, Bucket, Staging, source_of, units_of
+from runtime.snapshot_schedule import Schedule
+from storage.codes import make_code
+from storage.shards import ShardLayout, make_shard
+from tests.runtime.harness import pipeline
+
+
+def check(sizes: list[int], scheme: str, owners: int) -> None:
+    random = np.random.default_rng(1)
+    bucket, plain = Bucket(Staging()), b""
+    for size in sizes:
+        values = random.integers(0, 256, size, dtype=np.uint8)
+        bucket.add(source_of(torch.from_numpy(values)), size + -size % 16)
+        plain += values.tobytes() + bytes(-size % 16)
+    assert bucket.size_bytes == len(plain)
+    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=len(plain))
+    for owner in range(owners):
+        expected = np.zeros(layout.shard_bytes(owner), dtype=np.uint8)
+        make_shard(layout, owner, np.frombuffer(plain, dtype=np.uint8), expected)
+        # What the slot held before must not shine through the gaps.
+        slot = np.full(64 + layout.shard_bytes(owner), 0xA5, dtype=np.uint8)
+        units = units_of(layout, owner, bucket, 64)
+        for unit in reversed(units):
+            assert unit.read_bytes <= max(UNIT_BYTES, 64 * len(unit.starts))
+            unit.make(slot)
+        assert slot[64:].tobytes() == expected.tobytes()
+        assert (slot[:64] == 0xA5).all()
+
+
+SCHEMES = st.sampled_from(["none", "arc:1", "aec", "aec2", "aec+arc:1"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 200), max_size=12), SCHEMES, st.integers(1, 5))
+def test_units_make_the_shard(sizes: list[int], scheme: str, owners: int) -> None:
+    check(sizes, scheme, owners)
+
+
+def test_units_make_large_shards() -> None:
+    check([3 * UNIT_BYTES + 7, 4, BLOCK_BYTES - 1, 5, 2 * UNIT_BYTES], "aec", 3)
+
+
+def test_memory_with_gaps_is_gathered_row_major() -> None:
+    tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4)
+    turned = source_of(tensor.t())
+    assert isinstance(turned, np.ndarray)
+    assert turned.tobytes() == tensor.t().contiguous().numpy().tobytes()
+    plain = source_of(tensor)
+    assert isinstance(plain, np.ndarray) and np.shares_memory(plain, tensor.numpy())
+
+
+WORLD = WorldData(
+    pipelines=(
+        pipeline((0, 2, [0, 1]), (2, 5, [2]), first_microbatch=0, microbatches=1),
+        pipeline((0, 3, [3]), (3, 5, [5, 4]), first_microbatch=1, microbatches=1),
+    ),
+    transfers=(),
+    hosts=("127.0.0.1",) * 6,
+)
+NODES = ("a", "a", "b", "c", "d", "d")
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (0, [(0, 2, ("a", "c"), 0)]),
+        (1, []),
+        (2, [(2, 3, ("b", "c"), 0), (3, 5, ("b", "d"), 0)]),
+        (3, [(0, 2, ("a", "c"), 1), (2, 3, ("b", "c"), 1)]),
+        (4, [(3, 5, ("b", "d"), 1)]),
+        (5, []),
+    ],
+)
+def test_groups_are_cut_where_a_pipeline_is(
+    rank: int, expected: list[tuple[int, int, tuple[str, ...], int]]
+) -> None:
+    groups = groups_of(WORLD, NODES, rank, "aec")
+    assert [(g.first_layer, g.end_layer, g.owners, g.owner) for g in groups] == expected
+    assert all(g.code == make_code("aec", 2) for g in groups)
+    assert groups_of(WORLD, (), rank, "aec") == ()
+
+
+def test_bubbles_are_waited_for_only_where_they_suffice() -> None:
+    schedule = Schedule()
+    assert not schedule.can_wait(0, 0.0, 0.0)
+    schedule.note_copy(1000, 1.0)
+    assert not schedule.can_wait(1, 0.0, 0.0)
+    for bubble_s in (0.4, 0.6):
+        schedule.note_step(2.0, bubble_s)
+    assert schedule.bandwidth == 1000
+    assert schedule.can_wait(399, 0.0, 0.0)
+    assert not schedule.can_wait(401, 0.0, 0.0)
+    assert not schedule.can_wait(399, 0.0, 0.1), "part of the bubbles is over"
+    assert not schedule.can_wait(399, 1.6, 0.0), "the step ends before"
+    schedule.age()
+    schedule.note_copy(3000, 0.5)
+    assert math.isclose(schedule.bandwidth, 3500)
+    assert schedule.can_wait(1399, 0.0, 0.0)

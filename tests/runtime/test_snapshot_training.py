@@ -1,0 +1,221 @@
+"""Real trainers that take snapshots: losses as without, kills in the middle, another layout afterwards."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime import protocol as p
+from storage.arena import Arena
+from tests.runtime.harness import Cluster, TrainerHandle, pipeline
+from tests.runtime.reference import load, reference_run
+from tests.runtime.snapshots import Layers, decoded, kept, losses_within, stage, vote_of
+from tests.runtime.support import gpt_data
+from tests.runtime.test_engine import THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
+
+SPLIT = (
+    pipeline((0, 2, [0, 1]), (2, 4, [2]), first_microbatch=0, microbatches=3),
+    pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def data(steps: int, **changes: Any) -> p.TrainingData:
+    return gpt_data(steps=steps, global_batch=16, microbatch_rows=4, clip_gradient_norm=1.0, **changes)
+
+
+def start(
+    cluster: Cluster,
+    job: p.TrainingData,
+    pipelines: Sequence[p.PipelineData],
+    arenas: Path,
+    limit_bytes: int | None = None,
+    **resume: Any,
+) -> list[TrainerHandle]:
+    trainers = cluster.fork(4)
+    # Devices are numbered on and on by the harness; an arena belongs to a place, not to a process.
+    for number, trainer in enumerate(trainers):
+        trainer.device = number
+    cluster.prepare(trainers, job, arenas=arenas, arena_limit_bytes=limit_bytes)
+    cluster.quiesce(trainers)
+    fields = {"step": 0, "vote": None, "nodes": ("a", "b", "c", "d"), "protection": "aec"} | resume
+    cluster.resume(trainers, pipelines, **fields)
+    return trainers
+
+
+def snap(cluster: Cluster, trainers: Sequence[TrainerHandle], by: int = 0) -> int:
+    """Order a snapshot; the step that it is behind."""
+    trainers[by].send(p.Snap(generation=cluster.generation))
+    steps = {t.take(p.Snapping, generation=cluster.generation).step for t in trainers}
+    (step,) = steps
+    return step
+
+
+def snapped(trainers: Sequence[TrainerHandle], step: int) -> list[p.Snapped]:
+    return [trainer.take(p.Snapped, step=step) for trainer in trainers]
+
+
+def without(arenas: Path, step: int, one_lost: bool) -> Layers:
+    """All layers of the step; from each group one owner's arena is not looked at."""
+    layers: Layers = {}
+    for parts in kept(arenas, step).values():
+        lost = max(losses_within(parts), key=len) if one_lost else ()
+        layers |= decoded(parts, lost, min(set(parts) - set(lost)))
+    return layers
+
+
+@pytest.mark.parametrize("pipelines", [TWO_AND_TWO, SPLIT])
+def test_losses_are_those_of_a_run_without(
+    cluster: Cluster, tmp_path: Path, pipelines: tuple[p.PipelineData, ...]
+) -> None:
+    """A snapshot after another while training; then anew in another layout out of what one loss leaves."""
+    steps = 60
+    job = data(steps=steps)
+    expected, _ = reference_run(load(job), job, steps)
+    trainers = start(cluster, job, pipelines, tmp_path)
+    taken: list[int] = []
+    for number in range(3):
+        step = snap(cluster, trainers, by=number)
+        written = [report.size_bytes > 0 for report in snapped(trainers, step)]
+        assert written == [rank == min(r) for rank in range(4) for r in ranks_with(pipelines, rank)]
+        for trainer in trainers:
+            trainer.send(p.KeepSnapshot(step=step))
+        taken.append(step)
+    last = taken[-1]
+    assert taken == sorted(set(taken)) and last < steps - 2, "the machine is too slow for this test"
+    plain = plain_losses(cluster, job, pipelines)
+    assert losses_of(trainers[0], 1, steps) == plain
+    assert plain == pytest.approx(expected, rel=1e-9)
+    replicas_agree(trainers)
+    finish(trainers)
+    for arena in tmp_path.glob("device-*"):
+        assert [m.step for m in Arena.open(arena).snapshots] in ([last], [])
+
+    staging = tmp_path / "staging"
+    stage(without(tmp_path, last, one_lost=True), staging)
+    vote = vote_of(tmp_path, last)
+    assert vote.loss == plain[last - 1]
+    back = {"step": last, "vote": vote, "restore": str(staging), "lineage": 2}
+    again = start(cluster, job, THREE_AND_ONE, tmp_path / "new", **back)
+    assert all(report.bytes_moved == 0 for report in cluster.resumed(again))
+    for trainer in again:
+        assert losses_of(trainer, last + 1, steps) == pytest.approx(plain[last:], rel=1e-9)
+    replicas_agree(again)
+    # Those that have trained roll back too, and drop what they did since.
+    reports = cluster.quiesce(again, mode="boundary")
+    assert {report.lineage for report in reports} == {2}
+    cluster.resume(again, pipelines, last, vote, restore=str(staging), lineage=3)
+    cluster.resumed(again)
+    assert losses_of(again[0], last + 1, steps) == pytest.approx(plain[last:], rel=1e-9)
+    finish(again)
+
+
+def ranks_with(pipelines: Sequence[p.PipelineData], rank: int) -> list[tuple[int, ...]]:
+    return [stage.ranks for one in pipelines for stage in one.stages if rank in stage.ranks]
+
+
+def plain_losses(cluster: Cluster, job: p.TrainingData, pipelines: Sequence[p.PipelineData]) -> list[float]:
+    trainers = cluster.fork(4)
+    cluster.prepare(trainers, job)
+    cluster.quiesce(trainers)
+    cluster.resume(trainers, pipelines, step=0)
+    losses = losses_of(trainers[0], 1, job.steps)
+    finish(trainers)
+    return losses
+
+
+def test_a_trainer_killed_in_the_middle_leaves_the_snapshot_before(cluster: Cluster, tmp_path: Path) -> None:
+    """A megabyte or so per device: the copy takes about as long as the way to the signal."""
+    job = data(steps=10_000, arguments={"width": 128, "heads": 4})
+    for attempt in range(3):
+        arenas = tmp_path / str(attempt)
+        trainers = start(cluster, job, TWO_AND_TWO, arenas)
+        first = snap(cluster, trainers)
+        snapped(trainers, first)
+        before = without(arenas, first, one_lost=False)
+        second = snap(cluster, trainers)
+        time.sleep(attempt * 0.002)
+        for trainer in trainers:
+            trainer.kill()
+        for trainer in trainers:
+            cluster.wait_exit(trainer.pid)
+        held = {m.step for a in arenas.glob("device-*") for m in Arena.open(a).snapshots}
+        assert held <= {first, second} and first in held
+        assert without(arenas, first, one_lost=True) == before
+        finish(trainers)
+    # New processes find them, and go on from there.
+    stage(before, tmp_path / "staging")
+    vote = vote_of(arenas, first)
+    again = start(
+        cluster,
+        job,
+        TWO_AND_TWO,
+        arenas,
+        step=first,
+        vote=vote,
+        restore=str(tmp_path / "staging"),
+        lineage=cluster.generation,
+    )
+    cluster.resumed(again)
+    third = snap(cluster, again)
+    snapped(again, third)
+    assert without(arenas, third, one_lost=True).keys() == before.keys()
+    finish(again)
+
+
+def test_a_generation_that_ends_still_completes_what_was_begun(cluster: Cluster, tmp_path: Path) -> None:
+    job = data(steps=10_000, arguments={"width": 128, "heads": 4})
+    trainers = start(cluster, job, TWO_AND_TWO, tmp_path)
+    generation = cluster.generation
+    step = snap(cluster, trainers)
+    reports = cluster.quiesce(trainers)
+    assert {report.generation for report in snapped(trainers, step)} == {generation}
+    assert all(report.committed_step >= step for report in reports)
+    assert sorted(without(tmp_path, step, one_lost=True)) == [0, 1, 2, 3]
+    # An order of the generation before is obeyed by nobody.
+    best = max(reports, key=lambda report: report.committed_step)
+    fields = {"nodes": ("a", "b", "c", "d"), "protection": "aec"}
+    cluster.resume(trainers, TWO_AND_TWO, best.committed_step, best.vote, **fields)
+    cluster.resumed(trainers)
+    trainers[0].send(p.Snap(generation=generation))
+    trainers[0].take(p.Stepped, step=best.committed_step + 3)
+    later = snap(cluster, trainers, by=1)
+    assert later > best.committed_step + 2
+    snapped(trainers, later)
+    finish(trainers)
+
+
+def test_memory_that_is_too_small_is_said_and_training_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    job = data(steps=40)
+    expected, _ = reference_run(load(job), job, 40)
+    trainers = start(cluster, job, TWO_AND_TWO, tmp_path, limit_bytes=8192)
+    step = snap(cluster, trainers)
+    for trainer in trainers:
+        failed = trainer.take(p.SnapshotFailed, step=step)
+        assert "8192 bytes leaves 8192" in failed.detail
+    assert losses_of(trainers[0], 1, 40) == pytest.approx(expected, rel=1e-9)
+    replicas_agree(trainers)
+    assert all("the arena's limit" in trainer.output.decode() for trainer in trainers)
+    finish(trainers)
+
+
+def test_without_an_arena_an_order_is_answered(cluster: Cluster) -> None:
+    trainers = cluster.fork(1)
+    cluster.prepare(trainers, data(steps=10_000))
+    cluster.quiesce(trainers)
+    alone = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
+    cluster.resume(trainers, alone, step=0)
+    step = snap(cluster, trainers)
+    failed = trainers[0].take(p.SnapshotFailed)
+    assert (failed.step, failed.detail) == (step, "this trainer was given no memory for snapshots")
+    trainers[0].take(p.Stepped, step=step + 2)
+    finish(trainers)
+    assert msgspec.structs.asdict(failed)["generation"] == cluster.generation
