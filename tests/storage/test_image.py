@@ -108,7 +108,7 @@ def with_layer(**changes: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (with_layer(offset=16), "layer 1 begins at 16 of the bucket, not 0"),
+        (with_layer(offset=16), "layer 1 begins at 16 of its bucket, not at 0"),
         (with_layer(layer=3), "a header of layer 1"),
         (with_layer(buffers=b""), "32 bytes should be"),
         (with_layer(buffers=bytes(32), size_bytes=16), "layer 1 has 32 bytes in common with its replicas"),
