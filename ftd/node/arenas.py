@@ -91,13 +91,13 @@ class Arenas:
             ) from None
         if found.st_uid != os.getuid():
             raise ConfigurationError(f"{self.root} belongs to another user", field="node.snapshot_dir")
+        self.own()
         if self._limit_bytes is not None and there < self._limit_bytes:
             raise ConfigurationError(
                 f"snapshots may take {self._limit_bytes >> 20} MiB, and {self.root} has {there >> 20} MiB",
                 field="node.snapshot_limit_mib",
                 remedy="a smaller limit, or a larger memory file system (mount -o remount,size=…)",
             )
-        self.own()
 
     def own(self) -> bool:
         """Whether this daemon may use the arenas: not while another one of its name runs on this host."""

@@ -113,8 +113,8 @@ class Snapshots:
         if not job.snapshot.every_steps:
             return "", None
         if not self._arenas.own():
-            detail = f"another daemon of this name uses {self._arenas.root}"
-            self._tell("SnapshotFailed", f"no snapshots on device {device}: {detail}", {"device": device})
+            reason = f"another daemon of this name uses {self._arenas.root}"
+            self._tell("SnapshotsUnavailable", reason, {"device": device})
             return "", None
         self._arenas.remove_others(job.job_id)
         return str(self._arenas.directory(job.job_id, device)), self._arenas.limit_bytes

@@ -23,7 +23,7 @@ from ftd.config.job import load_job_data
 from ftd.errors import FtdError
 from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
 from ftd.local.conductor import Conductor
-from ftd.local.fleet import private_directory
+from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.local.scenario import Fault, parse_scenario
 from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
@@ -156,6 +156,11 @@ class Playground:
     def until_step(self, step: int) -> None:
         run = self._current
         self.until(lambda: max(run.losses, default=0) >= step, f"step {step}")
+
+    @property
+    def snapshot_directory(self) -> Path:
+        """Where all nodes keep their snapshots."""
+        return shared_memory(self.cluster.directory)
 
     def further(self, steps: int = 5) -> None:
         """Training must go on."""

@@ -60,6 +60,7 @@ name = "{name}"
 host = "{address}"
 rendezvous_port = 7700
 runtime_dir = "run/{name}"
+snapshot_dir = "memory"
 
 [coordinator]
 state_dir = "journal"

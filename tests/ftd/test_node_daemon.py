@@ -30,7 +30,8 @@ def write_config(directory: Path, *, head: str = 'secret = "s"', node: str = "",
     path = directory / "ftd.toml"
     path.write_text(
         f'{head}\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
-        f'[node]\nname = "node-0"\nhost = "127.0.0.1"\nruntime_dir = "{directory}/run"\n{node}\n'
+        f'[node]\nname = "node-0"\nhost = "127.0.0.1"\nruntime_dir = "{directory}/run"\n'
+        f'snapshot_dir = "{directory}/memory"\n{node}\n'
     )
     return path
 
@@ -68,6 +69,20 @@ def test_a_port_in_use_is_named_with_the_remedy(directory: Path) -> None:
     assert str(port) in said
     assert "0 for any free one" in said
     assert not list((directory / "run").iterdir())
+
+
+def test_the_snapshots_port_memory_and_directory_are_checked_at_the_start(directory: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said = refused(write_config(directory, node=f"snapshot_port = {taken.getsockname()[1]}"))
+    assert "node.snapshot_port" in said
+    said = refused(write_config(directory, node="snapshot_limit_mib = 1000000000"))
+    assert "node.snapshot_limit_mib" in said
+    assert "1000000000 MiB" in said
+    assert not (directory / "memory").exists()
+    (directory / "memory").write_text("")
+    assert "node.snapshot_dir" in refused(write_config(directory))
 
 
 def test_a_runtime_directory_that_cannot_be_used(directory: Path) -> None:

@@ -2,10 +2,17 @@
 
 import msgspec
 
-from ftd.node.translation import event_of, prepare_frame, rank_of, resume_frame, world_data
+from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, resume_frame, world_data
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, Transfer
 from runtime import protocol
-from statemachine.events import TrainerFailed, TrainerQuiesced, TrainerStepped
+from statemachine.events import (
+    TrainerFailed,
+    TrainerQuiesced,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
+    TrainerStepped,
+)
 from statemachine.messages import Resume
 from statemachine.values import Job, Vote
 
@@ -58,11 +65,17 @@ def test_a_resume_for_one_device() -> None:
         plan=PLAN,
         hosts=HOSTS,
         rendezvous="fe80::1:4711",
+        lineage=3,
+        protection="aec",
     )
+    assert resume_frame(resume, device("c"), "secret", "/staged").restore == "/staged"
     frame = resume_frame(resume, device("a"), "secret")
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
     assert frame.vote == protocol.VoteData(loss=0.5, gradient_norm=2.0)
+    assert (frame.nodes, frame.protection) == (("b", "b", "a", "c"), "aec")
+    assert (frame.restore, frame.lineage) == ("", 3)
+    assert [layers_of(PLAN, name) for name in "abcd"] == [(2, 3, 4), (0, 1), (0, 1, 2, 3, 4), ()]
 
 
 def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
@@ -104,6 +117,25 @@ def test_reports_keep_all_they_say() -> None:
     )
     assert isinstance(stepped, TrainerStepped)
     assert (stepped.step, stepped.step_s) == (9, 0.2)
+
+
+def test_what_trainers_say_of_snapshots() -> None:
+    where = {"generation": 3, "step": 9}
+    snapped = protocol.Snapped(**where, size_bytes=70, copy_s=0.2, stall_s=0.1, idle_bytes=30)
+    said = [
+        event_of(frame, device=1, pid=99, at=5.0, cause="c")
+        for frame in (
+            protocol.Snapping(**where),
+            snapped,
+            protocol.SnapshotFailed(**where, detail="no room"),
+        )
+    ]
+    base = {"at": 5.0, "cause": "c", "device": 1, **where}
+    assert said == [
+        TrainerSnapping(**base),
+        TrainerSnapped(**base, size_bytes=70, copy_s=0.2, stall_s=0.1, idle_bytes=30),
+        TrainerSnapshotFailed(**base, detail="no room"),
+    ]
 
 
 def test_what_was_raised_where() -> None:

@@ -1,0 +1,196 @@
+"""What a daemon does with snapshots: arenas for its job, what it finds after a start, layers on their way."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from kept_snapshots import JOB, Node, flip, make_layer, shared_directory, write_group
+
+from ftd.config.daemon import DaemonConfig, daemon_config
+from ftd.node.snapshots import Snapshots
+from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
+from statemachine.events import Event, HeldSnapshots, RestoringFailed
+from statemachine.messages import Resume
+from statemachine.values import HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
+
+STEP = 8
+GROUP = SnapshotGroup(first_layer=0, end_layer=2, owners=("n0", "n1"), protection="aec")
+
+
+class Daemon:
+    """The part of a daemon around ``Snapshots``."""
+
+    def __init__(self, root: Path, **table: Any) -> None:
+        self.events: list[Event] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        node = {"name": "n0", "host": "127.0.0.1", "snapshot_dir": str(root), "devices": 2, **table}
+        self.config: DaemonConfig = daemon_config(
+            {"cluster": "lab", "secret": "sesame", "node": node}, directory=root
+        )
+        self.snapshots = Snapshots(
+            self.config,
+            "sesame",
+            host="127.0.0.1",
+            feed=self.events.append,
+            stamp=lambda: {"at": 1.0, "cause": "c"},
+            tell=lambda name, _reason, details: self.told.append((name, details)),
+        )
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():  # noqa: ASYNC110  # events come from a task of the daemon's own
+                await asyncio.sleep(0.01)
+
+
+def job(every_steps: int = 5) -> Job:
+    policy = Policy(devices_per_node=2, global_batch=8, microbatch_rows=4)
+    snapshot = SnapshotPolicy(every_steps=every_steps, protection="aec")
+    return Job(job_id=JOB, name="job", steps=9, policy=policy, snapshot=snapshot)
+
+
+def resume(generation: int, sources: dict[str, str], step: int = STEP) -> Resume:
+    stages = tuple(
+        StagePlacement(first_layer=n, end_layer=n + 1, devices=(Device(node="n0", index=n),)) for n in (0, 1)
+    )
+    pipeline = PipelinePlacement(stages=stages, first_microbatch=0, microbatches=2, estimated_s=0.1)
+    plan = Plan(pipelines=(pipeline,), transfers=(), method="best", reason="", estimated_iteration_s=0.1)
+    return Resume(
+        generation=generation,
+        job_id=JOB,
+        step=step,
+        vote=None,
+        plan=plan,
+        hosts={"n0": "127.0.0.1"},
+        rendezvous="127.0.0.1:1",
+        restore=Restore(job_id=JOB, step=step, generation=1, groups=(GROUP,), sources=sources),
+    )
+
+
+def with_daemon(body: Callable[[Daemon, Node], Awaitable[None]], **table: Any) -> None:
+    """A daemon in whose memory a snapshot is found, and a peer that serves its own part."""
+
+    async def main(root: Path) -> None:
+        roots = {"n0": root / "lab-n0", "n1": root / "lab-n1"}
+        layers = [make_layer(n, [900, 77], 40) for n in (0, 1)]
+        write_group(roots, GROUP, layers, STEP)
+        daemon = Daemon(root, **table)
+        await daemon.snapshots.start()
+        try:
+            async with Node("n1", roots["n1"]) as peer:
+                await body(daemon, peer)
+        finally:
+            await daemon.snapshots.close()
+
+    with shared_directory() as root:
+        asyncio.run(main(root))
+
+
+def stage(daemon: Daemon, command: Resume) -> list[str]:
+    """For both devices; the directories that they are told."""
+    sent: list[str] = []
+    assert command.restore is not None
+    for device in (0, 1):
+        daemon.snapshots.stage(command, command.restore, device, sent.append)
+    return sent
+
+
+def test_what_earlier_daemons_left_is_found_and_told() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        await daemon.snapshots.take_stock()
+        [event] = daemon.events
+        assert isinstance(event, HeldSnapshots)
+        assert event.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1),)
+        assert daemon.told == []
+        daemon.events.clear()
+        flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
+        await daemon.snapshots.take_stock()
+        assert daemon.events == []
+        said = {"owner": "n0", "job": JOB, "step": STEP, "part": "group-0/shard"}
+        assert daemon.told == [("ShardDamaged", said)]
+
+    with_daemon(body)
+
+
+def test_layers_are_staged_once_for_all_devices_and_freed_when_all_have_them() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        sent = stage(daemon, resume(3, {"n1": peer.address}))
+        await daemon.until(lambda: len(sent) == 2)
+        assert sent[0] == sent[1]
+        directory = Path(sent[0])
+        assert sorted(path.name for path in directory.iterdir()) == [
+            f"layer-{n}.{kind}" for n in (0, 1) for kind in ("header", "payload")
+        ]
+        daemon.snapshots.resumed(0, 2)
+        daemon.snapshots.resumed(0, 3)
+        assert directory.exists()
+        daemon.snapshots.resumed(1, 3)
+        assert not directory.exists()
+        again = stage(daemon, resume(4, {"n1": peer.address}))
+        await daemon.until(lambda: len(again) == 2)
+        daemon.snapshots.clear()
+        assert not Path(again[0]).exists()
+        assert daemon.events == []
+
+    with_daemon(body)
+
+
+def test_a_newer_generation_ends_the_staging() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        old = stage(daemon, resume(3, {"n1": peer.address}))
+        daemon.snapshots.abandon()
+        new = stage(daemon, resume(4, {"n1": peer.address}))
+        await daemon.until(lambda: len(new) == 2)
+        await asyncio.sleep(0.05)
+        assert old == [] and new[0].endswith("staging-4")
+        assert daemon.events == []
+
+    with_daemon(body)
+
+
+def test_what_cannot_be_put_together_is_told_to_the_machine() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        for part in ("group-0/shard", "group-0/small"):
+            flip(peer.root, STEP, part)
+            flip(daemon.config.snapshot_dir, STEP, part)
+        sent = stage(daemon, resume(3, {"n1": peer.address}))
+        await daemon.until(lambda: daemon.events)
+        [event] = daemon.events
+        assert isinstance(event, RestoringFailed)
+        assert (event.generation, event.bad, sent) == (3, ("n0", "n1"), [])
+        assert {details["owner"] for _, details in daemon.told} == {"n0", "n1"}
+
+    with_daemon(body)
+
+
+def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
+    def full(self: Path, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def body(daemon: Daemon, peer: Node) -> None:
+        monkeypatch.setattr(Path, "write_bytes", full)
+        stage(daemon, resume(3, {"n1": peer.address}))
+        await daemon.until(lambda: daemon.events)
+        [event] = daemon.events
+        assert isinstance(event, RestoringFailed)
+        assert event.bad == () and "No space left" in event.detail
+
+    with_daemon(body)
+
+
+def test_arenas_are_the_jobs_own_limited_and_go_with_it() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        root = daemon.config.snapshot_dir
+        (root / "older-job" / "device-0").mkdir(parents=True)
+        assert daemon.snapshots.prepare(job(every_steps=0), 1) == ("", None)
+        assert daemon.snapshots.prepare(job(), 1) == (str(root / JOB / "device-1"), 3 << 20)
+        assert not (root / "older-job").exists() and (root / JOB).exists()
+        second = Daemon(root.parent)
+        await second.snapshots.start()
+        assert second.snapshots.prepare(job(), 0) == ("", None)
+        assert [name for name, _ in second.told] == ["SnapshotsUnavailable"]
+        await second.snapshots.close()
+        daemon.snapshots.remove(JOB)
+        await daemon.until(lambda: not (root / JOB).exists())
+
+    with_daemon(body, snapshot_limit_mib=6)
