@@ -25,7 +25,7 @@ Source = Bytes | Tensor
 
 UNIT_BYTES = 2 * 1024 * 1024
 """Read for one unit: what is under way when a pause ends is late by less than a millisecond."""
-BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES = 1024 * 1024
 """Made at a time: the sources of an XOR come while the target is still in the cache."""
 
 
@@ -92,6 +92,16 @@ class Bucket:
         for offset, part in self._parts(start, start + len(target)):
             xor_into(target[offset : offset + len(part)], part)
 
+    def whole(self, start: int, size: int) -> NDArray[np.uint64] | None:
+        """The bytes from ``start`` on as words, uncopied, where they lie in one tensor's memory."""
+        number = bisect_right(self._starts, start) - 1
+        if number < 0 or size % 8:
+            return None
+        begin, source = start - self._starts[number], self._sources[number]
+        if isinstance(source, Tensor) or begin + size > len(source) or (source.ctypes.data + begin) % 8:
+            return None
+        return source[begin : begin + size].view(np.uint64)
+
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Bytes]]:
         """What there is between, each with its place behind ``start``."""
         for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
@@ -121,8 +131,16 @@ class Unit:
         for done in range(0, self.size_bytes, BLOCK_BYTES):
             size = min(BLOCK_BYTES, self.size_bytes - done)
             target = slot[self.offset + done : self.offset + done + size]
-            for number, start in enumerate(self.starts):
-                (self.bucket.xor if number else self.bucket.copy)(start + done, target)
+            starts = [start + done for start in self.starts]
+            first, second = (self.bucket.whole(start, size) for start in (starts[0], starts[-1]))
+            if len(starts) > 1 and first is not None and second is not None:
+                # The common case: one pass instead of a copy and a pass.
+                np.bitwise_xor(first, second, out=target.view(np.uint64))
+                starts = starts[1:-1]
+            else:
+                self.bucket.copy(starts.pop(0), target)
+            for start in starts:
+                self.bucket.xor(start, target)
 
 
 def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int) -> list[Unit]:

@@ -1,0 +1,199 @@
+"""Snapshots of the engine: how quickly shards are made, and what training loses by them.
+
+* making shards out of a model's scattered tensors, in the units that training is interrupted by: copies
+  against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm memory;
+* an engine that trains alone (no bubbles: the hardest case, everything is copied beside computing), in
+  alternating rounds with a snapshot behind every step and with none: step time, and the time that the main
+  thread stood still, against one memcpy of the shard.
+
+    python -m benchmarks.stall [--mib 256] [--rounds 4]
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.common import Limit, Result, command_line, main
+from runtime.communicator import SoloCommunicator
+from runtime.engine import Engine
+from runtime.pace import Pace
+from runtime.protocol import PipelineData, Resume, Snapped, SnapshotReport, StageData, TrainingData, WorldData
+from runtime.snapshot_pieces import Bucket, Staging, source_of, units_of
+from runtime.snapshot_writer import SnapshotWriter
+from storage.codes import make_code
+from storage.shards import ShardLayout
+
+MIB = 1024 * 1024
+STEPS = 5
+"""Of one round; the first is not counted."""
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional
+from runtime.training import Training
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 1024
+    def __getitem__(self, index): return torch.full((1024,), index / 1024), torch.zeros(1024)
+
+def build(layers: int):
+    return Training(
+        layers=[nn.Linear(1024, 1024) for _ in range(layers)], loss=functional.mse_loss, dataset=Rows(),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
+    )
+"""
+
+
+def best_s(work: Callable[[], object], times: int = 5) -> float:
+    taken: list[float] = []
+    for _ in range(times):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def shards(result: Result, mib: int) -> None:
+    """Rates of making one owner's shard, in bytes read."""
+    tensors = [torch.rand(1024, 1024) for _ in range(mib // 4)]
+    for scheme, owners in (("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4)):
+        bucket = Bucket(Staging())
+        for tensor in tensors:
+            bucket.add(source_of(tensor), 4 * MIB)
+        layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
+        slot = np.zeros(layout.shard_bytes(0), dtype=np.uint8)
+        parity = scheme != "none"
+        units = [u for u in units_of(layout, 0, bucket, 0) if (len(u.starts) > 1) == parity]
+        read_bytes = sum(unit.read_bytes for unit in units)
+        rate = read_bytes / best_s(lambda: [u.make(slot) for u in units]) / 1e9  # noqa: B023
+        sources = max(len(unit.starts) for unit in units)
+        words = [np.full(read_bytes // sources // 8, number, dtype=np.uint64) for number in range(sources)]
+        target = np.zeros_like(words[0])
+
+        def plain() -> None:
+            if len(words) == 1:  # noqa: B023
+                target[:] = words[0]  # noqa: B023
+                return
+            np.bitwise_xor(words[0], words[1], out=target)  # noqa: B023
+            for word in words[2:]:  # noqa: B023
+                np.bitwise_xor(target, word, out=target)  # noqa: B023
+
+        reference = read_bytes / best_s(plain) / 1e9
+        what = f"{scheme}, {owners} owners: XOR of {sources}" if parity else "copy"
+        result.rows.append((what, f"{rate:.1f} GB/s", f"{reference:.1f} GB/s", f"{rate / reference:.0%}"))
+        result.data[f"{scheme}-{owners}"] = {"rate_gb_s": rate, "plain_gb_s": reference}
+        least = {"none": 0.8, "aec": 0.7, "aec2": 0.35}[scheme]
+        result.limits.append(
+            Limit(name=f"{what}, part of numpy's", measured=rate / reference, limit=least, at_least=True)
+        )
+
+
+def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path) -> None:
+    layers = max(2, mib // 12)
+    (directory / "linear.py").write_text(SCRIPT)
+    data = TrainingData(
+        function="linear.py:build",
+        path=str(directory),
+        seed=1,
+        steps=1_000_000,
+        global_batch=256,
+        microbatch_rows=128,
+        arguments={"layers": layers},
+    )
+    pace = Pace()
+    engine = Engine(data, torch.device("cpu"), pace)
+    reports: list[SnapshotReport] = []
+    writer = engine.snapshots = SnapshotWriter(
+        job_id="benchmark",
+        directory=arena,
+        limit_bytes=None,
+        states=engine.states,
+        device=torch.device("cpu"),
+        pace=pace,
+        report=reports.append,
+    )
+    stage = StageData(first_layer=0, end_layer=layers, ranks=(0,))
+    pipelines = (PipelineData(stages=(stage,), first_microbatch=0, microbatches=2),)
+    world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",))
+    engine.settle(0, None)
+    engine.enter(
+        Resume(
+            generation=1,
+            step=0,
+            vote=None,
+            rank=0,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token="",
+            nodes=("here",),
+        ),
+        SoloCommunicator(),
+    )
+    steps_s: dict[bool, list[float]] = {True: [], False: []}
+    engine.step(lambda: False)
+    for number in range(2 * rounds):
+        snaps = number % 2 == 1
+        for step in range(STEPS):
+            started = time.perf_counter()
+            if engine.step(lambda: False, lambda: snaps).snap:  # noqa: B023
+                writer.keep(engine.committed_step - 1)
+                engine.begin_snapshot(1)
+            if step:
+                steps_s[snaps].append(time.perf_counter() - started)
+        writer.finish()
+    writer.close()
+    snapped = [report for report in reports if isinstance(report, Snapped)]
+    size_bytes = snapped[-1].size_bytes
+    one, other = np.ones(size_bytes, dtype=np.uint8), np.ones(size_bytes, dtype=np.uint8)
+    memcpy_s = best_s(lambda: np.copyto(other, one))
+    stall_s = statistics.median(report.stall_s for report in snapped)
+    worst_s = max(report.stall_s for report in snapped)
+    copy_s = statistics.median(report.copy_s for report in snapped)
+    without_s, with_s = statistics.median(steps_s[False]), statistics.median(steps_s[True])
+    figures = {
+        "state": f"{size_bytes / MIB:.0f} MiB in {layers} layers",
+        "copying, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
+        "stall, median / worst": f"{1e3 * stall_s:.1f} / {1e3 * worst_s:.1f} ms",
+        "one memcpy of it": f"{1e3 * memcpy_s:.1f} ms",
+        "step without / with": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} ms",
+    }
+    result.notes += [f"{name}: {value}" for name, value in figures.items()]
+    result.data["training"] = {
+        "size_bytes": size_bytes,
+        "copy_s": copy_s,
+        "stall_s": [report.stall_s for report in snapped],
+        "memcpy_s": memcpy_s,
+        "steps_s": {"with": steps_s[True], "without": steps_s[False]},
+    }
+    result.limits.append(
+        Limit(name="stall, median, in memcpys of the shard", measured=stall_s / memcpy_s, limit=1)
+    )
+    result.limits.append(Limit(name="step with over step without", measured=with_s / without_s, limit=1.02))
+
+
+def run() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--mib", type=int, default=256, help="of state")
+    parser.add_argument("--rounds", type=int, default=4, help="with snapshots, and as many without")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result = Result(
+        name="stall", what="Snapshots of the engine", columns=("making a shard", "here", "plain numpy", "")
+    )
+    shards(result, arguments.mib)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ftd-stall-") as arena,
+    ):
+        training(result, arguments.mib, arguments.rounds, Path(directory), Path(arena))
+    main(result, arguments.out)
+
+
+if __name__ == "__main__":
+    run()
