@@ -228,6 +228,7 @@ def quiesce(a: Agent, command: Quiesce) -> None:
 
 
 def resume(a: Agent, command: Resume) -> None:
+    """Hand it to every trainer, also to those without a rank; what was undone is history no more."""
     if (
         command.generation != a.generation
         or not a.quiesced

@@ -109,6 +109,11 @@ class ClusterMachine:
         return self._c.ledger.known_step
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Nodes whose reports counted in the present generation."""
+        return tuple(sorted(self._c.attempt.members)) if self._c.attempt is not None else ()
+
+    @property
     def lineage(self) -> int:
         """Generation of the job's last rollback; 0: none."""
         return self._c.lineage

@@ -3,7 +3,7 @@
 The table and the ignored pairs together name every (state, event) pair exactly once; a test holds that.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -128,8 +128,8 @@ class NodeMachine:
     """Since when it has computed at another speed than that."""
     snapshots: set[HeldSnapshot] = field(default_factory=set)
     """Of the present job, complete in this node's memory as far as it said."""
-    spoiled: set[HeldSnapshot] = field(default_factory=set)
-    """Of these, parts turned out to be damaged or not to be had."""
+    spoiled: Counter[HeldSnapshot] = field(default_factory=Counter)
+    """How often a part of these turned out to be damaged or not to be had."""
     greeted: bool = False
     """It said Hello since this coordinator started, and so what it has under way."""
     kept: int | None = None
@@ -163,4 +163,4 @@ class NodeMachine:
         self.unfit = None
         self.counted_in = self.step = self.timed_in = 0
         self.speed, self.odd_since = 1.0, None
-        self.snapshots, self.spoiled, self.keep_said = set(), set(), 0
+        self.snapshots, self.spoiled, self.keep_said = set(), Counter(), 0

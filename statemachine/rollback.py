@@ -19,6 +19,9 @@ from statemachine.snapshots import holders, key_of
 from statemachine.state import GIVE_UP, Attempt, Cluster
 from statemachine.values import ClusterPhase, Snapshot
 
+RESTORE_TRIES = 3
+"""So often a node's part may turn out not to be had, before the node counts as one that lost it."""
+
 
 def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...]) -> bool:
     """Ask whether the newest snapshot can be put together. ``False``: there is none."""
@@ -26,11 +29,13 @@ def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...
     if newest is None or not lost_layers or attempt.restoring is not None:
         return False
     attempt.why_lost = reason
-    attempt.sources = holders(c, newest)
-    c.out.append(
-        CheckRestore(cause=c.cause, generation=attempt.generation, record=newest, present=attempt.sources)
-    )
+    _ask(c, attempt, newest, holders(c, newest))
     return True
+
+
+def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, present: tuple[str, ...]) -> None:
+    attempt.sources = present
+    c.out.append(CheckRestore(cause=c.cause, generation=attempt.generation, record=newest, present=present))
 
 
 def checked(c: Cluster, event: RestoreChecked) -> str | None:
@@ -45,6 +50,11 @@ def checked(c: Cluster, event: RestoreChecked) -> str | None:
         or event.generation != attempt.generation
     ):
         c.ignore("a check of a snapshot for an older generation")
+        return None
+    others = holders(c, newest, failures=RESTORE_TRIES - 1)
+    if not event.possible and others != attempt.sources:
+        # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
+        _ask(c, attempt, newest, others)
         return None
     if not event.possible:
         reason = f"{attempt.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
@@ -87,9 +97,7 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
 def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
     """An owner that is away, or that is just back and has yet to find what its memory holds."""
     node = c.nodes.get(name)
-    if newest is None or (node is not None and node.alive and key_of(c, newest) in node.snapshots):
-        return False
-    return node is None or key_of(c, newest) not in node.spoiled
+    return newest is not None and (node is None or not node.alive or key_of(c, newest) not in node.snapshots)
 
 
 def undo(c: Cluster, attempt: Attempt) -> None:
@@ -107,7 +115,6 @@ def undo(c: Cluster, attempt: Attempt) -> None:
     undone = before - newest.step
     if c.recovery is not None:
         c.recovery.rolled_back_steps += undone
-        c.recovery.recomputed_steps += undone
         c.recovery.tier = event.tier
     c.untold = {
         "reason": f"{attempt.why_lost}; back to the snapshot of step {newest.step}: {event.reason}",
@@ -143,8 +150,7 @@ def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) ->
     key = key_of(c, newest)
     for name in signal.bad:
         if name in c.nodes:
-            c.nodes[name].snapshots.discard(key)
-            c.nodes[name].spoiled.add(key)
+            c.nodes[name].spoiled[key] += 1
     c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
     if not signal.bad:
         c.raised += 1

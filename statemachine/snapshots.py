@@ -54,12 +54,11 @@ def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
     return HeldSnapshot(job_id=c.job.job_id, step=record.step, generation=record.generation)
 
 
-def holders(c: Cluster, record: Snapshot) -> tuple[str, ...]:
-    """Nodes that are here and hold their part."""
+def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
+    """Nodes that are here and hold their part, which could not be had at most so many times."""
     key = key_of(c, record)
-    return tuple(
-        n for n in record.owners if n in c.nodes and c.nodes[n].alive and key in c.nodes[n].snapshots
-    )
+    here = [c.nodes[name] for name in record.owners if name in c.nodes]
+    return tuple(n.name for n in here if n.alive and key in n.snapshots and n.spoiled[key] <= failures)
 
 
 # --- ordering ------------------------------------------------------------------------------------
@@ -155,10 +154,15 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
         c.persist()
         tell(c)
     c.dirty = True
-    if set(c.planned) <= set(underway.completed):
+    if everywhere(c, underway):
         complete(c, underway, signal)
         c.persist()
     c.publish()
+
+
+def everywhere(c: Cluster, underway: Underway) -> bool:
+    """Every planned node completed its part."""
+    return set(c.planned) <= set(underway.completed)
 
 
 def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
@@ -253,9 +257,7 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     if job is None:
         return False
     before = set(node.snapshots)
-    node.snapshots |= {
-        held for held in signal.snapshots if held.job_id == job.job_id and held not in node.spoiled
-    }
+    node.snapshots |= {held for held in signal.snapshots if held.job_id == job.job_id}
     if node.snapshots == before:
         return False
     c.persist()

@@ -63,8 +63,11 @@ def _fail_trainer(sim: "Simulation", cause: str) -> None:
 
 def fail_all_trainers(sim: "Simulation") -> None:
     """Something that strikes every process at once: a driver, a bug at one step."""
-    sim.log("all trainers exit")
+    spared = _some_node(sim) if sim.world.chance(0.5) else None
+    sim.log(f"all trainers exit{f', but for those of {spared.name}' if spared is not None else ''}")
     for node in _live(sim):
+        if node is spared:
+            continue
         for device in list(node.trainers):
             node.fail_trainer(device, "exited")
 
@@ -250,6 +253,24 @@ _KINDS = [fault for _, fault in FAULTS]
 _WEIGHTS = [weight for weight, _ in FAULTS]
 
 
+_DURING_A_ROLLBACK: tuple[Fault, ...] = (
+    exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
+    fail_all_trainers,
+)  # fmt: skip
+
+
+def _draw_rollback(sim: "Simulation") -> list[tuple[str, Fault, int]]:
+    """Enough dies behind a snapshot that it is needed, and more while it is read."""
+    rng = sim.world.rng
+    if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
+        return []
+    losses = [fail_all_trainers, fail_all_trainers, crash_two]
+    drawn: list[tuple[str, Fault, int]] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
+    for _ in range(rng.randrange(3)):
+        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
+    return drawn
+
+
 def draw(sim: "Simulation", until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng = sim.world.rng
@@ -257,6 +278,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
         sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
     reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 6))
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
+    pending += _draw_rollback(sim)
     commits = [
         (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
     ]
@@ -267,7 +289,8 @@ def draw(sim: "Simulation", until_s: float) -> None:
                 pending[index] = (name, fault, skip - 1)
             elif name == event.name:
                 del pending[index]
-                sim.world.at(sim.world.between(0.0, 0.1), sim.strike, fault)
+                longest_s = 0.5 if name in ("RolledBack", "SnapshotCompleted") else 0.1
+                sim.world.at(sim.world.between(0.0, longest_s), sim.strike, fault)
                 return
 
     count = 0

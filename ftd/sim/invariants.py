@@ -88,6 +88,7 @@ class Invariants:
             self._newest_is_complete()
         if machine.lineage == self.lineage:
             return
+        self._live_replicas_are_lost(machine)
         self.lineage = machine.lineage
         if self.newest is None or machine.committed_step != self.newest.step:
             self.broken(f"rolled back to step {machine.committed_step}, of which no snapshot is complete")
@@ -96,6 +97,20 @@ class Invariants:
         self.told = {number: version for number, version in self.told.items() if number <= step}
         self.newest_told = min(self.newest_told, step)
         self.next_to_tell = min(self.next_to_tell, step + 1)
+
+    def _live_replicas_are_lost(self, machine: ClusterMachine) -> None:
+        """Nobody goes back while those who take part hold all layers of their newest step."""
+        live = [
+            trainer
+            for name in machine.members
+            for trainer in self.nodes[name].trainers.values()
+            if trainer.able and trainer.generation == machine.generation and trainer.lineage == self.lineage
+        ]
+        newest = max((trainer.committed for trainer in live), default=0)
+        versions = [(layer, v) for trainer in live for layer, v in trainer.layers.items()]
+        held = {layer for layer, version in versions if self.versions.step[version] == newest}
+        if newest >= self.newest_told and len(held) == self.layers:
+            self.broken(f"rolled back, and live trainers hold all layers of step {newest}")
 
     def _key(self, record: Snapshot) -> HeldSnapshot:
         return HeldSnapshot(job_id=self.job_id or "", step=record.step, generation=record.generation)

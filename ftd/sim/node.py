@@ -303,7 +303,7 @@ class SimNode:
     def _quiesce(self, trainer: SimTrainer, effect: TrainerQuiesce) -> None:
         trainer.quiesce(effect.generation, effect.mode)
 
-    def _resume(self, trainer: SimTrainer, effect: TrainerResume) -> None:
+    def _resume(self, trainer: SimTrainer, effect: TrainerResume, tries: int = 6) -> None:
         """The daemon stages what the device needs of a snapshot, then tells the trainer."""
         resume = effect.resume
         layers = owned_layers(resume.plan).get(Device(node=self.name, index=trainer.device))
@@ -313,7 +313,9 @@ class SimNode:
         if not self.up or self.agent.generation != resume.generation:
             return
         staged, bad = restored(resume.restore, set(layers), self.invariants.nodes, self.invariants)
-        if bad or not staged:
+        if bad and tries:
+            self.world.at(0.5, self._resume, trainer, effect, tries - 1)
+        elif bad or not staged:
             self.feed(
                 RestoringFailed(
                     at=self.world.now,
@@ -323,8 +325,8 @@ class SimNode:
                     bad=bad,
                 )
             )
-            return
-        trainer.resume(resume, staged)
+        else:
+            trainer.resume(resume, staged)
 
     def _snap(self, trainer: SimTrainer, effect: TrainerSnap) -> None:
         trainer.snap(effect.generation)

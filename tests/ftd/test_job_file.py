@@ -239,3 +239,17 @@ def test_nearest_batches() -> None:
     assert nearest_batches(30, 4) == (28, 32)
     assert nearest_batches(31, 4) == (32, 28)
     assert nearest_batches(3, 4) == (4,)
+
+
+def test_snapshots_are_off_until_a_job_file_asks_for_them(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, GOOD)).snapshot.every_steps == 0
+    tables = changed("snapshot.every_steps", 5) | {"snapshot": {"every_steps": 5, "protection": "aec+arc:1"}}
+    snapshot = load_job(write(tmp_path, tables)).snapshot
+    assert (snapshot.every_steps, snapshot.protection) == (5, "aec+arc:1")
+
+
+def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'raid' is no protection; there are none, arc:k .*aec2"):
+        load_job(write(tmp_path, changed("snapshot.protection", "raid")))
+    with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
+        load_job(write(tmp_path, changed("snapshot.every_steps", -1)))

@@ -156,3 +156,15 @@ def test_a_write_that_fails_is_an_error_and_leaves_the_old_state(tmp_path: Path)
     journal._db.execute("PRAGMA query_only = OFF")
     assert journal.load() == b"good"
     journal.close()
+
+
+def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.record(event("JobSubmitted", job="job-1"))
+    for step in range(1, 6):
+        journal.record(event("StepCommitted", step))
+    journal.record(event("RolledBack", 3))
+    journal.record(event("StepCommitted", 4))
+    rows, _ = journal.steps(after=0, limit=100, newest=False)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    journal.close()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from ftd.sim.run import run_seed
-from statemachine import agent_commands, recovery, rules, signals
+from statemachine import agent_commands, agent_snapshots, recovery, rules, signals, snapshots
 from statemachine.messages import Prepare
 from statemachine.rules import Decision, Reports, Resumption
-from statemachine.state import Cluster
-from statemachine.values import CommittedStep, QuiesceMode
+from statemachine.state import Cluster, Ledger
+from statemachine.values import CommittedStep, QuiesceMode, Snapshot
 
 SEEDS = 200
 real_decide = rules.decide
@@ -110,6 +110,54 @@ def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: 
     real = agent_commands.hello
     monkeypatch.setattr(agent_commands, "hello", hello)
     found("no progress after the healing")
+
+
+def test_a_snapshot_that_is_kept_before_it_is_complete_everywhere_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "everywhere", lambda c, underway: True)
+    found("did not complete it")
+
+
+def test_a_snapshot_that_is_kept_before_it_is_durable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(c: Cluster, *others: Any) -> None:
+        monkeypatch.setattr(Cluster, "persist", lambda self: None)
+        real(c, *others)
+
+    def take(c: Cluster, *others: Any) -> None:
+        take_completed(c, *others)
+        monkeypatch.setattr(Cluster, "persist", persist)
+
+    real, take_completed, persist = snapshots.complete, snapshots.take_completed, Cluster.persist
+    monkeypatch.setattr(snapshots, "complete", complete)
+    monkeypatch.setattr(snapshots, "take_completed", take)
+    found("the journal names")
+
+
+def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(c: Cluster, why: str) -> None:
+        underway = c.keeping.underway
+        if underway is not None and underway.completed and c.resumption is not None and c.job is not None:
+            one = next(iter(underway.completed.values()))
+            groups = snapshots.groups_of(c.resumption.plan, c.job.snapshot.protection)
+            c.keeping.newest = Snapshot(
+                step=one.step, generation=one.generation, vote=one.vote, groups=groups
+            )
+        real(c, why)
+
+    real = snapshots.give_up
+    monkeypatch.setattr(snapshots, "give_up", give_up)
+    found("did not complete it")
+
+
+def test_a_rollback_that_forgets_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "roll_back", lambda self, step, vote: None)
+    found("of which no snapshot is complete")
+
+
+def test_trainers_that_are_not_told_what_to_keep_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_snapshots, "tell_kept", lambda a, device: None)
+    found("writes over its part of the newest snapshot")
 
 
 def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     causes: Counter[str] = Counter()
     decisions: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    tiers: set[str] = set()
     shapes = set()
     for seed in range(SEEDS):
         simulation = Simulation(seed)
@@ -64,6 +65,8 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
             names[event.name] += 1
             if event.name == "RecoveryCompleted":
                 causes[event.details["recovery"]["cause"]] += 1
+            elif event.name == "RolledBack":
+                tiers.add(event.details["tier"])
             elif event.name == "Quiesced":
                 decisions[event.details["decision"]] += 1
             check(event)
@@ -89,6 +92,8 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
         "restart",
         "slow",
     } <= set(faults)
+    assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
+    assert tiers == {"memory", "decoded"}
     assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names

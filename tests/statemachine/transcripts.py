@@ -25,7 +25,7 @@ from statemachine.events import (
 )
 from statemachine.messages import FromNode, Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, Vote
+from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, SnapshotPolicy, Vote
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
@@ -53,8 +53,13 @@ POLICY = Policy(global_batch=24, microbatch_rows=2, tolerate=1, device_memory_by
 """Two nodes hold one replica."""
 
 
-def job(job_id: str = "job-1", steps: int = 10, policy: Policy = POLICY) -> Job:
-    return Job(job_id=job_id, name="tiny", steps=steps, policy=policy)
+def job(
+    job_id: str = "job-1",
+    steps: int = 10,
+    policy: Policy = POLICY,
+    snapshot: SnapshotPolicy = SnapshotPolicy(),  # noqa: B008
+) -> Job:
+    return Job(job_id=job_id, name="tiny", steps=steps, policy=policy, snapshot=snapshot)
 
 
 def facts(devices: int = 1, host: str = "10.0.0.1") -> NodeFacts:
@@ -69,13 +74,16 @@ def committed(step: int) -> CommittedStep:
     return CommittedStep(step=step, vote=vote(step))
 
 
-def report(step: int = 0, *, ready: bool = False, held: tuple[int, ...] | None = None) -> DeviceReport:
+def report(
+    step: int = 0, *, ready: bool = False, held: tuple[int, ...] | None = None, lineage: int = 0
+) -> DeviceReport:
     return DeviceReport(
         device=0,
         committed_step=step,
         ready_step=step + 1 if ready else None,
         vote=vote(step) if step else None,
         held=tuple(range(LAYERS)) if held is None else held,
+        lineage=lineage,
     )
 
 

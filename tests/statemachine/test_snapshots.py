@@ -1,0 +1,413 @@
+"""A snapshot's life, a rollback, and what may come between: word for word, and case by case."""
+
+from typing import Any
+
+from transcripts import PROFILE, Coordination, committed, job, report, vote
+
+from ftd.coordinator.restoring import check_restore
+from planner.errors import StateLostError
+from planner.values import Device
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import CheckRestore, ComputePlan, EmitEvent, PersistState, SendCommand
+from statemachine.events import (
+    BrokerConnected,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    RestoreChecked,
+    TemplatesReady,
+)
+from statemachine.messages import (
+    Heartbeat,
+    KeepSnapshot,
+    Prepared,
+    RestoreFailed,
+    Resume,
+    Snap,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
+    Stepped,
+)
+from statemachine.timing import Timing
+from statemachine.values import HeldSnapshot, NodeState, SnapshotPolicy
+
+KEY = HeldSnapshot(job_id="job-1", step=3, generation=1)
+HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
+
+
+class Snapshots(Coordination):
+    """Four nodes, two pipelines of two stages; a snapshot behind every second step."""
+
+    def begin(self, protection: str = "aec") -> None:
+        self.feed(BrokerConnected)
+        for number, name in enumerate(HELD):
+            self.hello(name, 100 + number)
+        policy = SnapshotPolicy(every_steps=2, protection=protection)
+        self.feed(JobSubmitted, request="r", job=job(steps=40, snapshot=policy))
+        for number, name in enumerate(HELD):
+            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
+        self.feed(TemplatesReady, job_id="job-1")
+        for name in HELD:
+            self.quiesced(name, 1, report())
+        self.plan()
+        for name in HELD:
+            self.resumed(name, 1)
+        self.stepped("node-0", 1, 1)
+        self.lines.clear()
+
+    def beat(self, node: str, kept: int = 0, **says: Any) -> None:
+        self.say(node, Heartbeat(generation=1, committed=committed(1), kept=kept, **says))
+
+    def ordered(self) -> None:
+        """Steps 1 and 2 are committed, everybody is heard: a snapshot is ordered."""
+        for name in HELD:
+            self.beat(name)
+        self.wait(0.1)
+        self.stepped("node-0", 1, 2)
+
+    def completed(self, *nodes: str, generation: int = 1, step: int = 3) -> None:
+        for name in nodes:
+            self.say(
+                name,
+                SnapshotCompleted(
+                    generation=generation,
+                    step=step,
+                    vote=vote(step),
+                    size_bytes=1000,
+                    copy_s=0.05,
+                    stall_s=0.0,
+                ),
+            )
+
+    def kept(self) -> None:
+        """The snapshot of step 3 is complete everywhere."""
+        self.begin()
+        self.ordered()
+        for name in HELD:
+            self.say(name, Snapping(generation=1, step=3))
+        self.completed(*HELD)
+        self.stepped("node-0", 1, 3, 4, 5)
+        self.lines.clear()
+
+    def plan_or_not(self) -> None:
+        """The planner's answer to the ComputePlan among the last effects."""
+        asked: ComputePlan = self.one(ComputePlan)
+        try:
+            self.plan()
+        except StateLostError as error:
+            self.feed(
+                PlanImpossible,
+                generation=asked.generation,
+                too_few=False,
+                reason=str(error),
+                lost_layers=error.layers,
+            )
+
+    def check(self) -> None:
+        """The coordinator's answer to the CheckRestore among the last effects."""
+        answer = check_restore(self.one(CheckRestore), self.now)
+        self.feed(
+            RestoreChecked,
+            generation=answer.generation,
+            possible=answer.possible,
+            reason=answer.reason,
+            tier=answer.tier,
+        )
+
+    def both_hosts_die(self) -> None:
+        """Those of layers 2 and 3; the survivors are at step 5."""
+        self.feed(NodeVanished, node="node-1", incarnation=101)
+        self.feed(NodeVanished, node="node-3", incarnation=103)
+
+    def survivors(self, generation: int, **says: Any) -> None:
+        for name in ("node-0", "node-2"):
+            self.quiesced(name, generation, report(5, held=HELD[name], **says))
+
+    def events(self, name: str) -> list[EmitEvent]:
+        return [event for event in self.all(EmitEvent) if event.name == name]
+
+    def commands(self, kind: type[Any]) -> list[SendCommand]:
+        return [sent for sent in self.all(SendCommand) if isinstance(sent.command, kind)]
+
+
+def test_a_snapshot_s_life() -> None:
+    s = Snapshots()
+    s.begin()
+    s.note("two steps are committed: the node of rank 0 gets the order")
+    s.ordered()
+    s.note("it begins on every node")
+    for name in HELD:
+        s.say(name, Snapping(generation=1, step=3))
+    s.wait(0.1)
+    s.stepped("node-0", 1, 3)
+    s.note("the last node's word makes it count")
+    s.completed(*HELD)
+    s.note("no other one before all have confirmed that they keep this one")
+    s.wait(0.1)
+    s.stepped("node-0", 1, 4, 5)
+    for name in HELD:
+        s.beat(name, kept=3)
+    s.compare("a_snapshot_s_life")
+
+
+def test_a_snapshot_interrupted_by_a_failure() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    s.say("node-0", Snapping(generation=1, step=3))
+    s.note("node-3 dies before it has its part")
+    s.completed("node-0", "node-1", "node-2")
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.note("what comes late counts for nothing")
+    s.completed("node-2")
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(3, held=HELD[name]))
+    s.plan()
+    s.compare("a_snapshot_interrupted")
+
+
+def test_a_rollback() -> None:
+    s = Snapshots()
+    s.kept()
+    s.note("both hosts of layers 2 and 3 die; one comes back with its memory")
+    s.both_hosts_die()
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.survivors(3)
+    s.note("nobody alive holds layers 2 and 3, but the snapshot can be decoded without node-1")
+    s.plan_or_not()
+    s.wait(0.01)
+    s.check()
+    s.wait(0.01)
+    s.plan()
+    s.note("the survivors go back from step 5, and steps 4 and 5 are done again")
+    s.wait(0.3)
+    for name in ("node-0", "node-2"):
+        s.resumed(name, 3)
+    signal = Stepped(generation=3, steps=(committed(4), committed(5)), step_s=0.1, lineage=3)
+    s.say("node-0", signal)
+    s.compare("a_rollback")
+
+
+# --- snapshots, case by case ---------------------------------------------------------------------
+
+
+def test_one_is_durable_before_its_predecessor_is_released() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    s.completed("node-0", "node-1", "node-2")
+    assert not s.commands(KeepSnapshot)
+    s.completed("node-3")
+    kinds = [type(effect) for effect in s.last]
+    assert kinds.index(PersistState) < kinds.index(SendCommand)
+    assert len(s.commands(KeepSnapshot)) == 4
+    snapshot = s.machine.durable_state()["snapshot"]
+    assert snapshot["step"] == 3
+    assert [list(group["owners"]) for group in snapshot["groups"]] == [
+        ["node-0", "node-2"],
+        ["node-1", "node-3"],
+    ]
+
+
+def test_an_order_that_nobody_follows_is_given_up_and_given_again() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    assert [sent.node for sent in s.commands(Snap)] == ["node-0"]
+    s.fire("snapshot", 61.0)
+    assert s.events("SnapshotGivenUp")
+    s.stepped("node-0", 1, 3)
+    assert not s.commands(Snap)
+    s.stepped("node-0", 1, 4)
+    assert s.commands(Snap)
+
+
+def test_a_slow_node_leaves_the_one_before() -> None:
+    s = Snapshots()
+    s.kept()
+    for name in HELD:
+        s.beat(name, kept=3)
+    assert s.machine.snapshot.step == 3
+    s.say("node-0", Snapping(generation=1, step=6))
+    s.completed("node-0", "node-1", "node-2", step=6)
+    s.fire("snapshot", 61.0)
+    (given_up,) = s.events("SnapshotGivenUp")
+    assert "node-3 did not complete it" in given_up.reason
+    assert given_up.details["kept_step"] == 3
+    s.completed("node-3", step=6)
+    assert not s.commands(KeepSnapshot)
+    assert s.machine.snapshot.step == 3
+
+
+def test_no_room_gives_it_up_and_training_goes_on() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    s.say("node-2", Snapping(generation=1, step=3))
+    assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.SNAP
+    s.say("node-2", SnapshotFailed(generation=1, step=3, detail="the arena is full"))
+    (given_up,) = s.events("SnapshotGivenUp")
+    assert given_up.reason == "node-2: the arena is full"
+    assert s.machine.phase == "RUNNING"
+    assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.HEALTHY
+
+
+def test_what_is_of_another_generation_or_already_over_counts_for_nothing() -> None:
+    s = Snapshots()
+    s.kept()
+    s.completed(*HELD)  # again
+    s.completed(*HELD, generation=7, step=9)
+    assert not s.commands(KeepSnapshot)
+    assert s.machine.snapshot.step == 3
+
+
+def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
+    s = Snapshots()
+    s.kept()
+    s.wait(1.0)
+    s.beat("node-1", kept=0)
+    assert [sent.command for sent in s.commands(KeepSnapshot)] == [KeepSnapshot(job_id="job-1", step=3)]
+    s.beat("node-1", kept=3)
+    assert not s.commands(KeepSnapshot)
+
+
+def test_a_coordinator_restarted_amid_a_snapshot_takes_it_up() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    s.completed("node-0", "node-1")
+    machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.machine = machine
+    s.feed(BrokerConnected)
+    for number, name in enumerate(HELD):
+        at = {"job_id": "job-1", "prepared": True, "generation": 1, "training": True}
+        s.hello(name, 100 + number, **at)
+        s.say(name, Snapping(generation=1, step=3))
+        s.completed(name)
+    assert len(s.commands(KeepSnapshot)) == 4
+    assert s.machine.snapshot.step == 3
+
+
+# --- rollbacks, case by case ----------------------------------------------------------------------
+
+
+def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
+    s = Snapshots()
+    s.kept()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(5, held=HELD[name]))
+    s.plan_or_not()
+    assert not s.all(CheckRestore)
+    assert {sent.command.restore for sent in s.commands(Resume)} == {None}
+    assert s.machine.committed_step == 5
+
+
+def rolled_back() -> Snapshots:
+    """Generation 3 was told to go back to step 3; nobody has said anything since."""
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    s.plan()
+    return s
+
+
+def test_the_resume_says_where_the_state_comes_from() -> None:
+    s = rolled_back()
+    resume = s.commands(Resume)[0].command
+    assert (resume.step, resume.lineage, resume.protection) == (3, 3, "aec")
+    assert (resume.restore.step, resume.restore.generation) == (3, 1)
+    assert sorted(resume.restore.sources) == ["node-0", "node-2", "node-3"]
+    assert not resume.plan.transfers
+    (told,) = s.events("RolledBack")
+    assert told.details["tier"] == "decoded"
+    assert (told.details["from_step"], told.details["to_step"], told.details["undone"]) == (5, 3, 2)
+    assert "no usable device holds layers 2" in told.reason
+    assert s.machine.committed_step == 3
+
+
+def test_trainers_that_did_not_get_to_obey_hold_nothing() -> None:
+    s = rolled_back()
+    s.feed(NodeVanished, node="node-3", incarnation=203)  # it has shards that are being read
+    asked = s.machine.generation
+    assert asked == 4
+    s.quiesced("node-0", 4, report(3, held=HELD["node-0"], lineage=3))
+    s.quiesced("node-2", 4, report(5, held=HELD["node-2"]))  # of the past that was undone
+    assert s.one(ComputePlan).situation.holdings[Device(node="node-2", index=0)] == frozenset()
+    assert s.machine.committed_step == 3
+
+
+def test_heartbeats_of_the_undone_past_count_for_nothing() -> None:
+    s = rolled_back()
+    s.say("node-0", Heartbeat(generation=3, committed=committed(5), lineage=0))
+    assert s.machine.committed_step == 3
+    s.say("node-0", Heartbeat(generation=3, committed=committed(4), lineage=3))
+    assert s.machine.committed_step == 4
+
+
+def test_without_its_shards_the_cluster_waits_for_who_may_have_them() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    assert s.machine.phase == "PAUSED"
+    assert "node-1, node-3, which may still hold it" in s.machine.public_state()["waiting_for"]
+    s.note("a host comes back and has looked through its memory")
+    s.hello("node-3", 203)
+    s.hello("node-3", 203, snapshots=(KEY,))
+    assert s.machine.phase == "QUIESCING"
+    s.survivors(4)
+    s.plan_or_not()
+    assert s.one(CheckRestore).present == ("node-0", "node-2", "node-3")
+
+
+def test_when_nobody_comes_the_job_is_lost() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    s.fire("give_up", 30.0)
+    assert s.machine.phase == "FAILED"
+
+
+def test_somebody_who_comes_back_during_the_check_is_checked_again() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.plan_or_not()
+    asked = s.one(CheckRestore)
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.feed(RestoreChecked, generation=asked.generation, possible=False, reason="node-1 and node-3 are lost")
+    assert s.one(CheckRestore).present == ("node-0", "node-2", "node-3")
+
+
+def test_damaged_shards_are_left_out_the_next_time() -> None:
+    s = rolled_back()
+    s.say("node-0", RestoreFailed(generation=3, detail="a digest differs", bad=("node-3",)))
+    assert s.machine.phase == "QUIESCING"
+    s.hello("node-3", 203, snapshots=(KEY,), generation=3)
+    s.quiesced("node-0", 4, report(5, held=HELD["node-0"]))
+    s.quiesced("node-2", 4, report(5, held=HELD["node-2"]))
+    s.plan_or_not()
+    assert s.one(CheckRestore).present == ("node-0", "node-2")
+
+
+def test_a_coordinator_killed_before_it_told_of_a_rollback_tells_it() -> None:
+    s = rolled_back()
+    machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.machine = machine
+    assert machine.committed_step == 3
+    s.feed(BrokerConnected)
+    assert len(s.events("RolledBack")) == 1
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=3, training=False, quiesced=True)
+    assert s.commands(Resume)[0].command.restore.step == 3
