@@ -133,7 +133,8 @@ def _check_node(claimed: str, topic: str | None) -> None:
 def _check_numbers(message: Any) -> None:
     """What types cannot say: no counter of ours is ever negative."""
     numbers = (
-        "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "size_bytes", "behind",
+        "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
+        "size_bytes",
     )  # fmt: skip
     for name in numbers:
         value = getattr(message, name, 0)

@@ -127,6 +127,19 @@ def test_the_status_shows_how_far_planning_is(state: Json) -> None:
     assert "planning" not in printed(render_status(state | {"planning": None}))
 
 
+def test_the_status_names_the_newest_snapshot(state: Json) -> None:
+    snapshot = {
+        "step": 80, "generation": 3, "at": "2026-05-04T12:00:04.000Z", "size_bytes": 9, "protection": "aec",
+        "owners": 4, "present": 4,
+    }  # fmt: skip
+    now = {"at": "2026-05-04T12:00:16.000Z"}
+    text = printed(render_status(state | now | {"snapshot": snapshot}))
+    assert "step 80, 12.0 s old, aec, on 4 nodes" in text
+    text = printed(render_status(state | now | {"snapshot": snapshot | {"present": 3}}))
+    assert "on 4 nodes (1 gone)" in text
+    assert "snapshot" not in printed(render_status(state | {"snapshot": None}))
+
+
 def test_the_status_of_a_coordinator_that_is_away() -> None:
     text = printed(render_status({"schema": 1, "phase": "UNREACHABLE"}))
     assert "UNREACHABLE" in text and "trainers go on by themselves" in text
