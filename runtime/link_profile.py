@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.communicator import Communicator, Members, make_communicator
+from runtime.lineage import die_with_parent
 from runtime.measurement import (
     INVALID_EXIT,
     LinkOrder,
@@ -34,7 +35,6 @@ from runtime.measurement import (
 from runtime.model import CPU
 from runtime.profile import device_now
 from runtime.store import Rendezvous
-from runtime.zygote import die_with_parent
 
 HOST = "127.0.0.1"
 SIZES_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)

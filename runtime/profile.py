@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.activations import Activation, flatten
+from runtime.lineage import die_with_parent
 from runtime.measurement import (
     INVALID_EXIT,
     LayersMeasured,
@@ -33,7 +34,6 @@ from runtime.model import CPU, Model
 from runtime.protocol import LayerProfileData, ProfileData, SplitTimeData, TrainingData
 from runtime.sampling import Sampler
 from runtime.training import Training, TrainingError, load_training
-from runtime.zygote import die_with_parent
 
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
