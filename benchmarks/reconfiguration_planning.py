@@ -34,18 +34,17 @@ class Shape:
 
     layers: int
     devices: int
-    smallest: int
     largest: int
 
     def __str__(self) -> str:
-        return f"{self.layers} layers, {self.devices} per node, templates of {self.smallest}–{self.largest}"
+        return f"{self.layers} layers, {self.devices} per node, templates of 1–{self.largest}"
 
 
 SHAPES = (
-    Shape(layers=48, devices=1, smallest=1, largest=8),
-    Shape(layers=96, devices=1, smallest=4, largest=12),
-    Shape(layers=48, devices=8, smallest=1, largest=8),
-    Shape(layers=96, devices=8, smallest=4, largest=12),
+    Shape(layers=48, devices=1, largest=8),
+    Shape(layers=96, devices=1, largest=12),
+    Shape(layers=48, devices=8, largest=8),
+    Shape(layers=96, devices=8, largest=12),
 )
 
 
@@ -78,9 +77,8 @@ def prepared(shape: Shape, seed: int) -> Planner:
         split="aligned" if shape.devices > 1 else "any",
     )
     planner = Planner(profile(shape, seed), policy)
-    planner.n0 = shape.smallest
     mapper = Mapper(planner.costs, shape.largest)
-    sizes = range(shape.smallest, shape.largest + 1)
+    sizes = range(1, shape.largest + 1)
     found = [mapper.template(size, expected_share(policy, size, NODES)) for size in sizes]
     templates = tuple(template for template in found if template is not None)
     planner.restore(Precomputed(nodes=NODES, templates=templates, instantiations={}))
@@ -134,8 +132,7 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
 def measure(shape: Shape, seeds: int, result: Result) -> None:
     planner = prepared(shape, 1)
     names = [f"node-{number}" for number in range(NODES)]
-    for lost in (0, *LOST):
-        planner.instantiator(NODES).best(NODES - lost)
+    planner.precompute(NODES)
     start = planner.plan(planner.fresh(names))
     running = Situation(nodes=tuple(names), holdings=owned(start), previous=start)
     for lost in LOST:

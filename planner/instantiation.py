@@ -11,6 +11,7 @@ from functools import cached_property, partial
 
 from planner.batch import check_batch, distribute_for
 from planner.costs import StageCosts
+from planner.errors import TooFewNodesError
 from planner.makespan import PipelineClock
 from planner.search import Search
 from planner.templates import Templates
@@ -89,9 +90,18 @@ class Instantiator:
 
         Where all cannot be used (too few layers or microbatches, or gaps between template sizes), on as
         many as can. Among equally quick ones, the most pipelines: more copies of every layer.
+
+        :raises TooFewNodesError: not even the smallest template's nodes.
         """
         known = self._best.get(nodes)
         if known is None:
+            smallest = self._templates.sizes[0]
+            if nodes < smallest:
+                raise TooFewNodesError(
+                    f"{nodes} nodes are fewer than the {smallest} of the smallest template",
+                    needed=smallest,
+                    present=nodes,
+                )
             fewest, most = self.required(nodes), self._policy.microbatches
             sizes: tuple[int, ...] | None = None
             used = min(nodes, most * self._templates.sizes[-1]) + 1

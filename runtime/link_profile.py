@@ -32,9 +32,9 @@ from runtime.measurement import (
     spread_of,
 )
 from runtime.model import CPU
+from runtime.parent import die_with_parent
 from runtime.profile import device_now
 from runtime.store import Rendezvous
-from runtime.zygote import die_with_parent
 
 HOST = "127.0.0.1"
 SIZES_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)

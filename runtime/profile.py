@@ -30,10 +30,10 @@ from runtime.measurement import (
     spread_of,
 )
 from runtime.model import CPU, Model
+from runtime.parent import die_with_parent
 from runtime.protocol import LayerProfileData, ProfileData, SplitTimeData, TrainingData
 from runtime.sampling import Sampler
 from runtime.training import Training, TrainingError, load_training
-from runtime.zygote import die_with_parent
 
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31

@@ -13,7 +13,6 @@ zygote ends (PR_SET_PDEATHSIG), so that SIGKILL of the daemon leaves no orphan b
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -25,6 +24,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from runtime.parent import die_with_parent
 from runtime.protocol import (
     Decoder,
     Exited,
@@ -36,8 +36,6 @@ from runtime.protocol import (
     ZygoteNotice,
     encode,
 )
-
-_PR_SET_PDEATHSIG = 1
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
     # Their pools would start threads at import. A trainer gets its parallelism from the stages.
@@ -65,18 +63,6 @@ def main() -> int:
     notify(notices, Warm(pid=os.getpid(), import_s=time.monotonic() - started))
     serve(requests=0, notices=notices)
     return 0
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when process ``parent`` ends.
-
-    The check behind the call closes the gap in which the parent may already have died.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        raise SystemExit(2)
 
 
 def notify(descriptor: int, notice: ZygoteNotice) -> None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from planner.errors import BatchError, PlanningError
 from planner.values import ModelProfile, Policy
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -95,7 +96,6 @@ class _Teller:
 def work(given: Work, out: BinaryIO) -> None:
     """Precompute, and tell of it."""
     # Here, so that the daemon, which knows only the frames, does not load numpy and scipy in its event loop.
-    from planner.errors import PlanningError
     from planner.planner import Planner
 
     teller = _Teller(out)
@@ -115,9 +115,15 @@ def work(given: Work, out: BinaryIO) -> None:
         send_part()
         write_frame(out, Done())
     except PlanningError as error:
-        from ftd.coordinator.planning import explain
-
         write_frame(out, Refused(reason=explain(error)))
+
+
+def explain(error: PlanningError) -> str:
+    """The planner's error for a user, with the remedy where the error carries one."""
+    if isinstance(error, BatchError) and error.nearest and str(error.nearest[0]) not in str(error):
+        near = " or ".join(str(batch) for batch in error.nearest)
+        return f"{error} (training.global_batch: the nearest that can: {near})"
+    return str(error)
 
 
 def main() -> None:

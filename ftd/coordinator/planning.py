@@ -19,11 +19,10 @@ import structlog
 
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
-from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work
+from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
 from ftd.driver import Driver
 from ftd.errors import PeerError
 from planner.errors import (
-    BatchError,
     InfeasibleError,
     PlanningError,
     RestoreError,
@@ -333,14 +332,6 @@ def _check_layers(planner: "Planner", situation: Situation) -> None:
             "it out, and a node measures the model",
             tuple(range(min(held, profiled), max(held, profiled))),
         )
-
-
-def explain(error: PlanningError) -> str:
-    """The planner's error for a user, with the remedy where the error carries one."""
-    if isinstance(error, BatchError) and error.nearest and str(error.nearest[0]) not in str(error):
-        near = " or ".join(str(batch) for batch in error.nearest)
-        return f"{error} (training.global_batch: the nearest that can: {near})"
-    return str(error)
 
 
 def _take_part(planner: "Planner", part: bytes) -> None:

@@ -50,7 +50,7 @@ def mosquitto_command(directory: Path, port: int) -> list[str]:
         "persistence false\n"
         "max_queued_messages 100000\n"
         "max_inflight_messages 200\n"
-        "max_packet_size 4194304\n"
+        "max_packet_size 16777216\n"
         "log_dest stderr\n"
         "log_type error\n"
         "log_type warning\n"

@@ -63,6 +63,10 @@ def chosen_line(told: Description) -> str:
     return f"{plural(pipelines, 'pipeline')} for {plural(told.nodes, 'node')}{idle}"
 
 
+MOST_DRAWN = 4
+"""Kinds of pipelines in a picture."""
+
+
 def named_templates(told: Description) -> list[tuple[str, PipelineRow]]:
     """The chosen templates, each once, by the name of its first pipeline and with its largest share."""
     named: dict[int, tuple[str, PipelineRow]] = {}

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ftd.view import plan_plot
+from ftd.view.palette import FAINT, INK, PAPER, WAITING
 from ftd.view.plan import (
+    MOST_DRAWN,
     chosen_line,
     comparison_line,
     devices_of,
@@ -59,7 +60,7 @@ def plan_page(told: Description, svg: str, *, name: str, other: Description | No
         _pipelines(told),
         *(
             _stages(letter, told.template(row.nodes), told)
-            for letter, row in named_templates(told)[: plan_plot.MOST_DRAWN]
+            for letter, row in named_templates(told)[:MOST_DRAWN]
         ),
         "<h2>Templates</h2>",
         _templates(told),
@@ -71,10 +72,10 @@ def _themed(svg: str) -> str:
     """The drawing itself, its neutral colours left to the page."""
     drawing = svg[svg.index("<svg") :]
     for colour, variable in (
-        (plan_plot.INK, "--ink"),
-        (plan_plot.FAINT, "--faint"),
-        (plan_plot.WAITING, "--waiting"),
-        (plan_plot.PAPER, "--paper"),
+        (INK, "--ink"),
+        (FAINT, "--faint"),
+        (WAITING, "--waiting"),
+        (PAPER, "--paper"),
     ):
         drawing = drawing.replace(colour, f"var({variable})")
     return drawing

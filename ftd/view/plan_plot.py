@@ -17,23 +17,19 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ftd.errors import ConfigurationError
-from ftd.view.plan import chosen_line, comparison_line, elapsed, named_templates
+from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, named_templates
 from ftd.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
 from planner.timeline import Timeline
 
 Floats = NDArray[np.float64]
 
-FORWARD = ("#0072b2", "#4ba3d6")
-"""Even and odd microbatches, so that neighbours without a gap are told apart. Blue, orange and green are
-Okabe's and Ito's: everybody can tell them apart."""
-BACKWARD = ("#e69f00", "#f3c766")
-SYNC, MEMORY, LIMIT = "#009e73", "#8a97ab", "#d55e00"
-INK, FAINT, WAITING, PAPER = "#1b1f27", "#69707d", "#e7eaee", "#fefefe"
-"""What a dark page replaces."""
+FORWARD = (BLUE, "#4ba3d6")
+"""Even and odd microbatches, so that neighbours without a gap are told apart."""
+BACKWARD = (ORANGE, "#f3c766")
+SYNC, MEMORY, LIMIT = GREEN, "#8a97ab", RED
 
-MOST_DRAWN = 4
-"""Kinds of pipelines."""
 MOST_SHAPES = 5_000
 """Operations of one timeline drawn one by one; more are drawn as an image of their mixture."""
 MOST_OPERATIONS = 4_000_000

@@ -6,10 +6,8 @@ import numpy as np
 
 from ftd.config.reliability_file import ReliabilityQuestion
 from ftd.errors import ConfigurationError
+from ftd.view.palette import BLUE, RED
 from planner.reliability import safe_days
-
-_BLUE, _ORANGE = "#0072b2", "#d55e00"
-"""Told apart by everybody (Okabe and Ito)."""
 
 
 def plot_survival(question: ReliabilityQuestion, path: Path) -> None:
@@ -26,7 +24,7 @@ def plot_survival(question: ReliabilityQuestion, path: Path) -> None:
     shown = np.linspace(0.0, longest, 400)
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    curves = ((protection.protected, _BLUE, "protected"), (protection.unprotected, _ORANGE, "not protected"))
+    curves = ((protection.protected, BLUE, "protected"), (protection.unprotected, RED, "not protected"))
     for survival, colour, name in curves:
         until = safe_days(survival, threshold)
         label = f"{name}: {threshold:g} until {until:.2f} days"

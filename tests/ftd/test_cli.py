@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -143,6 +144,8 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
 
 
 def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str]) -> None:
+    # A shell that runs the tests in the background has Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     follower = subprocess.Popen(
         [sys.executable, "-m", "ftd.cli.main", "events", "--follow", "--json"],
         stdout=subprocess.PIPE,

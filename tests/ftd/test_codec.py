@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ftd.errors import WireError
 from ftd.wire.codec import (
+    MAX_COMMAND_BYTES,
     MAX_PAYLOAD_BYTES,
     decode_from_node,
     decode_to_node,
@@ -314,9 +315,44 @@ def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject
 
 def test_a_message_that_is_too_large_does_not_leave() -> None:
     policy = Policy(global_batch=1, microbatch_rows=1)
-    job = Job(job_id="j", name="j", steps=1, policy=policy, training={"x": "y" * MAX_PAYLOAD_BYTES})
+    job = Job(job_id="j", name="j", steps=1, policy=policy, training={"x": "y" * MAX_COMMAND_BYTES})
     with pytest.raises(WireError, match="at most"):
         encode_to_node(ToNode(node="n", incarnation=1, cause="c", command=Prepare(job=job, profile=False)))
+
+
+def test_a_plan_with_very_many_transfers_fits() -> None:
+    """What 100 of 1,000 nodes with eight devices each may leave behind."""
+    names = [f"node-{number:04}" for number in range(900)]
+    stages = tuple(
+        StagePlacement(
+            first_layer=0, end_layer=96, devices=tuple(Device(node=name, index=index) for index in range(8))
+        )
+        for name in names
+    )
+    moves = tuple(
+        Transfer(
+            layer=n % 96, source=stages[n % 900].devices[0], target=stages[n % 7].devices[1], size_bytes=n
+        )
+        for n in range(12_000)
+    )
+    pipelines = tuple(
+        PipelinePlacement(stages=(stage,), first_microbatch=n, microbatches=1, estimated_s=1.0)
+        for n, stage in enumerate(stages)
+    )
+    plan = Plan(pipelines=pipelines, transfers=moves, method="best", reason="so.", estimated_iteration_s=1.0)
+    resume = Resume(
+        generation=1,
+        job_id="j",
+        step=1,
+        vote=None,
+        plan=plan,
+        hosts=dict.fromkeys(names, "10.0.0.1"),
+        rendezvous="10.0.0.1:1",
+    )
+    message = ToNode(node="n", incarnation=1, cause="c", command=resume)
+    payload = encode_to_node(message)
+    assert len(payload) > MAX_PAYLOAD_BYTES
+    assert decode_to_node(payload, "n") == message
 
 
 def test_a_reader_ignores_fields_of_a_newer_writer() -> None:

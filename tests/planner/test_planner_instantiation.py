@@ -11,6 +11,7 @@ import pytest
 from oracles import layer, multisets, profile_of, shares
 
 from planner.batch import distribute
+from planner.errors import TooFewNodesError
 from planner.instantiation import Instantiator
 from planner.planner import Planner
 from planner.values import Link, ModelProfile, Policy
@@ -157,3 +158,10 @@ def test_more_pipelines_than_microbatches_are_never_made() -> None:
     planner = Planner(profile_of([1.0] * 2), Policy(global_batch=4, microbatch_rows=4, tolerate=0))
     found = planner.instantiator(5).best(5)
     assert (found.sizes, found.microbatches) == ((2,), (1,))
+
+
+def test_fewer_nodes_than_any_template_has_are_an_error_and_no_endless_search() -> None:
+    planner = Planner(profile_of([1.0] * 8, memory_bytes=60), Policy(global_batch=16, microbatch_rows=4))
+    assert planner.n0 > 1
+    with pytest.raises(TooFewNodesError, match=f"the {planner.n0} of the smallest template"):
+        planner.instantiator(8).best(planner.n0 - 1)
