@@ -19,6 +19,7 @@ from ftd.cli.plan_request import (
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ftd.protection import SnapshotProtection
     from planner.crosscheck import CrossCheck
     from planner.describe import Description, PipelineRow, TemplateRow
     from planner.errors import SolverError
@@ -120,6 +121,14 @@ CompareOption = Annotated[
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Check the shares of the batch against an integer program.")
 ]
+ProtectionOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SCHEME",
+        help="Of snapshots: none, arc:k, aec, aec2, joined by +.",
+        show_default="the job's, if it takes snapshots",
+    ),
+]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Draw timelines and memory: FILE.svg, FILE.png or FILE.html.")
 ]
@@ -144,6 +153,7 @@ def plan(
     checkpoint_activations: CheckpointOption = False,
     compare: CompareOption = None,
     check: CheckOption = False,
+    protection: ProtectionOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -172,6 +182,7 @@ def plan(
             tolerate=tolerate,
             memory=memory,
             checkpoint_activations=checkpoint_activations,
+            protection=protection,
         )
     )
     _tell(
@@ -192,12 +203,20 @@ def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None
     description = describe(seen)
     other = describe(request.other_objective().preview()) if compare else None
     checked = _checked(seen) if check else None
+    protection = request.protected(seen)
     if as_json:
-        print_json(_as_json(description, planning_s, other, checked))
+        document = _as_json(description, planning_s, other, checked)
+        print_json(
+            document if protection is None else document | {"protection": _protection_json(protection)}
+        )
     else:
         from ftd.view.plan import render_plan
 
         print_rich(render_plan(description, planning_s=planning_s, other=other, check=checked))
+        if protection is not None:
+            from ftd.view.protection import render_protection
+
+            print_rich(render_protection(protection))
     if plot is not None:
         from ftd.view.plan_plot import plot_plan
 
@@ -296,3 +315,17 @@ def _check_json(check: "CrossCheck | SolverError") -> dict[str, Any]:
     if isinstance(check, SolverError):
         return {"agrees": None, "reason": str(check)}
     return {"agrees": check.agrees, **msgspec.to_builtins(check)}
+
+
+def _protection_json(told: "SnapshotProtection") -> dict[str, Any]:
+    import msgspec
+
+    return {
+        "scheme": told.scheme,
+        "guarantee": told.guarantee,
+        "overhead": told.overhead,
+        "node_bytes": told.node_bytes,
+        "arena_bytes": told.arena_bytes,
+        "arena_peak_bytes": told.arena_peak_bytes,
+        "groups": msgspec.to_builtins(told.groups),
+    }

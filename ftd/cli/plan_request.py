@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ftd.protection import SnapshotProtection
     from planner.errors import PlanningError
     from planner.preview import Preview
     from planner.values import ModelProfile, Policy
@@ -42,6 +43,7 @@ class PlanOptions:
     tolerate: int | None = None
     memory: str | None = None
     checkpoint_activations: bool = False
+    protection: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class PlanRequest:
     """Of the job or of the profile's file."""
     profile: "ModelProfile"
     policy: "Policy"
+    protection: str | None = None
+    """Scheme of the snapshots (``storage.codes``); ``None``: there are none, and nobody asked."""
 
     def other_objective(self) -> "PlanRequest":
         """The same question under the objective that was not asked for."""
@@ -78,6 +82,24 @@ class PlanRequest:
                 "the times of the layers are too large to add up", field=self.name, remedy="check its units"
             )
         return seen
+
+    def protected(self, seen: "Preview") -> "SnapshotProtection | None":
+        """What protects snapshots on the pipelines that ``preview`` chose; ``None`` where there are none.
+
+        :raises ConfigurationError: the scheme is not for so many owners.
+        """
+        if self.protection is None:
+            return None
+        from ftd.protection import protection_of
+
+        try:
+            return protection_of(seen, self.profile.layers, self.protection)
+        except ValueError as error:
+            raise ConfigurationError(
+                str(error),
+                field="snapshot.protection" if self.options.protection is None else "--protection",
+                remedy="give another with --protection; none shows the plan without",
+            ) from None
 
     def _check(self) -> None:
         """What is wrong in the words of the command line, before the planner says it in its own."""
@@ -143,11 +165,14 @@ def requested(options: PlanOptions) -> PlanRequest:
             remedy="give --profile FILE (no cluster needed), or a JOB.toml whose model is then measured",
         )
     memory_bytes = None if options.memory is None else size_bytes(options.memory, field="--memory")
+    protection = _checked_scheme(options.protection)
     job = known = None
     if options.job is not None:
         data = load_job_data(options.job)
         job = job_from_data(data, job_id=data.name, devices_per_node=options.devices_per_node)
         known = profile_from_data(data)
+        if protection is None and job.snapshot.every_steps:
+            protection = job.snapshot.protection
     profile = _profile(options, job, known)
     policy = _policy_of_job(job, options) if job is not None else _policy_alone(profile, options)
     policy = replace(
@@ -162,7 +187,19 @@ def requested(options: PlanOptions) -> PlanRequest:
     file = options.job or options.profile
     assert file is not None, "one of the two was given"
     name = job.name if job is not None else file.name
-    return PlanRequest(options=options, name=name, profile=profile, policy=policy)
+    return PlanRequest(options=options, name=name, profile=profile, policy=policy, protection=protection)
+
+
+def _checked_scheme(scheme: str | None) -> str | None:
+    """:raises ConfigurationError: there is no such protection."""
+    if scheme is not None:
+        from storage.codes import parse_scheme
+
+        try:
+            parse_scheme(scheme)
+        except ValueError as error:
+            raise ConfigurationError(str(error), field="--protection") from None
+    return scheme
 
 
 def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | None") -> "ModelProfile":

@@ -1,0 +1,138 @@
+"""What protects a job's snapshots on the pipelines of a preview: the groups, what each withstands, its bytes.
+
+The groups are those of a real plan (``statemachine.snapshots.groups_of``): maximal runs of layers that the
+same stages own, one in each pipeline. So every group has as many owners as there are pipelines.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.preview import Preview
+from planner.values import LayerProfile
+from storage.arena import SLOTS
+from storage.codes import Code, make_code, parse_scheme
+from storage.shards import ShardLayout
+
+KEPT_SLOTS = SLOTS - 1
+"""Of an arena, but while a snapshot is complete and its predecessor not yet released."""
+MOST_CODE_CELLS = 1 << 20
+"""Of a code's tables: ``aec`` of 1,024 owners, within a second."""
+MOST_CHECKED_OWNERS = 8
+MOST_CHECKED_CELLS = 300
+"""Of a bucket, for a guarantee that is tried out with every set of lost owners."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtectedGroup:
+    """Layers ``[first_layer, end_layer)``, whose state so many nodes share out."""
+
+    first_layer: int
+    end_layer: int
+    owners: int
+    bucket_bytes: int | None
+    """Parameters and optimizer of its layers; ``None`` where the profile has no bytes."""
+    guarantee: int
+    """So many owners, whichever, may be lost at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotProtection:
+    """All groups of a plan under one scheme."""
+
+    scheme: str
+    overhead: float
+    """Bytes kept in all beyond what is kept without protection, per byte of that."""
+    node_bytes: int | None
+    """Shards of one snapshot on the fullest node; ``None`` where the profile has no bytes."""
+    groups: tuple[ProtectedGroup, ...]
+
+    @property
+    def guarantee(self) -> int:
+        """The fewest losses that any group withstands."""
+        return min(group.guarantee for group in self.groups)
+
+    @property
+    def arena_bytes(self) -> int | None:
+        """On the fullest node: the newest snapshot, and the one under way."""
+        return None if self.node_bytes is None else KEPT_SLOTS * self.node_bytes
+
+    @property
+    def arena_peak_bytes(self) -> int | None:
+        """On the fullest node, while the commit of a snapshot is pending."""
+        return None if self.node_bytes is None else SLOTS * self.node_bytes
+
+
+def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) -> SnapshotProtection:
+    """What ``scheme`` comes to on the chosen pipelines.
+
+    :raises ValueError: there is no such scheme, or it is not for so many owners; says which there are.
+    """
+    sizes = seen.instantiation.sizes
+    owners = len(sizes)
+    code = _code(scheme, owners)
+    guarantee = _guarantee(code, scheme)
+    templates = [seen.templates[size] for size in set(sizes)]
+    cuts = sorted({0, *(stage.end_layer for template in templates for stage in template.stages)})
+    known = any(layer.state_bytes for layer in layers)
+    groups = tuple(
+        ProtectedGroup(
+            first_layer=first,
+            end_layer=end,
+            owners=owners,
+            bucket_bytes=sum(layer.state_bytes for layer in layers[first:end]) if known else None,
+            guarantee=guarantee,
+        )
+        for first, end in pairwise(cuts)
+    )
+    return SnapshotProtection(
+        scheme=scheme,
+        overhead=code.overhead,
+        node_bytes=_fullest_bytes(seen, code, groups) if known else None,
+        groups=groups,
+    )
+
+
+def _fullest_bytes(seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...]) -> int:
+    """The shards of all stages of a node, on the node with the most."""
+    layouts = {
+        group.first_layer: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups
+    }
+    # A shard is as long as its owner has extra cells, so most pipelines of a size are alike.
+    alike = {(size, len(code.extra[owner])): owner for owner, size in enumerate(seen.instantiation.sizes)}
+    fullest = 0
+    for (size, _), owner in alike.items():
+        nodes = [0] * size
+        for stage in seen.templates[size].stages:
+            for first, layout in layouts.items():
+                if stage.first_layer <= first < stage.end_layer:
+                    nodes[stage.node_offset] += layout.shard_bytes(owner)
+        fullest = max(fullest, *nodes)
+    return fullest
+
+
+def _code(scheme: str, owners: int) -> Code:
+    """:raises ValueError: no such scheme, or too many owners for it."""
+    parts = parse_scheme(scheme)
+    copies = min(sum(count for _, count in parts), owners - 1)
+    cells = owners if any(name in {"aec", "aec2"} for name, _ in parts) else 1
+    if owners * cells * (1 + copies) > MOST_CODE_CELLS:
+        raise ValueError(f"{scheme} is too much to work out for groups of {owners} owners")
+    return make_code(scheme, owners)
+
+
+def _guarantee(code: Code, scheme: str) -> int:
+    """Tried out where that is quick, else what the schemes are made for, which is no more."""
+    if code.owners <= MOST_CHECKED_OWNERS and code.owners * code.cells <= MOST_CHECKED_CELLS:
+        return code.guarantee
+    return stated_guarantee(scheme, code.owners)
+
+
+def stated_guarantee(scheme: str, owners: int) -> int:
+    """What the parts withstand together.
+
+    Of k + g lost owners, where k copies of everything are kept: in a row of lost ones only those behind the
+    first k have no copy left, so at most g are really gone, and a code for g losses makes up for them.
+    """
+    parts = parse_scheme(scheme)
+    parity = max({"aec": 1, "aec2": 2}.get(name, 0) for name, _ in parts)
+    return min(parity + sum(count for _, count in parts), owners - 1)

@@ -1,0 +1,56 @@
+"""``ftd plan``: what protects snapshots, as a table and a few sentences."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ftd.protection import SnapshotProtection
+from ftd.view.text import layer_range, plural, size
+
+MOST_GROUPS = 24
+"""Lines of the table."""
+
+
+def render_protection(told: SnapshotProtection) -> RenderableType:
+    """The groups, and what holds for all of them."""
+    owners = told.groups[0].owners
+    shape = f"{told.scheme}, {plural(len(told.groups), 'group')} of {plural(owners, 'owner')}"
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("layers", no_wrap=True)
+    for column in ("owners", "state", "may be lost"):
+        table.add_column(column, justify="right", no_wrap=True)
+    shown = told.groups[:MOST_GROUPS]
+    for group in shown:
+        table.add_row(
+            layer_range(group.first_layer, group.end_layer),
+            str(group.owners),
+            "–" if group.bucket_bytes is None else size(group.bucket_bytes),
+            f"any {group.guarantee}" if group.guarantee else "none",
+        )
+    hidden = len(told.groups) - len(shown)
+    more = [Text(f"… and {plural(hidden, 'more group')}", style="dim")] if hidden else []
+    title = Text.assemble(("Snapshots", "bold"), (f"  {shape}", "dim"))
+    return Group("", title, table, *more, *map(Text, _sentences(told)))
+
+
+def _sentences(told: SnapshotProtection) -> list[str]:
+    lines = [_guarantee_line(told)]
+    if told.node_bytes is not None and told.arena_bytes is not None and told.arena_peak_bytes is not None:
+        lines.append(
+            f"{size(told.node_bytes)} a snapshot on the fullest node; its arenas take "
+            f"{size(told.arena_bytes)}, and {size(told.arena_peak_bytes)} while a commit is pending"
+        )
+    lines.append(
+        f"{told.overhead:.1%} more than unprotected" if told.overhead else "no bytes beyond the state"
+    )
+    return lines
+
+
+def _guarantee_line(told: SnapshotProtection) -> str:
+    alone = [group for group in told.groups if group.owners == 1]
+    if alone:
+        which = f"layers {layer_range(alone[0].first_layer, alone[-1].end_layer)}"
+        return f"{which} have one owner: no redundancy, whatever the protection; no node may be lost"
+    if not told.guarantee:
+        return "no node of a group may be lost; trainers and daemons may"
+    return f"any {plural(told.guarantee, 'node')} of a group may be lost"
