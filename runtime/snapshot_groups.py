@@ -20,7 +20,11 @@ class Group:
     """Names of nodes, in the order of the pipelines."""
     owner: int
     scheme: str
-    code: Code
+
+    @property
+    def code(self) -> Code:
+        """:raises ValueError: there is no such scheme, or none for so many owners."""
+        return make_code(self.scheme, len(self.owners))
 
     @property
     def layers(self) -> range:
@@ -31,7 +35,6 @@ def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) 
     """Those of the rank's stage; none where another rank writes for it, or ``nodes`` is empty.
 
     :param nodes: the name of each rank's node.
-    :raises ValueError: there is no such scheme.
     """
     mine = next(
         (
@@ -54,7 +57,6 @@ def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) 
             owners=tuple(nodes[min(one.ranks)] for one in owners[start]),
             owner=owner,
             scheme=scheme,
-            code=make_code(scheme, len(world.pipelines)),
         )
         for start, end in zip(starts, [*starts[1:], len(owners)], strict=True)
     )

@@ -207,6 +207,17 @@ def test_memory_that_is_too_small_is_said_and_training_goes_on(cluster: Cluster,
     finish(trainers)
 
 
+def test_a_protection_that_these_owners_cannot_have_is_said_and_training_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As two-loss parity for more owners than it is for; here the trainers are told of an unknown one."""
+    trainers = start(cluster, data(steps=40), TWO_AND_TWO, tmp_path, protection="aec3")
+    step = snap(cluster, trainers)
+    for trainer in trainers:
+        assert "'aec3' is no protection" in trainer.take(p.SnapshotFailed, step=step).detail
+    finish(trainers)
+
+
 def test_without_an_arena_an_order_is_answered(cluster: Cluster) -> None:
     trainers = cluster.fork(1)
     cluster.prepare(trainers, data(steps=10_000))
