@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from planner.costs import StageCosts
 from planner.descent import Row, as_row, descend, quickest_of
 from planner.enumeration import all_mappings, mapping_count, quickest
-from planner.makespan import Floats
+from planner.makespan import ROUNDING, Floats
 from planner.paths import PathTables, PathWeights, join, round_trips, through_slowest
 from planner.stagebounds import StageBounds
 from planner.values import StageTemplate, Template
@@ -41,8 +41,6 @@ PRICES = 24
 """Of a stage, in the bound on how many stages there can be."""
 GROUP = 64
 """Complete mappings simulated at a time there."""
-ROUNDING = 1e-12
-"""Two sums of the same terms in another order differ by less, relatively."""
 
 
 class IterationMapper:

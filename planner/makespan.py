@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+ROUNDING = 1e-12
+"""Two sums of the same terms in another order differ by less, relatively."""
+
 
 AS_IT_IS = 256
 """Rounds that are simulated whether or not they repeat themselves: their times are true to the last bit."""

@@ -17,11 +17,9 @@ from math import inf
 import numpy as np
 
 from planner.additive import AdditiveMapping, Range
-from planner.makespan import Floats
+from planner.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
 
-ROUNDING = 1e-12
-"""Two sums of the same terms in another order differ by less, relatively."""
 PARTS = 4
 """An interval is cut into so many, as they are evaluated together for less than one by one."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from planner.clocks import Clocks, Ints
 from planner.costs import StageCosts
 from planner.filling import bound, fill, most_work
-from planner.makespan import Floats
+from planner.makespan import ROUNDING, Floats
 from planner.values import Template
 
 PRECISION = 1e-9
@@ -22,8 +22,6 @@ PRECISION = 1e-9
 Found = tuple[float, int]
 """Milliseconds in which the batch can be done, and by how many templates."""
 
-
-ROUNDING = 1e-12
 
 COARSE = (3e-3, 3e-4, 3e-5)
 """Precisions of searches before the last: it is not to find its way through many small improvements."""

@@ -14,6 +14,7 @@ import msgspec
 
 from planner.errors import BatchError, PlanningError
 from planner.values import ModelProfile, Policy
+from runtime.parent import die_with_parent
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Templates and instantiations for ten thousand nodes take a tenth of it."""
@@ -128,9 +129,7 @@ def explain(error: PlanningError) -> str:
 
 def main() -> None:
     """The process."""
-    from ftd.node.processes import die_with
-
-    die_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     os.nice(_NICENESS)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What a library prints must not get between the frames.

@@ -32,14 +32,6 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
-def die_with(parent: int) -> None:
-    """The same from within the child, which was told its parent's pid: for a parent that has threads, where
-    running Python between ``fork`` and ``exec`` is not safe."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def kill_group(pid: int, signal_number: int) -> bool:
     """Signal a whole process group; ``False`` when it is gone."""
     try:
