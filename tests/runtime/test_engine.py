@@ -264,7 +264,8 @@ def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
     slow = [second.take(p.Stepped, step=step) for step in range(7, 17)]
     assert [frame.vote.loss for frame in waiting] == pytest.approx(expected, rel=1e-9)
     assert all(0 < frame.microbatch_ms <= 1e3 * frame.step_s for frame in (*before, *waiting, *slow))
-    usual_ms = statistics.median(frame.microbatch_ms for frame in before)
-    assert statistics.median(frame.microbatch_ms for frame in slow) > 5 * usual_ms
-    assert statistics.median(frame.microbatch_ms for frame in waiting[6:]) < 5 * usual_ms
+    slow_ms = statistics.median(frame.microbatch_ms for frame in slow)
+    assert slow_ms > 4 * statistics.median(frame.microbatch_ms for frame in before)
+    # Against the slow stage in the same steps: both share whatever else the machine does meanwhile.
+    assert slow_ms > 2 * statistics.median(frame.microbatch_ms for frame in waiting[6:])
     finish(trainers)
