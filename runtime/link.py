@@ -52,8 +52,8 @@ class Mailbox:
         self._communicator: Communicator | None = None
         self._snap = 0
         """Generation that a snapshot was ordered in; 0: none is."""
-        self.keep: Callable[[int], None] | None = None
-        """Given the step of each KeepSnapshot, on the control thread."""
+        self.keep: Callable[[int, int], None] | None = None
+        """Given the two steps of each KeepSnapshot, on the control thread."""
 
     # --- control thread --------------------------------------------------------------------------
 
@@ -75,9 +75,9 @@ class Mailbox:
                     self._deliver_quiesce(instruction)
                 case Snap(generation=generation):
                     self._snap = generation
-                case KeepSnapshot(step=step):
+                case KeepSnapshot(step=step, pinned=pinned):
                     if self.keep is not None:
-                        self.keep(step)
+                        self.keep(step, pinned)
                 case Exit():
                     os._exit(0)
             self._condition.notify_all()

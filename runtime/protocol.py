@@ -142,6 +142,8 @@ class KeepSnapshot(Frame, frozen=True, kw_only=True):
     """The snapshot of ``step`` is complete on all nodes: older ones are released."""
 
     step: int
+    pinned: int = 0
+    """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
 
 
 class Sleep(Frame, frozen=True, kw_only=True):

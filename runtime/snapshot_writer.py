@@ -24,7 +24,7 @@ from runtime.snapshot_groups import Group
 from runtime.snapshot_pieces import Staging
 from runtime.snapshot_schedule import Schedule
 from runtime.state import LayerStates
-from storage.arena import Arena
+from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
 from storage.manifest import Manifest
 
@@ -44,6 +44,7 @@ class _Reserve:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keep:
     step: int
+    pinned: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ class SnapshotWriter:
         """The newest, while it may be being copied."""
         self._reserved = False
         self._kept: int | None = None
+        self._pinned = 0
+        self._spared: int | None = None
+        """The newest when room was made the last time."""
         self._changed = threading.Condition()
         self._tasks: deque[Capture | _Reserve | _Keep | _Forget] = deque()
         self._stopped = False
@@ -172,9 +176,9 @@ class SnapshotWriter:
 
     # --- any thread ------------------------------------------------------------------------------
 
-    def keep(self, step: int) -> None:
-        """The snapshot of ``step`` is complete everywhere: older ones may go."""
-        self._put(_Keep(step=step))
+    def keep(self, step: int, pinned: int = 0) -> None:
+        """The snapshot of ``step`` is complete everywhere: older ones may go, but that of ``pinned``."""
+        self._put(_Keep(step=step, pinned=pinned))
 
     def _put(self, task: Capture | _Reserve | _Keep | _Forget) -> None:
         with self._changed:
@@ -252,8 +256,9 @@ class SnapshotWriter:
             case _Reserve():
                 self._arena.reserve(task.size_bytes, _SLOTS)
             case _Keep():
-                self._kept = task.step
-                self._release(m.step for m in self._arena.snapshots if m.step < task.step)
+                self._kept, self._pinned = task.step, task.pinned
+                steps = [manifest.step for manifest in self._arena.snapshots]
+                self._release(step for step in steps if step < task.step and step != task.pinned)
             case _Forget():
                 self._release(m.step for m in self._arena.snapshots if m.step > task.after_step)
 
@@ -309,15 +314,23 @@ class SnapshotWriter:
             self._window.wait(_POLL_S)
 
     def _make_room(self) -> None:
-        """Keep at most two: the one that is complete everywhere, and the newest.
+        """Keep the one that is complete everywhere, a pinned one, and the newest.
 
         A snapshot is ordered only when none is under way, so of those behind the kept one all but the
         newest were given up; that one's KeepSnapshot may be on its way. Who does not know yet which is
         kept, as its process is new, takes the oldest for it.
+
+        Where these three are different ones there is no room: the first snapshot fails of it, and when
+        another was ordered nevertheless, the newest was given up as well.
         """
         steps = sorted(manifest.step for manifest in self._arena.snapshots)
         kept = self._kept if self._kept in steps else steps[0] if steps else None
-        self._release(step for step in steps[:-1] if step != kept)
+        stay = {step for step in steps if step in (kept, self._pinned)}
+        newest = steps[-1] if steps else None
+        if newest is not None and (len(stay | {newest}) < SLOTS or newest != self._spared):
+            stay.add(newest)
+        self._spared = newest
+        self._release(step for step in steps if step not in stay)
 
     def _give_up(self, task: Capture | _Reserve | _Keep | _Forget, error: Exception) -> None:
         if not isinstance(task, Capture):

@@ -6,7 +6,7 @@ whoever holds a layer writes it, from any number of hosts side by side; one of t
 needs a layer later reads that layer.
 
 Nothing that is incomplete or damaged is ever taken for a checkpoint: ``CheckpointStore.steps`` goes on
-without it and says in ``problems`` what it met.
+without it and says in ``problems`` and ``unfinished`` what it met.
 """
 
 import re
@@ -38,6 +38,7 @@ _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _DRAFT = re.compile(r"\.step-(\d{12})\.\w+\.partial", re.ASCII)
 _DATA = re.compile(r"layer-\d{4,}(-\w+)?\.bin", re.ASCII)
 _ATTEMPT = re.compile(r"\w{1,64}", re.ASCII)
+_UNFINISHED = "it is being written, or its writer was stopped"
 
 
 def _name_of(step: int) -> str:
@@ -84,6 +85,8 @@ class CheckpointStore:
     """Its name: checkpoints of other jobs are passed over. ``None`` takes whatever is there."""
     problems: list[str] = field(default_factory=list)
     """What the last ``steps`` found and went on without, in words."""
+    unfinished: list[str] = field(default_factory=list)
+    """Likewise what is being written, or whose writer was stopped: no damage, and no checkpoint."""
 
     @classmethod
     def at(cls, url: str, *, job: str | None = None, create: bool = False) -> "CheckpointStore":
@@ -197,7 +200,7 @@ class CheckpointStore:
     # --- reading ---------------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """Of complete checkpoints, the newest first; sets ``problems``.
+        """Of complete checkpoints, the newest first; sets ``problems`` and ``unfinished``.
 
         Complete: the manifest is sound and every file it names is there in its full size. Whether their
         bytes are right is seen when they are read, or by ``Checkpoint.verify``.
@@ -208,16 +211,16 @@ class CheckpointStore:
 
     def manifests(self) -> tuple[CheckpointManifest, ...]:
         """As ``steps``, the manifests."""
-        problems, found = [], []
+        problems, unfinished, found = [], [], []
         for name in self.place.names():
-            if _STEP.fullmatch(name):
+            if _DRAFT.fullmatch(name) or (_STEP.fullmatch(name) and self._is_draft(name)):
+                unfinished.append(f"{name} is passed over: {_UNFINISHED}")
+            elif _STEP.fullmatch(name):
                 try:
                     found.append(self._manifest(name))
                 except (DamagedError, ForeignError, MissingError) as error:
                     problems.append(f"{name} is passed over: {error}")
-            elif _DRAFT.fullmatch(name):
-                problems.append(f"{name} is passed over: it is being written, or its writer was stopped")
-        self.problems = problems
+        self.problems, self.unfinished = problems, unfinished
         return tuple(sorted(found, key=lambda manifest: manifest.step, reverse=True))
 
     def open(self, step: int | None = None) -> "Checkpoint":
@@ -229,7 +232,7 @@ class CheckpointStore:
         if step is None:
             manifests = self.manifests()
             if not manifests:
-                met = "".join(f"; {problem}" for problem in self.problems)
+                met = "".join(f"; {problem}" for problem in (*self.problems, *self.unfinished))
                 raise MissingError(f"{self.place.url} has no complete checkpoint{met}")
             return Checkpoint(self.place, _name_of(manifests[0].step), manifests[0])
         if _name_of(step) not in self.place.names():
@@ -250,7 +253,7 @@ class CheckpointStore:
         where = f"{self.place.url}/{directory}/{MANIFEST}"
         size_bytes = self.place.sizes(directory).get(MANIFEST)
         if size_bytes is None:
-            raise MissingError("it has no manifest: it is being written, or its writer was stopped")
+            raise MissingError(f"it has no manifest: {_UNFINISHED}")
         if size_bytes > MAX_BYTES:
             raise DamagedError(f"{where} is larger than {MAX_BYTES} bytes")
         with self.place.open(directory, MANIFEST) as file:
@@ -274,6 +277,10 @@ class CheckpointStore:
                 raise DamagedError(f"{file.name} is missing")
             if size_bytes != file.size_bytes:
                 raise DamagedError(f"{file.name} has {size_bytes} bytes; {file.size_bytes} were written")
+
+    def _is_draft(self, directory: str) -> bool:
+        """Where drafts have their final name: it waits for its manifest. Elsewhere its manifest was lost."""
+        return self.place.draft(directory, "1") == directory and not self._has_manifest(directory)
 
     def _has_manifest(self, directory: str) -> bool:
         return MANIFEST in self.place.sizes(directory)

@@ -41,6 +41,7 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
         "url": url,
         "checkpoints": [_summary(manifest) for manifest in manifests],
         "problems": store.problems,
+        "unfinished": store.unfinished,
     }
     if as_json:
         print_json(told)
@@ -54,19 +55,26 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
 def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
     """Read every byte of all complete checkpoints, or of one, and compare with what was written.
 
-    Exit code 1 if a byte is wrong, or a checkpoint is damaged or half-written.
+    Exit code 1 if a byte is wrong or a checkpoint is damaged. One that is just being written is named and no
+    error.
 
     Example: ftd checkpoint verify /checkpoints/gpt --step 1000
     """
     with _told():
         store = _store(url)
         steps = store.steps() if step is None else (step,)
-        problems = list(store.problems)
+        problems, unfinished = list(store.problems), list(store.unfinished)
         opened = [store.open(one) for one in steps]
-        if not opened and not problems:
+        if not opened and not problems and not unfinished:
             raise CheckpointError(f"{url} has no checkpoint")
         checkpoints = [_verified(one) for one in opened]
-    told = {"schema": SCHEMA_VERSION, "url": url, "checkpoints": checkpoints, "problems": problems}
+    told = {
+        "schema": SCHEMA_VERSION,
+        "url": url,
+        "checkpoints": checkpoints,
+        "problems": problems,
+        "unfinished": unfinished,
+    }
     if as_json:
         print_json(told)
     else:

@@ -53,6 +53,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
     snapshot_rate_mib_s: int | None = None
     """At most so much is sent to them in a second; left out: what the network gives."""
+    checkpoint_rate_mib_s: int | None = None
+    """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
 
 
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +97,7 @@ class DaemonConfig:
     snapshot_limit_bytes: int | None
     snapshot_port: int
     snapshot_rate_bytes_s: float | None
+    checkpoint_rate_bytes_s: float | None
     state_dir: Path
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
@@ -135,10 +138,9 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     require_positive(file.node.devices, "node.devices")
     _require_port(file.node.rendezvous_port, "node.rendezvous_port")
     _require_port(file.node.snapshot_port, "node.snapshot_port")
-    limit, rate = file.node.snapshot_limit_mib, file.node.snapshot_rate_mib_s
-    for value, field in ((limit, "node.snapshot_limit_mib"), (rate, "node.snapshot_rate_mib_s")):
-        if value is not None:
-            require_positive(value, field)
+    for field in ("snapshot_limit_mib", "snapshot_rate_mib_s", "checkpoint_rate_mib_s"):
+        if (value := getattr(file.node, field)) is not None:
+            require_positive(value, f"node.{field}")
     runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
     state = file.coordinator.state_dir
     return DaemonConfig(
@@ -152,13 +154,18 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         runtime_dir=(directory / runtime) if runtime else user_runtime_dir() / file.cluster / node,
         snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
         / f"{file.cluster}-{node}",
-        snapshot_limit_bytes=None if limit is None else limit << 20,
+        snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
         snapshot_port=file.node.snapshot_port,
-        snapshot_rate_bytes_s=None if rate is None else float(rate << 20),
+        snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
+        checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         secret=_secret(file, directory),
         timing=_timing(file.timing),
     )
+
+
+def _bytes_of(mebibytes: int | None) -> int | None:
+    return None if mebibytes is None else mebibytes << 20
 
 
 def way_to(broker: BrokerAddress) -> str:

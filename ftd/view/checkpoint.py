@@ -13,7 +13,7 @@ from ftd.view.text import JsonMap, size
 def render_checkpoints(told: JsonMap) -> RenderableType:
     """:param told: what ``ftd checkpoint list --json`` prints."""
     if not told["checkpoints"]:
-        return Group(Text(f"{told['url']} has no complete checkpoint"), *_problems(told["problems"]))
+        return Group(Text(f"{told['url']} has no complete checkpoint"), *_passed_over(told))
     table = _table()
     table.add_column("step", justify="right")
     table.add_column("written")
@@ -33,7 +33,7 @@ def render_checkpoints(told: JsonMap) -> RenderableType:
             one["fingerprint"][:8],
             one["ftd_version"],
         )
-    return Group(table, *_problems(told["problems"]))
+    return Group(table, *_passed_over(told))
 
 
 def render_verified(told: JsonMap) -> RenderableType:
@@ -44,11 +44,12 @@ def render_verified(told: JsonMap) -> RenderableType:
         word = ("sound", "green") if not damage else ("DAMAGED", "bold red")
         lines.append(Text.assemble(f"step {one['step']}  ", word, f"  {size(one['size_bytes'])}"))
         lines += [Text(f"  {problem}") for problem in damage]
-    return Group(*lines, *_problems(told["problems"]))
+    return Group(*lines, *_passed_over(told))
 
 
-def _problems(problems: list[str]) -> list[Text]:
-    return [Text(problem, style="yellow") for problem in problems]
+def _passed_over(told: JsonMap) -> list[Text]:
+    damaged = [Text(problem, style="yellow") for problem in told["problems"]]
+    return damaged + [Text(one, style="dim") for one in told["unfinished"]]
 
 
 def _table() -> Table:

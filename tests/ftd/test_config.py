@@ -44,6 +44,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         '[node]\nname = "n1"\ndevices = 8\nhost = "10.0.0.1"\nrendezvous_port = 4000\nchaos = true\n'
         'runtime_dir = "run"\n'
         'snapshot_dir = "memory"\nsnapshot_limit_mib = 3\nsnapshot_port = 4001\nsnapshot_rate_mib_s = 2\n'
+        "checkpoint_rate_mib_s = 5\n"
         '[coordinator]\nstate_dir = "journal"\n'
         "[timing]\nsilence_s = 3\nsteps_kept = 50\n"
     )
@@ -55,7 +56,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
     assert config.state_dir == tmp_path / "journal"
     assert config.snapshot_dir == tmp_path / "memory" / "lab-n1"
     assert (config.snapshot_limit_bytes, config.snapshot_port) == (3 << 20, 4001)
-    assert config.snapshot_rate_bytes_s == 2 << 20
+    assert (config.snapshot_rate_bytes_s, config.checkpoint_rate_bytes_s) == (2 << 20, 5 << 20)
     assert config.require_secret() == "sesame"
     assert config.timing.silence_s == 3.0
     assert config.timing.steps_kept == 50
@@ -79,6 +80,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"node": {"snapshot_port": -1}}, "node.snapshot_port", "65535"),
         ({"node": {"snapshot_limit_mib": 0}}, "node.snapshot_limit_mib", "above 0"),
         ({"node": {"snapshot_rate_mib_s": -3}}, "node.snapshot_rate_mib_s", "above 0"),
+        ({"node": {"checkpoint_rate_mib_s": 0}}, "node.checkpoint_rate_mib_s", "above 0"),
         ({"node": {"device": 2}}, "node.device", "did you mean 'devices'"),
         ({"cluster": "+"}, "cluster", "letters"),
         ({"coordinator": {"state": "x"}}, "coordinator.state", "state_dir"),

@@ -280,6 +280,29 @@ def test_what_is_complete_everywhere_stays_whatever_is_given_up(tmp_path: Path) 
     alone.close()
 
 
+def test_what_is_pinned_stays_until_it_is_not_any_more(tmp_path: Path) -> None:
+    alone = Alone(gpt_data(), tmp_path)
+    writer = alone.rank.engine.snapshots
+    assert writer is not None
+    alone.snap()
+    writer.keep(1, pinned=1)
+    alone.snap()
+    writer.keep(2, pinned=1)
+    assert alone.steps() == [1, 2]
+    alone.snap()
+    assert alone.steps() == [1, 2, 3]
+    writer.keep(3, pinned=1)
+    alone.snap()
+    assert alone.steps() == [1, 3, 4]
+    alone.snap()
+    assert alone.steps() == [1, 3, 4], "4 may be complete everywhere by now: 5 has no room"
+    alone.snap()
+    assert alone.steps() == [1, 3, 6], "4 was given up: 6 was ordered behind it"
+    writer.keep(6)
+    assert alone.steps() == [6]
+    alone.close()
+
+
 def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
     alone = Alone(gpt_data(), tmp_path)
     for _ in range(3):
