@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 from runtime.communicator import Aborted, Communicator
+from runtime.frames import Decoder, encode
 from runtime.pace import Pace
 from runtime.protocol import (
     Attached,
     Beat,
-    Decoder,
     Exit,
     Instruction,
     KeepSnapshot,
@@ -28,7 +28,6 @@ from runtime.protocol import (
     Sleep,
     Slow,
     Snap,
-    encode,
 )
 
 BEAT_S = 0.05

@@ -1,7 +1,7 @@
 """What a node daemon and its trainers say to each other over a unix socket. No torch in here.
 
-A frame is a 4-byte big-endian length and a msgpack map ``{"type": …, fields…}`` (``encode``/``Decoder``).
-The runtime knows neither the planner nor the state machines: a plan arrives as the plain data below.
+On the wire as ``runtime.frames`` says. The runtime knows neither the planner nor the state machines: a plan
+arrives as the plain data below.
 
 Order of a trainer's life::
 
@@ -18,18 +18,14 @@ Order of a trainer's life::
 A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, then Snapped(g, s, …) or
 SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
 
+ReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
+
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
-from typing import Any, Generic, TypeVar
-
 import msgspec
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-
-
-class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of all frames; the tag field ``type`` holds the class name."""
+from runtime.frames import Frame
 
 
 class VoteData(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +58,31 @@ class TransferData(msgspec.Struct, frozen=True, kw_only=True):
     target: int
 
 
+class PartData(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank ``rank`` of the new world has part ``part`` of ``parts`` of ``layer`` at the resume step (ZeRO-1).
+
+    That is this slice of its parameters and of the optimizer's state for them. ``whole``: all parameters and
+    buffers of the layer are there, too.
+    """
+
+    rank: int
+    layer: int
+    part: int
+    parts: int
+    replica: bool
+    """Kept on the host beside the rank's own part (AOR)."""
+    whole: bool
+
+
 class WorldData(msgspec.Struct, frozen=True, kw_only=True):
     """One generation's training group, the same on every rank (rank r talks from ``hosts[r]``)."""
 
     pipelines: tuple[PipelineData, ...]
     transfers: tuple[TransferData, ...]
+    """Empty under ZeRO-1: who sends what follows from ``held_parts``."""
     hosts: tuple[str, ...]
+    held_parts: tuple[PartData, ...] = ()
+    """Under ZeRO-1, of all ranks of this world; empty otherwise."""
 
 
 class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +100,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checkpoint_activations: bool = False
     dtype: str = "float32"
     backend: str = "gloo"
+    zero1: bool = False
+    """Each owner of a layer keeps the optimizer's state of its part only (``runtime.parts``)."""
     arguments: dict[str, str | int | float | bool] = {}
     """Keyword arguments for the function."""
 
@@ -206,6 +223,15 @@ class Prepared(Frame, frozen=True, kw_only=True):
     profile: ProfileData | None
 
 
+class StatePartData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors ``StatePart`` of statemachine.values: optimizer state and parameters of one part of a layer."""
+
+    layer: int
+    part: int
+    parts: int
+    replica: bool
+
+
 class Quiesced(Frame, frozen=True, kw_only=True):
     """See statemachine.values.DeviceReport: the same fields, the same meaning."""
 
@@ -214,8 +240,11 @@ class Quiesced(Frame, frozen=True, kw_only=True):
     ready_step: int | None
     vote: VoteData | None
     held: tuple[int, ...]
+    """Layers whose parameters and buffers are whole at ``committed_step``, and, without ZeRO-1, all else."""
     lineage: int = 0
     """Of the last Resume obeyed."""
+    parts: tuple[StatePartData, ...] = ()
+    """Under ZeRO-1, at ``committed_step``."""
 
 
 class Resumed(Frame, frozen=True, kw_only=True):
@@ -269,6 +298,15 @@ class SnapshotFailed(Frame, frozen=True, kw_only=True):
     detail: str
 
 
+class ReplicaDiverged(Frame, frozen=True, kw_only=True):
+    """This rank's replica of another owner's part differed from it behind ``step``; it is made anew."""
+
+    generation: int
+    step: int
+    layer: int
+    detail: str
+
+
 class Beat(Frame, frozen=True, kw_only=True):
     progress: int
     waiting: bool
@@ -314,83 +352,3 @@ class Output(Frame, frozen=True, kw_only=True):
 
 Greeting = Attached | Output
 """What the first frame on a connection to the node's socket may be."""
-
-# --- node ↔ zygote -----------------------------------------------------------------------------
-#
-# ``python -m runtime.zygote --parent <pid of the daemon>`` speaks these frames over its stdin and stdout
-# (stderr is for people). Order: Warm once, when torch is imported; then per Spawn a Spawned, and an Exited
-# when that trainer ends, however it ends. End of stdin ends the zygote, and the kernel its trainers.
-
-
-class Spawn(Frame, frozen=True, kw_only=True):
-    """Fork a trainer. It leads its own process group and connects to ``socket_path`` (Attached, Output)."""
-
-    device: int
-    socket_path: str
-    environment: dict[str, str]
-    """Added to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
-
-
-class Warm(Frame, frozen=True, kw_only=True):
-    pid: int
-    import_s: float
-
-
-class Spawned(Frame, frozen=True, kw_only=True):
-    device: int
-    pid: int
-    """Also the id of its process group: end it with ``os.killpg``."""
-
-
-class Exited(Frame, frozen=True, kw_only=True):
-    pid: int
-    status: int
-    """Exit code, or the negative number of the signal that ended it, as ``subprocess`` counts."""
-
-
-ZygoteNotice = Warm | Spawned | Exited
-
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def encode(frame: Frame) -> bytes:
-    """One frame as bytes, length first."""
-    body = _ENCODER.encode(frame)
-    return len(body).to_bytes(4, "big") + body
-
-
-class ProtocolError(ValueError):
-    """The other end sent something that is no frame of this protocol."""
-
-
-Decoded = TypeVar("Decoded")
-
-
-class Decoder(Generic[Decoded]):
-    """Feed bytes, take frames: ``Decoder(Instruction)`` in a trainer, ``Decoder(Report)`` in a daemon."""
-
-    def __init__(self, union: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._decoder = msgspec.msgpack.Decoder(union)
-        self._max = max_frame_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Decoded]:
-        """All frames that are complete now.
-
-        :raises ProtocolError: the length is above the limit, or a body is no frame of this union.
-        """
-        self._buffer += data
-        frames: list[Decoded] = []
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if length > self._max:
-                raise ProtocolError(f"frame of {length} bytes; at most {self._max} are allowed")
-            if len(self._buffer) < 4 + length:
-                break
-            body = bytes(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-            try:
-                frames.append(self._decoder.decode(body))
-            except msgspec.DecodeError as error:
-                raise ProtocolError(f"malformed frame: {error}") from error
-        return frames

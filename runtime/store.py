@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from runtime.protocol import Decoder, encode
+from runtime.frames import Decoder, encode
 from runtime.store_protocol import (
     MAX_STORE_FRAME_BYTES,
     StoreAdd,

@@ -4,7 +4,7 @@ A key–value store, one name space per generation, that the process groups of a
 through. Plain TCP with frames as in ``runtime.protocol``; the first must be a StoreHello with the token.
 """
 
-from runtime.protocol import Frame
+from runtime.frames import Frame
 
 
 class StoreHello(Frame, frozen=True, kw_only=True):

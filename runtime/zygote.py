@@ -5,7 +5,7 @@ crashed trainer is back well within a second. A fork copies only the calling thr
 other thread held would stay locked for ever in the child: the zygote never starts a thread, and checks.
 
 ``python -m runtime.zygote --parent PID`` is started by the node daemon, which speaks ``Spawn`` and
-reads ``Warm | Spawned | Exited`` over stdin and stdout (``runtime.protocol``, "node ↔ zygote").
+reads ``Warm | Spawned | Exited`` over stdin and stdout (``runtime.zygote_protocol``).
 
 Nothing outlives its parent: the kernel kills the zygote when the daemon ends, and each trainer when the
 zygote ends (PR_SET_PDEATHSIG), so that SIGKILL of the daemon leaves no orphan behind.
@@ -24,18 +24,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from runtime.frames import Decoder, ProtocolError, encode
 from runtime.parent import die_with_parent
-from runtime.protocol import (
-    Decoder,
-    Exited,
-    Output,
-    ProtocolError,
-    Spawn,
-    Spawned,
-    Warm,
-    ZygoteNotice,
-    encode,
-)
+from runtime.protocol import Output
+from runtime.zygote_protocol import Exited, Spawn, Spawned, Warm, ZygoteNotice
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
     # Their pools would start threads at import. A trainer gets its parallelism from the stages.

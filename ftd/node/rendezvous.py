@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from runtime.protocol import Decoder, ProtocolError, encode
+from runtime.frames import Decoder, ProtocolError, encode
 from runtime.store_protocol import (
     MAX_STORE_FRAME_BYTES,
     StoreAdd,

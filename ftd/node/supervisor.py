@@ -24,7 +24,8 @@ import structlog
 from ftd.node.processes import bury, kill_group
 from ftd.node.translation import event_of
 from ftd.node.zygote import Zygote
-from runtime import protocol
+from runtime import protocol, zygote_protocol
+from runtime.frames import Decoder, ProtocolError, encode
 from statemachine.events import Event, TrainerFailed
 from statemachine.values import FailureCause
 
@@ -122,7 +123,7 @@ class Supervisor:
         self._current[device] = trainer
         self._unborn[device].append(trainer)
         self._zygote.spawn(
-            protocol.Spawn(
+            zygote_protocol.Spawn(
                 device=device, socket_path=str(self._socket_path), environment=self._environment(device)
             )
         )
@@ -140,7 +141,7 @@ class Supervisor:
         if trainer is None or trainer.writer is None or trainer.writer.is_closing():
             log.info("send_without_trainer", device=device, frame=type(frame).__name__)
             return
-        trainer.writer.write(protocol.encode(frame))
+        trainer.writer.write(encode(frame))
 
     def refuse(self, device: int, cause: FailureCause, detail: str) -> None:
         """Report the device's trainer as failed for a reason found here (a job it could not be told)."""
@@ -163,17 +164,17 @@ class Supervisor:
 
     # --- the zygote ------------------------------------------------------------------------------
 
-    def _zygote_said(self, notice: protocol.ZygoteNotice) -> None:
+    def _zygote_said(self, notice: zygote_protocol.ZygoteNotice) -> None:
         match notice:
-            case protocol.Warm():
+            case zygote_protocol.Warm():
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
-            case protocol.Spawned():
+            case zygote_protocol.Spawned():
                 self._spawned(notice)
-            case protocol.Exited():
+            case zygote_protocol.Exited():
                 if notice.pid in self._by_pid:
                     self._run(self._exited(self._by_pid[notice.pid], notice))
 
-    def _spawned(self, notice: protocol.Spawned) -> None:
+    def _spawned(self, notice: zygote_protocol.Spawned) -> None:
         if not self._unborn.get(notice.device):
             kill_group(notice.pid, signal.SIGKILL)
             return
@@ -185,7 +186,7 @@ class Supervisor:
         if trainer.reported:  # It was ended before it was born.
             kill_group(notice.pid, signal.SIGKILL)
 
-    async def _exited(self, trainer: Trainer, notice: protocol.Exited) -> None:
+    async def _exited(self, trainer: Trainer, notice: zygote_protocol.Exited) -> None:
         trainer.exited.set()
         kill_group(notice.pid, signal.SIGKILL)  # What it started itself must not outlive it.
         if not trainer.reported:
@@ -224,13 +225,13 @@ class Supervisor:
             greeting = await self._greeting(reader, writer)
             trainer = await self._newborn(greeting.pid)
             if trainer is None or trainer.device != greeting.device:
-                raise protocol.ProtocolError(f"process {greeting.pid} is no trainer of this node")
+                raise ProtocolError(f"process {greeting.pid} is no trainer of this node")
             match greeting:
                 case protocol.Attached():
                     await self._listen(trainer, greeting, reader, writer)
                 case protocol.Output():
                     await self._collect(trainer, reader)
-        except (protocol.ProtocolError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
+        except (ProtocolError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
             log.warning("trainer_connection_refused", reason=str(error))
         except asyncio.CancelledError:
             pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.
@@ -243,12 +244,12 @@ class Supervisor:
     ) -> protocol.Greeting:
         length = int.from_bytes(await reader.readexactly(4), "big")
         if length > _MAX_GREETING_BYTES:
-            raise protocol.ProtocolError(f"a greeting of {length} bytes")
+            raise ProtocolError(f"a greeting of {length} bytes")
         body = await reader.readexactly(length)
         greeting: protocol.Greeting = msgspec.msgpack.decode(body, type=protocol.Greeting)
         pid = _peer_pid(writer)
         if pid != greeting.pid:
-            raise protocol.ProtocolError(f"process {pid} claims to be {greeting.pid}")
+            raise ProtocolError(f"process {pid} claims to be {greeting.pid}")
         return greeting
 
     async def _newborn(self, pid: int) -> Trainer | None:
@@ -267,13 +268,13 @@ class Supervisor:
         writer: asyncio.StreamWriter,
     ) -> None:
         trainer.writer = writer
-        decoder: protocol.Decoder[protocol.Report] = protocol.Decoder(protocol.Report)
+        decoder: Decoder[protocol.Report] = Decoder(protocol.Report)
         self._hear(trainer, attached)
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 try:
                     frames = decoder.feed(data)
-                except protocol.ProtocolError as error:
+                except ProtocolError as error:
                     self._fail(trainer, "exited", f"its frames cannot be understood: {error}")
                     return
                 for frame in frames:
@@ -380,5 +381,5 @@ def _peer_pid(writer: asyncio.StreamWriter) -> int:
         peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     )
     if uid != os.getuid():
-        raise protocol.ProtocolError(f"process {pid} belongs to another user")
+        raise ProtocolError(f"process {pid} belongs to another user")
     return int(pid)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from ftd.node.processes import module_command
-from runtime import protocol
+from runtime import frames, zygote_protocol
 
 log = structlog.get_logger()
 
@@ -31,14 +31,14 @@ class Zygote:
     def __init__(
         self,
         *,
-        on_notice: Callable[[protocol.ZygoteNotice], None],
+        on_notice: Callable[[zygote_protocol.ZygoteNotice], None],
         on_end: Callable[[int, str], None],
     ) -> None:
         self._on_notice = on_notice
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
         self._warm = asyncio.Event()
-        self._waiting: list[protocol.Spawn] = []
+        self._waiting: list[zygote_protocol.Spawn] = []
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -52,7 +52,7 @@ class Zygote:
         """Returns once torch is imported and forks are quick."""
         await self._warm.wait()
 
-    def spawn(self, request: protocol.Spawn) -> None:
+    def spawn(self, request: zygote_protocol.Spawn) -> None:
         """Fork a trainer now, or as soon as the zygote is warm."""
         if self._warm.is_set():
             self._write(request)
@@ -102,15 +102,15 @@ class Zygote:
             said.cancel()
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
-        decoder: protocol.Decoder[protocol.ZygoteNotice] = protocol.Decoder(protocol.ZygoteNotice)
+        decoder: frames.Decoder[zygote_protocol.ZygoteNotice] = frames.Decoder(zygote_protocol.ZygoteNotice)
         while data := await stream.read(1 << 16):
             try:
                 notices = decoder.feed(data)
-            except protocol.ProtocolError as error:
+            except frames.ProtocolError as error:
                 log.error("zygote_not_understood", reason=str(error))
                 return
             for notice in notices:
-                if isinstance(notice, protocol.Warm):
+                if isinstance(notice, zygote_protocol.Warm):
                     self._warm.set()
                     waiting, self._waiting = self._waiting, []
                     for request in waiting:
@@ -125,7 +125,7 @@ class Zygote:
             log.info("zygote_said", text=data.decode(errors="replace").rstrip())
         return kept.decode(errors="replace").strip()
 
-    def _write(self, request: protocol.Spawn) -> None:
+    def _write(self, request: zygote_protocol.Spawn) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(protocol.encode(request))
+        self._process.stdin.write(frames.encode(request))

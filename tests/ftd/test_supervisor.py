@@ -18,7 +18,7 @@ from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
 from planner.values import Policy
-from runtime import protocol
+from runtime import frames, protocol
 from statemachine.events import (
     Event,
     TrainerBeat,
@@ -253,7 +253,7 @@ def test_a_stranger_on_the_socket_is_refused() -> None:
         for greeting in (
             b"\xff\xff\xff\xff",
             b"\x00\x00\x00\x01\xc1",
-            protocol.encode(protocol.Attached(device=0, pid=up.pid)),
+            frames.encode(protocol.Attached(device=0, pid=up.pid)),
         ):
             reader, writer = await asyncio.open_unix_connection(str(path))
             writer.write(greeting)

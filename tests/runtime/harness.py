@@ -24,7 +24,9 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ftd.node.rendezvous import RendezvousServer
+from runtime import frames
 from runtime import protocol as p
+from runtime import zygote_protocol as z
 from runtime.communicator import GlooCommunicator
 from runtime.store import Rendezvous
 
@@ -33,7 +35,7 @@ PATIENCE_S = 60.0
 """Longest wait for anything; generous, as machines that run tests are busy."""
 TOKEN = "a token for tests"
 
-FrameType = TypeVar("FrameType", bound=p.Frame)
+FrameType = TypeVar("FrameType", bound=frames.Frame)
 
 
 class ServerThread:
@@ -84,20 +86,20 @@ def formed_world(
 class TrainerHandle:
     """One trainer process as its node sees it."""
 
-    def __init__(self, attached: p.Attached, connection: socket.socket, decoder: p.Decoder[Any]) -> None:
+    def __init__(self, attached: p.Attached, connection: socket.socket, decoder: frames.Decoder[Any]) -> None:
         self.device = attached.device
         self.pid = attached.pid
         self.output = bytearray()
         self._connection = connection
         self._decoder = decoder
         self._condition = threading.Condition()
-        self._frames: list[p.Frame] = []
+        self._frames: list[frames.Frame] = []
         self.last_beat: p.Beat | None = None
         self.gone = False
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, frame: p.Frame) -> None:
-        self._connection.sendall(p.encode(frame))
+    def send(self, frame: frames.Frame) -> None:
+        self._connection.sendall(frames.encode(frame))
 
     def take(self, kind: type[FrameType], timeout_s: float = PATIENCE_S, **fields: object) -> FrameType:
         """Wait for the first frame of ``kind`` with these fields; removes it and older ones of its kind."""
@@ -173,7 +175,7 @@ class Cluster:
         self._listener.listen(64)
         self._arrivals: queue.SimpleQueue[TrainerHandle] = queue.SimpleQueue()
         self._outputs: dict[int, bytearray] = {}
-        self._notices: queue.SimpleQueue[p.Warm | p.Spawned | p.Exited] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[z.Warm | z.Spawned | z.Exited] = queue.SimpleQueue()
         self.exited: dict[int, int] = {}
         self._devices = 0
         self.trainers: list[TrainerHandle] = []
@@ -188,7 +190,7 @@ class Cluster:
         )
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._read_notices, daemon=True).start()
-        assert isinstance(self._notices.get(timeout=PATIENCE_S), p.Warm)
+        assert isinstance(self._notices.get(timeout=PATIENCE_S), z.Warm)
 
     # --- processes -----------------------------------------------------------------------------
 
@@ -196,8 +198,8 @@ class Cluster:
         """Fork trainers; they are connected when this returns."""
         assert self.zygote.stdin is not None
         for _ in range(count):
-            spawn = p.Spawn(device=self._devices, socket_path=self._path, environment=environment or {})
-            self.zygote.stdin.write(p.encode(spawn))
+            spawn = z.Spawn(device=self._devices, socket_path=self._path, environment=environment or {})
+            self.zygote.stdin.write(frames.encode(spawn))
             self._devices += 1
         self.zygote.stdin.flush()
         new = [self._arrivals.get(timeout=PATIENCE_S) for _ in range(count)]
@@ -209,7 +211,7 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while pid not in self.exited:
             notice = self._notices.get(timeout=max(0.001, deadline - time.monotonic()))
-            if isinstance(notice, p.Exited):
+            if isinstance(notice, z.Exited):
                 self.exited[notice.pid] = notice.status
         return self.exited[pid]
 
@@ -297,10 +299,10 @@ class Cluster:
     def _greet(self, connection: socket.socket) -> None:
         head = _read_exactly(connection, 4)
         frame = head + _read_exactly(connection, int.from_bytes(head, "big"))
-        greeting = p.Decoder[Any](p.Greeting).feed(frame)[0]
+        greeting = frames.Decoder[Any](p.Greeting).feed(frame)[0]
         output = self._outputs.setdefault(greeting.pid, bytearray())
         if isinstance(greeting, p.Attached):
-            trainer = TrainerHandle(greeting, connection, p.Decoder[Any](p.Report))
+            trainer = TrainerHandle(greeting, connection, frames.Decoder[Any](p.Report))
             trainer.output = output
             self._arrivals.put(trainer)
             return
@@ -310,7 +312,7 @@ class Cluster:
 
     def _read_notices(self) -> None:
         assert self.zygote.stdout is not None
-        decoder: p.Decoder[Any] = p.Decoder(p.ZygoteNotice)
+        decoder: frames.Decoder[Any] = frames.Decoder(z.ZygoteNotice)
         while data := os.read(self.zygote.stdout.fileno(), 65536):
             for notice in decoder.feed(data):
                 self._notices.put(notice)

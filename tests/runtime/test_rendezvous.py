@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from ftd.node import rendezvous
-from runtime import protocol as p
+from runtime import frames
 from runtime import store_protocol as s
 from runtime.store import Connection, Rendezvous, RendezvousStore, StoreError
 from tests.runtime.harness import TOKEN, ServerThread
@@ -140,7 +140,7 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        p.encode(s.StoreSet(key="key", value=b"")),
+        frames.encode(s.StoreSet(key="key", value=b"")),
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x03abc",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -153,7 +153,7 @@ def test_strangers_are_refused_and_the_server_lives_on(server: ServerThread, dat
         answer = b""
         while part := stranger.recv(4096):
             answer += part
-    assert isinstance(p.Decoder[s.StoreReply](s.StoreReply).feed(answer)[0], s.StoreRefused)
+    assert isinstance(frames.Decoder[s.StoreReply](s.StoreReply).feed(answer)[0], s.StoreRefused)
     one = store(server)
     one.set("key", b"value")
     one.close()

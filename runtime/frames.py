@@ -1,0 +1,57 @@
+"""Messages on a stream: a 4-byte big-endian length, a msgpack map ``{"type": …, fields…}``. No torch."""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all frames; the tag field ``type`` holds the class name."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(frame: Frame) -> bytes:
+    """One frame as bytes, length first."""
+    body = _ENCODER.encode(frame)
+    return len(body).to_bytes(4, "big") + body
+
+
+class ProtocolError(ValueError):
+    """The other end sent something that is no frame of this protocol."""
+
+
+Decoded = TypeVar("Decoded")
+
+
+class Decoder(Generic[Decoded]):
+    """Feed bytes, take frames: ``Decoder(Instruction)`` in a trainer, ``Decoder(Report)`` in a daemon."""
+
+    def __init__(self, union: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self._max = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Decoded]:
+        """All frames that are complete now.
+
+        :raises ProtocolError: the length is above the limit, or a body is no frame of this union.
+        """
+        self._buffer += data
+        frames: list[Decoded] = []
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > self._max:
+                raise ProtocolError(f"frame of {length} bytes; at most {self._max} are allowed")
+            if len(self._buffer) < 4 + length:
+                break
+            body = bytes(self._buffer[4 : 4 + length])
+            del self._buffer[: 4 + length]
+            try:
+                frames.append(self._decoder.decode(body))
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"malformed frame: {error}") from error
+        return frames
