@@ -46,6 +46,7 @@ from statemachine.events import (
     TrainerFailed,
     TrainerPrepared,
     TrainerQuiesced,
+    TrainerReplicaDiverged,
     TrainerResumed,
     TrainerSnapped,
     TrainerSnapping,
@@ -54,7 +55,14 @@ from statemachine.events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
-from statemachine.messages import Leaving, PeerSuspected, Prepared, RestoreFailed, TrainerLost
+from statemachine.messages import (
+    Leaving,
+    PeerSuspected,
+    Prepared,
+    ReplicaDiverged,
+    RestoreFailed,
+    TrainerLost,
+)
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, FailureCause, NodeState
 from statemachine.watch import beat, look
@@ -72,6 +80,7 @@ AgentEvent = (
     | TrainerStepped
     | TrainerBeat
     | TrainerSuspectedPeer
+    | TrainerReplicaDiverged
     | TrainerDone
     | TrainerFailed
     | TrainerSnapping
@@ -151,6 +160,10 @@ class AgentMachine:
             case RestoringFailed():
                 if self._in_group(event.generation):
                     a.say(RestoreFailed(generation=event.generation, detail=event.detail, bad=event.bad))
+            case TrainerReplicaDiverged():
+                if self._in_group(event.generation):
+                    where = {"generation": event.generation, "step": event.step, "layer": event.layer}
+                    a.say(ReplicaDiverged(**where, detail=event.detail))
             case _:
                 self._trainer(event)
 

@@ -214,6 +214,15 @@ class TrainerSuspectedPeer(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReplicaDiverged(Event):
+    device: int
+    generation: int
+    step: int
+    layer: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerDone(Event):
     device: int
     generation: int

@@ -12,6 +12,7 @@ from statemachine.values import (
     CommittedStep,
     DeviceReport,
     FailureCause,
+    HeldPart,
     HeldSnapshot,
     Job,
     NodeFacts,
@@ -119,6 +120,16 @@ class PeerSuspected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDiverged:
+    """A replica here (AOR) differed from its owner's part behind ``step``; it was made anew."""
+
+    generation: int
+    step: int
+    layer: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """All steps are done; checksum (hex) of each layer's parameters held here."""
 
@@ -184,6 +195,7 @@ Signal = (
     | Stepped
     | TrainerLost
     | PeerSuspected
+    | ReplicaDiverged
     | Finished
     | Leaving
     | Snapping
@@ -241,6 +253,8 @@ class Resume:
     """Of this generation's snapshots."""
     restore: Restore | None = None
     """Where the state of ``step`` comes from; ``None``: from those who hold it."""
+    held_parts: tuple[HeldPart, ...] = ()
+    """Under ZeRO-1 and without ``restore``: who among the planned devices has what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from statemachine.messages import (
     Quiesce,
     Quiesced,
     Released,
+    ReplicaDiverged,
     RestoreFailed,
     Resumed,
     Signal,
@@ -101,6 +102,9 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             trainer_lost(c, node, signal)
         case PeerSuspected():
             suspect(c, node, signal)
+        case ReplicaDiverged():
+            detail, where = signal.detail, {"generation": signal.generation, "step": signal.step}
+            c.emit("ReplicaDiverged", detail, node=node.name, **where, layer=signal.layer)
         case Finished():
             take_finished(c, node, signal)
         case Leaving():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from planner.values import ModelProfile, Policy
+from planner.values import Device, ModelProfile, Policy
 
 
 class NodeState(StrEnum):
@@ -78,6 +78,32 @@ class Job:
     snapshot: SnapshotPolicy = SnapshotPolicy()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class StatePart:
+    """Under ZeRO-1: parameters and optimizer state of part ``part`` of ``parts`` equal ones of a layer."""
+
+    layer: int
+    part: int
+    parts: int
+    replica: bool = False
+    """Kept on the host for its owner (AOR), as current as the own part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPart:
+    """What a device of the new plan has at the resume step, under ZeRO-1: part ``part`` of ``parts`` of each
+    of the layers ``[first_layer, end_layer)``."""
+
+    device: Device
+    first_layer: int
+    end_layer: int
+    part: int
+    parts: int
+    replica: bool
+    whole: bool
+    """It holds all parameters and buffers of these layers besides."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """What the trainer of one device says when it has quiesced.
@@ -87,6 +113,9 @@ class DeviceReport:
     layers whose state it holds complete at ``committed_step``; ``vote`` is that step's vote.
     ``lineage`` is that of the last Resume it obeyed: all this is of another past than the cluster's where
     it is not the cluster's.
+
+    Under ZeRO-1 ``held`` are the layers whose parameters and buffers are whole, and ``parts`` says of which
+    parts of layers it has the optimizer state, and the parameters at least; without ZeRO-1 it is empty.
     """
 
     device: int
@@ -95,6 +124,7 @@ class DeviceReport:
     vote: Vote | None
     held: tuple[int, ...]
     lineage: int = 0
+    parts: tuple[StatePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

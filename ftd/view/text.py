@@ -43,6 +43,7 @@ EVENT_MARKS = {
     "BrokerLost": ("▲", "yellow"),
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
+    "ReplicaDiverged": ("▲", "yellow"),
     "StragglerDetected": ("▲", "yellow"),
     "MessageRefused": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),

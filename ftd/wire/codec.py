@@ -148,6 +148,10 @@ def _check_numbers(message: Any) -> None:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
     if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
         raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
+    for report in getattr(message, "reports", ()):
+        for held in report.parts:
+            if held.layer < 0 or not 0 <= held.part < held.parts:
+                raise WireError(f"malformed {type(message).__name__}: there is no {held}")
     if isinstance(message, _Hello):
         facts = message.facts
         if not 1 <= facts.devices <= 4096:

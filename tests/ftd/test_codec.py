@@ -51,6 +51,7 @@ from statemachine.messages import (
     Heartbeat,
     Hello,
     Prepare,
+    Quiesced,
     Resume,
     Signal,
     ToNode,
@@ -58,6 +59,7 @@ from statemachine.messages import (
 from statemachine.values import (
     CommittedStep,
     DeviceReport,
+    HeldPart,
     HeldSnapshot,
     Job,
     NodeFacts,
@@ -65,6 +67,7 @@ from statemachine.values import (
     Restore,
     SnapshotGroup,
     SnapshotPolicy,
+    StatePart,
     Vote,
 )
 
@@ -74,6 +77,11 @@ names = st.text(min_size=1, max_size=12)
 texts = st.text(max_size=40)
 votes = st.builds(Vote, loss=reals, gradient_norm=reals, skipped=st.booleans())
 steps = st.builds(CommittedStep, step=numbers, vote=votes)
+parts = st.integers(1, 64).flatmap(
+    lambda count: st.builds(
+        StatePart, layer=numbers, part=st.integers(0, count - 1), parts=st.just(count), replica=st.booleans()
+    )
+)
 reports = st.builds(
     DeviceReport,
     device=numbers,
@@ -82,6 +90,7 @@ reports = st.builds(
     vote=st.none() | votes,
     held=st.lists(numbers, max_size=4).map(tuple),
     lineage=numbers,
+    parts=st.lists(parts, max_size=3).map(tuple),
 )
 splits = st.builds(SplitTime, devices=numbers, forward_ms=reals, backward_ms=reals)
 layers = st.builds(
@@ -143,6 +152,16 @@ restores = st.builds(
     sources=st.dictionaries(names, texts, max_size=3),
 )
 devices = st.builds(Device, node=names, index=numbers)
+held_parts = st.builds(
+    HeldPart,
+    device=devices,
+    first_layer=numbers,
+    end_layer=numbers,
+    part=numbers,
+    parts=numbers,
+    replica=st.booleans(),
+    whole=st.booleans(),
+)
 stages = st.builds(
     StagePlacement,
     first_layer=numbers,
@@ -186,6 +205,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     Vote | None: st.none() | votes,
     Vote: votes,
     Restore | None: st.none() | restores,
+    tuple[HeldPart, ...]: st.lists(held_parts, max_size=3).map(tuple),
     tuple[HeldSnapshot, ...]: st.lists(held, max_size=3).map(tuple),
     tuple[str, ...]: st.lists(names, max_size=3).map(tuple),
     ModelProfile | None: st.none() | profiles,
@@ -228,6 +248,14 @@ def test_every_command_comes_back_as_it_was(kind: Any) -> None:
         assert decode_to_node(encode_to_node(message), message.node) == message
 
     check()
+
+
+def test_a_report_of_a_part_that_cannot_be_is_a_wire_error() -> None:
+    part = StatePart(layer=1, part=2, parts=2)
+    report = DeviceReport(device=0, committed_step=1, ready_step=None, vote=None, held=(), parts=(part,))
+    message = FromNode(node="n", incarnation=1, signal=Quiesced(generation=1, reports=(report,)))
+    with pytest.raises(WireError, match="malformed Quiesced: there is no StatePart"):
+        decode_from_node(encode_from_node(message))
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from statemachine.events import (
     TrainerFailed,
     TrainerPrepared,
     TrainerQuiesced,
+    TrainerReplicaDiverged,
     TrainerResumed,
     TrainerStepped,
     TrainerSuspectedPeer,
@@ -52,6 +53,7 @@ from statemachine.messages import (
     Quiesced,
     Rejection,
     Released,
+    ReplicaDiverged,
     Resume,
     Resumed,
     Stepped,
@@ -401,6 +403,13 @@ def test_a_suspicion_is_passed_on() -> None:
     d = running()
     d.feed(TrainerSuspectedPeer, device=0, generation=1, detail="reset")
     assert d.signals() == [PeerSuspected(generation=1, detail="reset")]
+
+
+def test_a_replica_that_differed_is_told() -> None:
+    d = running()
+    where = {"generation": 1, "step": 50, "layer": 3, "detail": "the momentum differs"}
+    d.feed(TrainerReplicaDiverged, device=0, **where)
+    assert d.signals() == [ReplicaDiverged(**where)]
 
 
 # --- failures and hangs ---------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from statemachine.messages import (
     Quiesce,
     Rejection,
     Released,
+    ReplicaDiverged,
     Resume,
     Stepped,
     StepsWanted,
@@ -290,6 +291,13 @@ def test_a_hint_about_a_peer_is_only_an_event() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="connection reset by node-3"))
     assert events(s) == ["PeerSuspected"]
+    assert not s.all(SendCommand)
+
+
+def test_a_replica_that_differed_is_only_an_event() -> None:
+    s = running()
+    s.say("node-0", ReplicaDiverged(generation=1, step=50, layer=3, detail="the momentum differs"))
+    assert events(s) == ["ReplicaDiverged"]
     assert not s.all(SendCommand)
 
 

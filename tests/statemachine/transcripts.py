@@ -30,7 +30,7 @@ from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, Sna
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy"}
-PLAIN = {"lineage", "kept", "protection", "snapshots", "failed", "lost_layers", "tier"}
+PLAIN = {"lineage", "kept", "protection", "snapshots", "failed", "lost_layers", "tier", "held_parts"}
 """Shown where they say something."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
 
