@@ -2,12 +2,12 @@
 
 From a ``Restore`` and the layers that this node's devices need: own memory first, other nodes' over the
 snapshot servers, several at a time and only the bytes that are needed; what lost or damaged shards kept is
-decoded from the others where the code allows. Each layer becomes two files, as ``runtime.state`` packs it.
-Work on many bytes is done in threads: the daemon's heartbeats go on.
+decoded from the others where the code allows. Each layer comes out as ``runtime.state`` packs it, for a
+trainer's files or a persistent checkpoint. Work on many bytes is done in threads: heartbeats go on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from storage.shards import restore as decode
 
 log = structlog.get_logger("ftd.node")
 
+Put = Callable[[int, bytes, Bytes], Awaitable[None]]
+"""Takes a layer, its header and its payload, whose memory it may keep."""
 DamageTold = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
@@ -80,7 +82,7 @@ class _Keeper:
 
 @dataclass(slots=True, kw_only=True)
 class Restorer:
-    """``await Restorer(…).run(layers, directory)``."""
+    """``await Restorer(…).run(layers, put)``."""
 
     restore: Restore
     node: str
@@ -92,11 +94,12 @@ class Restorer:
     _fetched_bytes: int = 0
     _decoded: int = 0
 
-    async def run(self, layers: Sequence[int], directory: Path) -> Restored:
-        """Write ``layer-<n>.header`` and ``layer-<n>.payload`` for each of ``layers``.
+    async def run(self, layers: Sequence[int], put: Put, *, one_by_one: bool = False) -> Restored:
+        """Put each of ``layers``, in ascending order.
 
+        :param one_by_one: takes the memory of one layer; else that of neighbours, which are fetched at once.
         :raises RestoreError: they cannot be put together; says why, and whose fault it is.
-        :raises OSError: there is no room in ``directory``.
+        Whatever ``put`` raises ends it, too.
         """
         groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
@@ -106,7 +109,8 @@ class Restorer:
         for group in groups:
             keepers = self._keepers(group, manifests)
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
-            await self._restore_group(group, keepers, wanted, directory)
+            runs = [[number] for number in sorted(wanted)] if one_by_one else _runs(wanted)
+            await self._restore_group(group, keepers, runs, put)
         return Restored(
             own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
         )
@@ -176,7 +180,7 @@ class Restorer:
     # --- one group -------------------------------------------------------------------------------
 
     async def _restore_group(
-        self, group: SnapshotGroup, keepers: list[_Keeper], layers: Sequence[int], directory: Path
+        self, group: SnapshotGroup, keepers: list[_Keeper], runs: list[list[int]], put: Put
     ) -> None:
         image = await self._image(group, keepers)
         layout = ShardLayout(
@@ -191,10 +195,13 @@ class Restorer:
         }
         if len(usable) < len(group.owners):
             self._decoded += 1
-        for run in _runs(layers):
+        for run in runs:
             first, last = image.layer(run[0]), image.layer(run[-1])
             bucket = await self._bucket(group, layout, usable, first.offset, last.offset + last.size_bytes)
-            await asyncio.to_thread(_write_layers, image, run, bucket, first.offset, directory)
+            for layer in map(image.layer, run):
+                begin = layer.offset - first.offset
+                shared = bucket[begin : begin + layer.size_bytes]
+                await put(layer.layer, layer.header, await asyncio.to_thread(assemble, layer, shared))
 
     async def _image(self, group: SnapshotGroup, keepers: list[_Keeper]) -> GroupImage:
         """The small part, from the first that has a sound one."""
@@ -243,26 +250,46 @@ class Restorer:
             stores = {owner: _Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
             failed = await self._fill(usable, stores)
             if not failed:
+                bucket = np.empty(end - first, dtype=np.uint8)
+                failed = await self._decode(layout, usable, stores, bucket, first)
+            if not failed:
                 break
             for owner, problem in failed:
                 keeper = usable.pop(owner)
                 self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
-        own = {
-            owner: np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
-            for owner, keeper in usable.items()
-            if keeper.held is not None and keeper.shard is not None
-        }
+        own = {owner for owner, keeper in usable.items() if keeper.held is not None}
         self._own_bytes += sum(len(r) for owner in own for r in ranges.get(owner, ()))
         self._fetched_bytes += sum(store.size_bytes for store in stores.values())
+        return bucket
+
+    async def _decode(
+        self,
+        layout: ShardLayout,
+        usable: dict[int, _Keeper],
+        stores: dict[int, "_Store"],
+        bucket: Bytes,
+        first: int,
+    ) -> list[tuple[int, BaseException]]:
+        """Fill the bucket. Returns owners whose memory is not the snapshot's any more."""
+        try:
+            own = {
+                owner: np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
+                for owner, keeper in usable.items()
+                if keeper.held is not None and keeper.shard is not None
+            }
+        except OSError as error:
+            return [(owner, error) for owner, keeper in usable.items() if keeper.held is not None]
 
         def fetch(owner: int, offset: int, size: int) -> Bytes:
             if owner in own:
                 return own[owner][offset : offset + size]
             return stores[owner].read(offset, size)
 
-        bucket = np.empty(end - first, dtype=np.uint8)
         await asyncio.to_thread(decode, layout, frozenset(usable), fetch, bucket, first)
-        return bucket
+        # Now that they are copied: were these still the snapshot's bytes?
+        there = self.arenas.find(self.restore.job_id, self.restore.step) if own else ()
+        gone = PeerError("the snapshot was released")
+        return [(owner, gone) for owner in own if usable[owner].held not in there]
 
     async def _fill(
         self, usable: dict[int, _Keeper], stores: dict[int, "_Store"]
@@ -333,12 +360,17 @@ def _runs(layers: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def _write_layers(
-    image: GroupImage, layers: Sequence[int], bucket: Bytes, first: int, directory: Path
-) -> None:
-    for number in layers:
-        layer = image.layer(number)
-        begin = layer.offset - first
-        payload = assemble(layer, bucket[begin : begin + layer.size_bytes])
-        (directory / f"layer-{number}.payload").write_bytes(payload.data)
-        (directory / f"layer-{number}.header").write_bytes(layer.header)
+def staged_in(directory: Path) -> Put:
+    """Puts a layer as ``layer-<n>.header`` and ``layer-<n>.payload``: what ``runtime.engine`` reads.
+
+    :raises OSError: there is no room.
+    """
+
+    def write(layer: int, header: bytes, payload: Bytes) -> None:
+        (directory / f"layer-{layer}.payload").write_bytes(payload.data)
+        (directory / f"layer-{layer}.header").write_bytes(header)
+
+    async def put(layer: int, header: bytes, payload: Bytes) -> None:
+        await asyncio.to_thread(write, layer, header, payload)
+
+    return put

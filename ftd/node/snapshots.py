@@ -15,7 +15,7 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError
 from ftd.node.arenas import Arenas, Damage
-from ftd.node.restore import RestoreError, Restorer
+from ftd.node.restore import RestoreError, Restorer, staged_in
 from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
@@ -176,7 +176,7 @@ class Snapshots:
                         node, Damage(job_id=restore.job_id, step=restore.step, part=part, detail=detail)
                     ),
                 )
-                done = await restorer.run(layers, directory)
+                done = await restorer.run(layers, staged_in(directory))
         except RestoreError as error:
             self._fail(resume.generation, str(error), error.bad)
         except (OSError, ValueError) as error:

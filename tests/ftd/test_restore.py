@@ -1,7 +1,7 @@
 """Layers put together out of several nodes' memory: exact bytes after every loss that the code withstands."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -11,9 +11,10 @@ import pytest
 from kept_snapshots import JOB, TOKEN, Layer, Node, flip, make_layer, shared_directory, write_group
 
 from ftd.node.arenas import Arenas
-from ftd.node.restore import Restored, RestoreError, Restorer
+from ftd.node.restore import Restored, RestoreError, Restorer, staged_in
 from ftd.node.shard_client import ShardClient
 from statemachine.values import Restore, SnapshotGroup
+from storage.shards import Bytes
 
 STEP = 40
 
@@ -45,7 +46,8 @@ class Cluster:
         without: Iterable[str] = (),
         silent: Iterable[str] = (),
         generation: int = 1,
-        serving: Sequence[Node] = (),
+        one_by_one: bool = False,
+        behind: Callable[[int], None] = lambda _layer: None,
     ) -> Restored:
         """On ``node``; those in ``without`` are known to be lost, ``silent`` ones turn out not to answer."""
         owners = {owner for group in self.groups for owner in group.owners} - {node, *without}
@@ -58,6 +60,12 @@ class Cluster:
             client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=1.0))
             directory = arenas.make_staging(JOB, 9)
             wanted = list(layers)
+            stage = staged_in(directory)
+
+            async def put(layer: int, header: bytes, payload: Bytes) -> None:
+                await stage(layer, header, payload)
+                behind(layer)
+
             done = await Restorer(
                 restore=Restore(
                     job_id=JOB, step=STEP, generation=generation, groups=self.groups, sources=sources
@@ -66,7 +74,7 @@ class Cluster:
                 arenas=arenas,
                 client=client,
                 tell=lambda *said: self.told.append(said),
-            ).run(wanted, directory)
+            ).run(wanted, put, one_by_one=one_by_one)
             for number in wanted:
                 assert (directory / f"layer-{number}.header").read_bytes() == self.layers[number].header
                 payload = (directory / f"layer-{number}.payload").read_bytes()
@@ -116,6 +124,8 @@ def test_unequal_pipelines_make_groups_and_every_node_gets_its_new_layers() -> N
             await cluster.restore(node, range(6), without=["n4"])
         done = await cluster.restore("n0", [0, 2, 3, 5], without=["n3"])
         assert done.decoded_groups == 2
+        again = await cluster.restore("n0", [5, 3, 2, 0], without=["n3"], one_by_one=True)
+        assert again == done
         whole = await cluster.restore("n4", range(6))
         part = await cluster.restore("n4", [4])
         assert 0 < part.fetched_bytes < whole.fetched_bytes / 3
@@ -177,6 +187,23 @@ def test_a_shard_that_goes_bad_on_the_way_is_decoded_around(monkeypatch: pytest.
         monkeypatch.setattr(ShardClient, "manifest", then_gone)
         assert (await cluster.restore("n0", range(3))).own_bytes > 0
         assert ("n1", "group-0/shard") in [said[:2] for said in cluster.told]
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_own_memory_that_is_released_on_the_way_is_decoded_around() -> None:
+    async def main(cluster: Cluster) -> None:
+        manifest = cluster.root / "n0" / JOB / "device-0" / f"step-{STEP:012d}.json"
+
+        def release(layer: int) -> None:
+            if layer == 0:
+                manifest.unlink()
+
+        await cluster.restore("n0", range(3), one_by_one=True, behind=release)
+        assert [said[:2] for said in cluster.told] == [("n0", "group-0/shard")]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
