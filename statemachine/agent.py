@@ -7,7 +7,7 @@ the broker or the coordinator is away. ``step(event) -> list[Effect]``, effects 
 
 from typing import assert_never
 
-from statemachine import agent_snapshots
+from statemachine import agent_persisting, agent_snapshots
 from statemachine.agent_commands import (
     flush_steps,
     heartbeat,
@@ -38,6 +38,8 @@ from statemachine.events import (
     BrokerLost,
     CommandArrived,
     HeldSnapshots,
+    LayersFailed,
+    LayersWritten,
     RestoringFailed,
     TerminationRequested,
     TimerFired,
@@ -88,6 +90,8 @@ AgentEvent = (
     | TrainerSnapshotFailed
     | HeldSnapshots
     | RestoringFailed
+    | LayersWritten
+    | LayersFailed
     | TerminationRequested
 )
 
@@ -159,7 +163,12 @@ class AgentMachine:
                 self._trainer_failed(event)
             case RestoringFailed():
                 if self._in_group(event.generation):
-                    a.say(RestoreFailed(generation=event.generation, detail=event.detail, bad=event.bad))
+                    failed = RestoreFailed(
+                        generation=event.generation, detail=event.detail, bad=event.bad, damaged=event.damaged
+                    )
+                    a.say(failed)
+            case LayersWritten() | LayersFailed():
+                agent_persisting.take(a, event)
             case TrainerReplicaDiverged():
                 if self._in_group(event.generation):
                     where = {"generation": event.generation, "step": event.step, "layer": event.layer}

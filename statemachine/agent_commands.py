@@ -2,10 +2,12 @@
 
 from typing import assert_never
 
-from statemachine.agent_snapshots import forget_job, keep, say_snapshot, snap
+from statemachine import agent_persisting
+from statemachine.agent_snapshots import forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent_state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
 from statemachine.messages import (
+    CancelPersist,
     Command,
     Fence,
     Finished,
@@ -14,6 +16,7 @@ from statemachine.messages import (
     Inquiry,
     KeepSnapshot,
     Leaving,
+    Persist,
     Prepare,
     Prepared,
     Quiesce,
@@ -62,6 +65,10 @@ def obey(a: Agent, command: Command) -> None:
             snap(a, command)
         case KeepSnapshot():
             keep(a, command)
+        case Persist():
+            agent_persisting.persist(a, command)
+        case CancelPersist():
+            agent_persisting.cancel(a, command)
         case _:
             assert_never(command)
 
@@ -89,6 +96,7 @@ def hello(a: Agent) -> None:
     if a.built and a.job is not None:
         a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
     say_snapshot(a)
+    agent_persisting.say_persisted(a)
     heartbeat(a)
     say_quiesced(a)
     say_resumed(a)
@@ -179,7 +187,8 @@ def prepare(a: Agent, command: Prepare) -> None:
         a.past_jobs.append(a.job.job_id)
     a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
     if not same:
-        a.lineage = a.kept = 0
+        agent_persisting.give_up(a)
+        a.lineage = a.kept = a.pinned = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:
@@ -240,8 +249,10 @@ def resume(a: Agent, command: Resume) -> None:
     if command.lineage != a.lineage:
         # What it remembers is of a past that was undone, unless that was undone by this very Resume.
         restore, last = command.restore, a.resume.generation if a.resume is not None else 0
-        if restore is None or restore.generation > last:
+        if restore is None or restore.url or restore.generation > last:
             a.history.clear()
+    if command.restore is not None and command.restore.url:
+        forget_all(a)
     a.resume, a.stepping, a.lineage = command, False, command.lineage
     a.forget_beyond(command.step)
     if command.vote is not None:
@@ -283,6 +294,7 @@ def stop(a: Agent, command: Stop) -> None:
     if a.job is None or a.job.job_id != command.job_id:
         return
     a.past_jobs.append(a.job.job_id)
+    agent_persisting.give_up(a)
     a.job = a.profile = a.lost = None
     a.wants_profile, a.failures = False, 0
     a.history.clear()
@@ -298,6 +310,7 @@ def stop(a: Agent, command: Stop) -> None:
 def fence(a: Agent, command: Fence) -> None:
     """This incarnation is out: nothing of it may go on."""
     a.kill()
+    agent_persisting.give_up(a)
     a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")
     for name in list(a.due):
         a.cancel_timer(name)
@@ -310,6 +323,7 @@ def released(a: Agent) -> None:
         leave_now(a)
         return
     a.kill(a.timing.kill_grace_s)
+    agent_persisting.give_up(a)
     a.job = a.profile = a.lost = None
     a.wants_profile = False
     a.history.clear()
@@ -318,6 +332,7 @@ def released(a: Agent) -> None:
 
 def leave_now(a: Agent) -> None:
     a.kill(a.timing.kill_grace_s)
+    agent_persisting.give_up(a)
     for name in list(a.due):
         a.cancel_timer(name)
     a.active = False

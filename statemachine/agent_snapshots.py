@@ -42,8 +42,12 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
     if a.job is None or command.job_id != a.job.job_id or command.step < a.kept:
         a.ignore("a KeepSnapshot of another job, or of an older one")
         return
-    news, a.kept = command.step > a.kept, command.step
-    a.snapshots = [held for held in a.snapshots if held.job_id != command.job_id or held.step >= a.kept]
+    news, a.kept, a.pinned = command.step > a.kept, command.step, command.pinned
+    a.snapshots = [
+        held
+        for held in a.snapshots
+        if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
+    ]
     for trainer in a.trainers:
         if trainer.phase in BUILT:
             tell_kept(a, trainer.device)
@@ -56,7 +60,7 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
 def tell_kept(a: Agent, device: int) -> None:
     """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
     if a.kept:
-        a.out.append(TrainerKeepSnapshot(cause=a.cause, device=device, step=a.kept))
+        a.out.append(TrainerKeepSnapshot(cause=a.cause, device=device, step=a.kept, pinned=a.pinned))
 
 
 def settle(a: Agent, reason: str) -> None:
@@ -70,6 +74,12 @@ def forget_job(a: Agent, job_id: str) -> None:
     """The job is over for good."""
     a.snapshots = [held for held in a.snapshots if held.job_id != job_id]
     a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
+
+
+def forget_all(a: Agent) -> None:
+    """Back to a persistent checkpoint: no snapshot counts, and the next may be of an earlier step."""
+    a.kept = a.pinned = 0
+    a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
 def found(a: Agent, event: HeldSnapshots) -> None:
@@ -100,13 +110,17 @@ def take(a: Agent, event: TrainerSnapping | TrainerSnapped | TrainerSnapshotFail
 
 
 def began(a: Agent, event: TrainerSnapping) -> None:
-    """The first trainer that says so speaks for the node; older snapshots but two are no more."""
+    """The first trainer that says so speaks for the node; older snapshots but two are no more.
+
+    The kept one, and the newest: if that came after the one that is pinned, it was given up.
+    """
     if a.job is None or a.resume is None or event.generation != a.resume.generation:
         return
     if a.underway is not None and event.step <= a.underway.snapping.step:
         return
     mine = [held for held in a.snapshots if held.job_id == a.job.job_id and held.step != event.step]
-    others = [held for held in mine if held.step != a.kept]
+    pinned = a.pinned if a.pinned != a.kept else 0
+    others = [held for held in mine if (held.step == pinned if pinned else held.step != a.kept)]
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.kept}
     a.snapshots = [held for held in a.snapshots if held.job_id != a.job.job_id or held in spared]

@@ -18,7 +18,15 @@ from statemachine.effects import (
     StartTrainer,
 )
 from statemachine.events import TrainerResumed
-from statemachine.messages import PeerSuspected, Resume, Signal, TrainerLost
+from statemachine.messages import (
+    LayersPersisted,
+    PeerSuspected,
+    Persist,
+    PersistFailed,
+    Resume,
+    Signal,
+    TrainerLost,
+)
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, DeviceReport, HeldSnapshot, Job, NodeFacts, NodeState
 
@@ -127,6 +135,12 @@ class Agent:
     """Complete in this node's memory."""
     kept: int = 0
     """Step of the snapshot of the present job that is complete everywhere, as last told."""
+    pinned: int = 0
+    """Step of one that stays besides, while it is persisted; 0: none."""
+    persist: Persist | None = None
+    """The last order to write a part of a persistent checkpoint."""
+    persisted: LayersPersisted | PersistFailed | None = None
+    """The answer to it."""
     snap_order: tuple[int, int] = (0, 0)
     """(generation, behind) of the last Snap obeyed."""
     underway: "Underway | None" = None

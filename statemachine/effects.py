@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.values import Situation
-from statemachine.messages import Command, Resume, Signal
-from statemachine.values import Job, NodeState, Profiled, QuiesceMode, Snapshot
+from statemachine.messages import Command, Persist, Resume, Signal
+from statemachine.values import Job, LayerOnDisk, NodeState, Profiled, QuiesceMode, Snapshot, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,36 @@ class CheckRestore(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommitCheckpoint(Effect):
+    """All layers are on the disk: write the manifest, then prune. CheckpointWritten or CheckpointFailed."""
+
+    job: Job
+    attempt: str
+    step: int
+    vote: Vote
+    layers: tuple[LayerOnDisk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonCheckpoint(Effect):
+    """Remove what was written of an attempt that was given up, unless it was committed after all."""
+
+    job: Job
+    attempt: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindCheckpoint(Effect):
+    """The newest complete checkpoint of this job: CheckpointFound."""
+
+    generation: int
+    job: Job
+    spoiled: tuple[int, ...]
+    """Steps whose checkpoints turned out to be damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Effect):
     """Answer a client's request (submit, stop, drain)."""
 
@@ -195,10 +225,26 @@ class TrainerSnap(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerKeepSnapshot(Effect):
-    """The snapshot of ``step`` is complete everywhere: older ones may be written over."""
+    """The snapshot of ``step`` is complete everywhere: older ones may be written over, but for ``pinned``."""
 
     device: int
     step: int
+    pinned: int = 0
+    """Step of one that is being persisted; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistLayers(Effect):
+    """Write these layers as files of a checkpoint, in the background: LayersWritten or LayersFailed."""
+
+    order: Persist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopPersisting(Effect):
+    """End what ``PersistLayers`` began, if it is still at it; nobody waits for its answer."""
+
+    attempt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

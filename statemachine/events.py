@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages import FromNode, ToNode
-from statemachine.values import DeviceReport, FailureCause, HeldSnapshot, Job, NodeFacts, Vote
+from statemachine.values import (
+    Checkpoint,
+    DeviceReport,
+    FailureCause,
+    HeldSnapshot,
+    Job,
+    LayerOnDisk,
+    NodeFacts,
+    PassedOver,
+    Vote,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +144,36 @@ class RestoreChecked(Event):
     """For people: what is decoded, or what is missing."""
     tier: str = "memory"
     """``memory``: every shard is there; ``decoded``: some are made from parity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten(Event):
+    """``CommitCheckpoint``: it is complete and durable."""
+
+    attempt: str
+    step: int
+    pruned: tuple[int, ...]
+    """Steps of older ones that were removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """``CommitCheckpoint``: it cannot be; the ones before stay."""
+
+    attempt: str
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFound(Event):
+    """Answers ``FindCheckpoint``."""
+
+    generation: int
+    checkpoint: Checkpoint | None
+    skipped: tuple[PassedOver, ...]
+    reason: str
+    """For people: why there is none."""
 
 
 # --- the agent machine (one per node) ----------------------------------------------------------
@@ -293,3 +333,22 @@ class RestoringFailed(Event):
     detail: str
     bad: tuple[str, ...] = ()
     """Nodes whose shards cannot be had or are damaged; none: it is this node's own fault."""
+    damaged: bool = False
+    """It is the persistent checkpoint's fault: a byte is not what was written, or a file is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersWritten(Event):
+    """``PersistLayers``: every layer of this node's share is on the disk."""
+
+    attempt: str
+    layers: tuple[LayerOnDisk, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersFailed(Event):
+    """``PersistLayers``: they cannot be written (a full disk, shards that cannot be had)."""
+
+    attempt: str
+    detail: str

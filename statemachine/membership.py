@@ -13,8 +13,10 @@ from statemachine.messages import (
     Heartbeat,
     Hello,
     Inquiry,
+    LayersPersisted,
     Leaving,
     PeerSuspected,
+    PersistFailed,
     Prepared,
     Quiesced,
     Rejection,
@@ -77,6 +79,8 @@ _ROWS: dict[type[Signal], tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = 
     SnapshotCompleted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
     SnapshotFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
     RestoreFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    LayersPersisted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    PersistFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
 }
 
 TABLE: dict[tuple[type[Signal], Standing], Verdict] = {

@@ -15,9 +15,11 @@ from statemachine.values import (
     HeldPart,
     HeldSnapshot,
     Job,
+    LayerOnDisk,
     NodeFacts,
     QuiesceMode,
     Restore,
+    Snapshot,
     Vote,
 )
 
@@ -184,6 +186,29 @@ class RestoreFailed:
     detail: str
     bad: tuple[str, ...] = ()
     """Nodes whose shards cannot be had or are damaged; none: it is this node's own fault."""
+    damaged: bool = False
+    """It is the checkpoint's fault: a byte is not what was written, or a file is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersPersisted:
+    """This node's share of a checkpoint is on the disk."""
+
+    job_id: str
+    attempt: str
+    step: int
+    layers: tuple[LayerOnDisk, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFailed:
+    """This node's share of a checkpoint cannot be written; what it wrote counts for nothing."""
+
+    job_id: str
+    attempt: str
+    step: int
+    detail: str
 
 
 Signal = (
@@ -202,6 +227,8 @@ Signal = (
     | SnapshotCompleted
     | SnapshotFailed
     | RestoreFailed
+    | LayersPersisted
+    | PersistFailed
 )
 
 # --- coordinator → node: commands --------------------------------------------------------------
@@ -309,6 +336,34 @@ class KeepSnapshot:
 
     job_id: str
     step: int
+    pinned: int = 0
+    """Step of an older one that stays, too: it is being persisted. 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Write these layers of a kept snapshot into the draft ``attempt`` of a persistent checkpoint.
+
+    Answered by LayersPersisted or PersistFailed, once for an attempt however often this comes.
+    """
+
+    job_id: str
+    job_name: str
+    url: str
+    attempt: str
+    record: Snapshot
+    layers: tuple[int, ...]
+    """This node's share."""
+    sources: dict[str, str]
+    """Node that holds shards of it → host:port of its snapshot server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelPersist:
+    """The attempt was given up: write no more of it."""
+
+    job_id: str
+    attempt: str
 
 
 Command = (
@@ -323,6 +378,8 @@ Command = (
     | Released
     | Snap
     | KeepSnapshot
+    | Persist
+    | CancelPersist
 )
 
 

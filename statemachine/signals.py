@@ -23,8 +23,10 @@ from statemachine.messages import (
     Finished,
     Heartbeat,
     Hello,
+    LayersPersisted,
     Leaving,
     PeerSuspected,
+    PersistFailed,
     Prepare,
     Prepared,
     Quiesce,
@@ -118,6 +120,8 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             snapshots.take_completed(c, node, signal)
         case SnapshotFailed():
             snapshots.take_failed(c, node, signal)
+        case LayersPersisted() | PersistFailed():
+            c.ignore("an answer to a Persist that nobody waits for", node.name)
         case RestoreFailed():
             lost = take_restore_failed(c, node, signal)
             if lost is not None:

@@ -65,6 +65,20 @@ class SnapshotPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPolicy:
+    """Persistent checkpoints of a job (design §5)."""
+
+    url: str = ""
+    """Where they lie, as coordinator and nodes alike reach it; empty: there are none."""
+    every_steps: int = 0
+    """The first snapshot that is at least so many steps behind the last one written is written."""
+    keep: int = 3
+    """So many complete ones stay."""
+    resume: bool = True
+    """Begin from the newest one there; otherwise refuse a place that holds some of this job's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A submitted job. ``training`` is plain data for the runtime, opaque here."""
 
@@ -76,6 +90,7 @@ class Job:
     horizon_s: float | None = None
     """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -195,12 +210,48 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Everybody drops its state and takes that of a snapshot."""
+    """Everybody drops its state and takes that of a snapshot, or of a persistent checkpoint (``url``)."""
 
     job_id: str
     step: int
     generation: int
-    """Of the snapshot."""
+    """Of the snapshot; 0: of a checkpoint."""
     groups: tuple[SnapshotGroup, ...]
     sources: dict[str, str]
     """Node that holds its shards → host:port of its snapshot server."""
+    url: str = ""
+    """Where the checkpoint of ``step`` lies; then there are neither groups nor sources."""
+    job_name: str = ""
+    """Under which it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOnDisk:
+    """A layer's file in a draft of a checkpoint: ``storage.layerfile.LayerFile`` as plain data."""
+
+    layer: int
+    name: str
+    size_bytes: int
+    digest: str
+    header_bytes: int
+    header_digest: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete persistent checkpoint, of the state behind the commit of ``step``."""
+
+    step: int
+    vote: Vote
+    layers: int
+    """How many the model has."""
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """Something at the place of the checkpoints that is none, or is not to be used."""
+
+    step: int | None
+    reason: str

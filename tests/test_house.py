@@ -111,11 +111,23 @@ def class_words(module: str, base: str) -> dict[str, list[str]]:
     return {name: re.findall(r"[A-Z][a-z]*", name) for name in names}
 
 
-IRREGULAR_FACTS = {"Lost", "Ready", "Impossible", "Up", "Beat", "Done", "Held", "Snapping"}
+IRREGULAR_FACTS = {
+    "Lost",
+    "Ready",
+    "Impossible",
+    "Up",
+    "Beat",
+    "Done",
+    "Held",
+    "Snapping",
+    "Written",
+    "Found",
+}
 """Facts that do not end in -ed: Beat and Held are past tenses, the others are states reached."""
 IMPERATIVES = {
     "Set", "Cancel", "Emit", "Send", "Persist", "Publish", "Build", "Compute", "Answer", "Start", "Kill",
     "Prepare", "Quiesce", "Resume", "Renew", "Exit", "Weigh", "Check", "Snap", "Keep", "Remove",
+    "Commit", "Abandon", "Find", "Stop",
 }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def _check_numbers(message: Any) -> None:
     """What types cannot say: no counter of ours is ever negative."""
     numbers = (
         "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
-        "size_bytes",
+        "size_bytes", "pinned",
     )  # fmt: skip
     for name in numbers:
         value = getattr(message, name, 0)

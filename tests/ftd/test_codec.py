@@ -62,9 +62,11 @@ from statemachine.values import (
     HeldPart,
     HeldSnapshot,
     Job,
+    LayerOnDisk,
     NodeFacts,
     NodeState,
     Restore,
+    Snapshot,
     SnapshotGroup,
     SnapshotPolicy,
     StatePart,
@@ -193,9 +195,31 @@ facts = st.builds(
     chaos_allowed=st.booleans(),
     snapshot_port=st.integers(0, 65535),
 )
+snapshots = st.builds(
+    Snapshot,
+    step=numbers,
+    generation=numbers,
+    vote=votes,
+    groups=st.just(()),
+    size_bytes=numbers,
+    at=reals,
+)
+files = st.builds(
+    LayerOnDisk,
+    layer=numbers,
+    name=names,
+    size_bytes=numbers,
+    digest=names,
+    header_bytes=numbers,
+    header_digest=names,
+    payload_bytes=numbers,
+)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: numbers,
     float: reals,
+    Snapshot: snapshots,
+    tuple[LayerOnDisk, ...]: st.lists(files, max_size=3).map(tuple),
+    tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
     str: texts,
     bool: st.booleans(),
     NodeFacts: facts,
