@@ -92,6 +92,8 @@ class Policy:
     checkpoint_activations: bool = False
     device_memory_bytes: int | None = None
     """Overrides what the profile says about one device."""
+    zero1: bool = False
+    """ZeRO-1: each owner of a layer, one in each pipeline, keeps its part of the optimizer's state only."""
 
     @property
     def microbatches(self) -> int:
@@ -104,6 +106,17 @@ class Device:
 
     node: str
     index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class StatePart:
+    """Under ZeRO-1: parameters and optimizer state of part ``part`` of ``parts`` equal ones of a layer."""
+
+    layer: int
+    part: int
+    parts: int
+    replica: bool = False
+    """Kept on the host for its owner (AOR), as current as the own part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +219,9 @@ class Plan:
     considered: tuple[Considered, ...] = ()
     """What was weighed, this plan's layout first, then by the expected time of a step; empty where the
     previous plan goes on."""
+    part_bytes: int = 0
+    """Under ZeRO-1: what must move, replicas aside. There are no ``transfers`` then: who sends which part to
+    whom the ranks find from what they hold."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -234,3 +250,6 @@ class Situation:
     horizon_s: float | None = None
     """Expected time to the next failure, above 0: what a better plan has to pay back the bytes it moves.
     ``None`` where nothing is known: ``planner.tradeoff.DEFAULT_HORIZON_S``."""
+    parts: dict[Device, tuple[StatePart, ...]] | None = None
+    """Under ZeRO-1, what parts of layers each usable device has at that step, replicas included; ``holdings``
+    are then the layers whose parameters are whole. ``None``: what is in ``holdings`` is the whole state."""

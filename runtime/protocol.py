@@ -334,9 +334,8 @@ class Raised(Frame, frozen=True, kw_only=True):
 
 
 SnapshotReport = Snapping | Snapped | SnapshotFailed
-Report = (
-    Attached | Prepared | Quiesced | Resumed | Stepped | SnapshotReport | Beat | PeerSuspected | Done | Raised
-)
+TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
+Report = Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
 
 
 class Output(Frame, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from planner.values import Device, ModelProfile, Policy
+from planner.values import Device, ModelProfile, Policy, StatePart
 
 
 class NodeState(StrEnum):
@@ -91,17 +91,6 @@ class Job:
     """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class StatePart:
-    """Under ZeRO-1: parameters and optimizer state of part ``part`` of ``parts`` equal ones of a layer."""
-
-    layer: int
-    part: int
-    parts: int
-    replica: bool = False
-    """Kept on the host for its owner (AOR), as current as the own part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

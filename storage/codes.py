@@ -9,6 +9,7 @@ one method: solve for the lost cells over GF(2), then XOR.
     arc:k   what the next k owners keep, as it is, their parity included: any k losses, k bucket's bytes extra
     aec     one cell for every other owner's segment, rotated as in RAID-5: one loss, 1/(m·(m − 1)) extra
     aec2    row-diagonal parity, rotated: any two losses, 2/(m·(m − 2)) extra
+    aor     nothing here: under ZeRO-1 a replica of the next owner's part is kept current (runtime.replica)
 
 Row-diagonal parity is after Corbett et al. (FAST 2004): XOR only, so it runs at the speed of memory.
 """
@@ -133,11 +134,12 @@ def parse_scheme(scheme: str) -> list[tuple[str, int]]:
         name, colon, count = part.strip().partition(":")
         if name == "arc" and colon and count.isdecimal() and int(count) >= 1:
             parts.append((name, int(count)))
-        elif name in {"none", "aec", "aec2"} and not colon:
+        elif name in {"none", "aec", "aec2", "aor"} and not colon:
             parts.append((name, 0))
         else:
             raise ValueError(
-                f"{part.strip()!r} is no protection; there are none, arc:k (k ≥ 1), aec, aec2, joined by '+'"
+                f"{part.strip()!r} is no protection; "
+                "there are none, arc:k (k ≥ 1), aec, aec2, aor, joined by '+'"
             )
     if len(parts) > 1 and ("none", 0) in parts:
         raise ValueError(f"{scheme!r}: none cannot be joined with others")
@@ -147,7 +149,7 @@ def parse_scheme(scheme: str) -> list[tuple[str, int]]:
 @cache
 def _make_code(parts: tuple[tuple[str, int], ...], owners: int) -> Code:
     """All parts over cells that suit each of them."""
-    schemes = [_parity(name, owners) for name, _ in parts if name != "arc"]
+    schemes = [_parity(name, owners) for name, _ in parts if name not in {"arc", "aor"}]
     cells = lcm(1, *(part_cells for part_cells, _ in schemes))
     made = [[(cells // part_cells, keeps[i]) for i in range(owners)] for part_cells, keeps in schemes]
     copies = min(sum(count for name, count in parts if name == "arc"), owners - 1)

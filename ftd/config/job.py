@@ -42,6 +42,8 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clip_gradient_norm: float | None = None
     checkpoint_activations: bool = False
     backend: str = "gloo"
+    zero1: bool = False
+    """Each owner of a layer keeps its part of the optimizer's state only."""
     arguments: dict[str, str | int | float | bool] = {}
     """Handed to the function."""
 
@@ -75,8 +77,8 @@ class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     every_steps: int = 0
     """A snapshot in the nodes' memory behind every so many steps; 0: none."""
-    protection: str = "aec"
-    """none, arc:k, aec, aec2, joined by ``+`` (``storage.codes``)."""
+    protection: str | None = None
+    """none, arc:k, aec, aec2, aor, joined by ``+`` (``storage.codes``); left out: aec, or aor with zero1."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +113,7 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         checkpoint_activations=file.training.checkpoint_activations,
         dtype=file.training.dtype,
         backend=file.training.backend,
+        zero1=file.training.zero1,
         arguments=file.training.arguments,
     )
     memory_mib = file.planner.device_memory_mib
@@ -131,7 +134,7 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
-        snapshot=SnapshotData(every_steps=file.snapshot.every_steps, protection=file.snapshot.protection),
+        snapshot=SnapshotData(every_steps=file.snapshot.every_steps, protection=_protection(file)),
         profile=None if profile is None else _plain_profile(profile),
     )
 
@@ -153,6 +156,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
     _check_snapshot(data.snapshot.every_steps, data.snapshot.protection)
+    _check_sharding(training.zero1, data.snapshot.protection)
     return Job(
         job_id=job_id,
         name=data.name,
@@ -168,6 +172,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             batch_objective=data.policy.batch_objective,
             checkpoint_activations=data.policy.checkpoint_activations,
             device_memory_bytes=data.policy.device_memory_bytes,
+            zero1=training.zero1,
         ),
         training=data.training,
         horizon_s=data.horizon_s,
@@ -217,7 +222,13 @@ def _check_values(file: JobFile) -> None:
         require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
     if file.planner.horizon_s is not None:
         require_positive(file.planner.horizon_s, "planner.horizon_s")
-    _check_snapshot(file.snapshot.every_steps, file.snapshot.protection)
+    _check_snapshot(file.snapshot.every_steps, _protection(file))
+    _check_sharding(file.training.zero1, _protection(file))
+
+
+def _protection(file: JobFile) -> str:
+    """What the user wrote, or what suits the way that state is kept."""
+    return file.snapshot.protection or ("aor" if file.training.zero1 else "aec")
 
 
 def _plain_profile(profile: ModelProfile) -> dict[str, Any]:
@@ -263,6 +274,32 @@ def _check_snapshot(every_steps: int, protection: str) -> None:
         parse_scheme(protection)
     except ValueError as error:
         raise ConfigurationError(str(error), field="snapshot.protection") from None
+
+
+def _check_sharding(zero1: bool, protection: str) -> None:
+    """Codes are over what all owners hold alike; with ZeRO-1 each has its own part, and with ``aor`` the next
+    owner's, which is what a copy can be made of."""
+    parts = parse_scheme(protection)
+    names, copies = [name for name, _ in parts], sum(count for _, count in parts)
+    if not zero1 and "aor" in names:
+        raise ConfigurationError(
+            "aor keeps replicas of the parts of ZeRO-1",
+            field="snapshot.protection",
+            remedy="set training.zero1 = true, or leave aor out",
+        )
+    unfit = [name for name in names if name in {"aec", "aec2"}]
+    if zero1 and unfit:
+        raise ConfigurationError(
+            f"{unfit[0]} is made of what all owners hold, and with training.zero1 each holds its own part",
+            field="snapshot.protection",
+            remedy="write aor: replicas of the parts, kept current, survive the loss of a node",
+        )
+    if zero1 and copies > ("aor" in names):
+        raise ConfigurationError(
+            f"{protection} copies parts that an owner does not have with training.zero1",
+            field="snapshot.protection",
+            remedy="write arc:1+aor: the copy is made of the replica",
+        )
 
 
 def _function(written: str, directory: Path) -> str:

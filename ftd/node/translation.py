@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime
+from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
 from runtime import protocol
 from statemachine import messages
 from statemachine.events import (
@@ -18,6 +18,7 @@ from statemachine.events import (
     TrainerFailed,
     TrainerPrepared,
     TrainerQuiesced,
+    TrainerReplicaDiverged,
     TrainerResumed,
     TrainerSnapped,
     TrainerSnapping,
@@ -26,10 +27,12 @@ from statemachine.events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
-from statemachine.values import DeviceReport, Job, Vote
+from statemachine.values import DeviceReport, HeldPart, Job, Vote
 
 
-def world_data(plan: Plan, hosts: dict[str, str]) -> protocol.WorldData:
+def world_data(
+    plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ...] = ()
+) -> protocol.WorldData:
     """The training group of a plan; ``hosts`` maps each of its nodes to an address."""
     ranks = {device: rank for rank, device in enumerate(plan.devices)}
     return protocol.WorldData(
@@ -53,6 +56,18 @@ def world_data(plan: Plan, hosts: dict[str, str]) -> protocol.WorldData:
             for t in plan.transfers
         ),
         hosts=tuple(hosts[device.node] for device in plan.devices),
+        held_parts=tuple(
+            protocol.PartData(
+                rank=ranks[held.device],
+                layer=layer,
+                part=held.part,
+                parts=held.parts,
+                replica=held.replica,
+                whole=held.whole,
+            )
+            for held in held_parts
+            for layer in range(held.first_layer, held.end_layer)
+        ),
     )
 
 
@@ -76,7 +91,7 @@ def resume_frame(resume: messages.Resume, device: Device, token: str, restore: s
         step=resume.step,
         vote=None if resume.vote is None else vote_data(resume.vote),
         rank=rank_of(resume.plan, device),
-        world=world_data(resume.plan, resume.hosts),
+        world=world_data(resume.plan, resume.hosts, resume.held_parts),
         rendezvous_host=host,
         rendezvous_port=int(port),
         token=token,
@@ -136,25 +151,8 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
             return TrainerQuiesced(
                 **base, generation=report.generation, report=_device_report(device, report)
             )
-        case protocol.Resumed():
-            return TrainerResumed(
-                **base,
-                device=device,
-                generation=report.generation,
-                bytes_moved=report.bytes_moved,
-                rendezvous_s=report.rendezvous_s,
-                state_s=report.state_s,
-            )
-        case protocol.Stepped():
-            return TrainerStepped(
-                **base,
-                device=device,
-                generation=report.generation,
-                step=report.step,
-                vote=vote_of(report.vote),
-                step_s=report.step_s,
-                microbatch_ms=report.microbatch_ms,
-            )
+        case protocol.Resumed() | protocol.Stepped() | protocol.ReplicaDiverged() | protocol.Done():
+            return _training_event(report, {**base, "device": device, "generation": report.generation})
         case protocol.Snapping() | protocol.Snapped() | protocol.SnapshotFailed():
             return _snapshot_event(report, device, base)
         case protocol.Beat():
@@ -163,14 +161,6 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
             return TrainerSuspectedPeer(
                 **base, device=device, generation=report.generation, detail=report.detail
             )
-        case protocol.Done():
-            return TrainerDone(
-                **base,
-                device=device,
-                generation=report.generation,
-                step=report.step,
-                digests=dict(report.digests),
-            )
         case protocol.Raised():
             return TrainerFailed(
                 **base,
@@ -178,6 +168,40 @@ def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause
                 pid=pid,
                 cause_of_failure="unprepared" if report.where == "prepare" else "raised",
                 detail=report.detail,
+            )
+        case _:
+            assert_never(report)
+
+
+def _training_event(report: protocol.TrainingReport, base: dict[str, Any]) -> Event:
+    match report:
+        case protocol.Resumed():
+            return TrainerResumed(
+                **base,
+                bytes_moved=report.bytes_moved,
+                rendezvous_s=report.rendezvous_s,
+                state_s=report.state_s,
+            )
+        case protocol.Stepped():
+            return TrainerStepped(
+                **base,
+                step=report.step,
+                vote=vote_of(report.vote),
+                step_s=report.step_s,
+                microbatch_ms=report.microbatch_ms,
+            )
+        case protocol.ReplicaDiverged():
+            return TrainerReplicaDiverged(
+                **base,
+                step=report.step,
+                layer=report.layer,
+                detail=report.detail,
+            )
+        case protocol.Done():
+            return TrainerDone(
+                **base,
+                step=report.step,
+                digests=dict(report.digests),
             )
         case _:
             assert_never(report)
@@ -212,6 +236,10 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
         vote=None if report.vote is None else vote_of(report.vote),
         held=report.held,
         lineage=report.lineage,
+        parts=tuple(
+            StatePart(layer=part.layer, part=part.part, parts=part.parts, replica=part.replica)
+            for part in report.parts
+        ),
     )
 
 

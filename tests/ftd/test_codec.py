@@ -42,6 +42,7 @@ from planner.values import (
     Policy,
     SplitTime,
     StagePlacement,
+    StatePart,
     Transfer,
 )
 from statemachine.effects import EmitEvent
@@ -69,7 +70,6 @@ from statemachine.values import (
     Snapshot,
     SnapshotGroup,
     SnapshotPolicy,
-    StatePart,
     Vote,
 )
 
@@ -125,6 +125,7 @@ policies = st.builds(
     split=st.sampled_from(["any", "aligned"]),
     batch_objective=st.sampled_from(["minmax", "variance"]),
     device_memory_bytes=st.none() | numbers,
+    zero1=st.booleans(),
 )
 jobs = st.builds(
     Job,

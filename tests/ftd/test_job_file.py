@@ -11,7 +11,7 @@ from ftd.clash import OUR_PACKAGES
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import ConfigurationError
-from ftd.wire.public import JobData, decode_json, encode_json
+from ftd.wire.public import JobData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from runtime.protocol import TrainingData
 
@@ -253,3 +253,37 @@ def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
         load_job(write(tmp_path, changed("snapshot.protection", "raid")))
     with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
         load_job(write(tmp_path, changed("snapshot.every_steps", -1)))
+
+
+@pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])
+def test_sharded_optimizer_state_and_what_can_protect_it(tmp_path: Path, protection: str | None) -> None:
+    tables = changed("training.zero1", True)
+    if protection is not None:
+        tables["snapshot"] = {"protection": protection}
+    job = load_job(write(tmp_path, tables))
+    assert job.policy.zero1 and job.training["zero1"] is True
+    assert job.snapshot.protection == (protection or "aor")
+
+
+@pytest.mark.parametrize(
+    ("zero1", "protection", "says"),
+    [
+        (True, "aec", "aec is made of what all owners hold.*write aor"),
+        (True, "aec2+aor", "aec2 is made of what all owners hold.*write aor"),
+        (True, "arc:1", "copies parts that an owner does not have.*write arc:1.aor"),
+        (True, "arc:2+aor", "copies parts that an owner does not have.*write arc:1.aor"),
+        (False, "aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
+        (False, "aec+aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
+    ],
+)
+def test_protections_that_do_not_go_with_the_sharding_are_refused(
+    tmp_path: Path, zero1: bool, protection: str, says: str
+) -> None:
+    tables = changed("training.zero1", zero1) | {"snapshot": {"protection": protection}}
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        load_job(write(tmp_path, tables))
+    assert caught.value.field == "snapshot.protection"
+    data = load_job_data(write(tmp_path, changed("training.zero1", zero1)))
+    other = msgspec.structs.replace(data, snapshot=SnapshotData(protection=protection))
+    with pytest.raises(ConfigurationError, match=says):
+        job_from_data(other, job_id="j", devices_per_node=1)

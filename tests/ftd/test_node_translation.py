@@ -3,18 +3,19 @@
 import msgspec
 
 from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, resume_frame, world_data
-from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, Transfer
+from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, StatePart, Transfer
 from runtime import protocol
 from statemachine.events import (
     TrainerFailed,
     TrainerQuiesced,
+    TrainerReplicaDiverged,
     TrainerSnapped,
     TrainerSnapping,
     TrainerSnapshotFailed,
     TrainerStepped,
 )
 from statemachine.messages import Resume
-from statemachine.values import Job, Vote
+from statemachine.values import HeldPart, Job, Vote
 
 
 def device(node: str, index: int = 0) -> Device:
@@ -145,3 +146,29 @@ def test_what_was_raised_where() -> None:
         )
         assert isinstance(failed, TrainerFailed)
         assert (failed.cause_of_failure, failed.pid, failed.detail) == (cause, 99, "Traceback")
+
+
+def test_parts_of_layers_go_both_ways() -> None:
+    held = (
+        HeldPart(device=device("a"), first_layer=2, end_layer=4, part=1, parts=2, replica=False, whole=True),
+        HeldPart(device=device("c"), first_layer=4, end_layer=5, part=0, parts=2, replica=True, whole=False),
+    )
+    told = [
+        (part.rank, part.layer, part.part, part.parts, part.replica, part.whole)
+        for part in world_data(PLAN, HOSTS, held).held_parts
+    ]
+    assert told == [(2, 2, 1, 2, False, True), (2, 3, 1, 2, False, True), (3, 4, 0, 2, True, False)]
+    part = protocol.StatePartData(layer=2, part=1, parts=2, replica=True)
+    quiesced = protocol.Quiesced(
+        generation=1, committed_step=3, ready_step=None, vote=None, held=(), parts=(part,)
+    )
+    event = event_of(quiesced, device=0, pid=1, at=0.0, cause="c")
+    assert isinstance(event, TrainerQuiesced)
+    assert event.report.parts == (StatePart(layer=2, part=1, parts=2, replica=True),)
+
+
+def test_a_replica_that_differed_becomes_an_event() -> None:
+    frame = protocol.ReplicaDiverged(generation=2, step=50, layer=3, detail="momentum")
+    assert event_of(frame, device=1, pid=1, at=0.0, cause="c") == TrainerReplicaDiverged(
+        at=0.0, cause="c", device=1, generation=2, step=50, layer=3, detail="momentum"
+    )
