@@ -64,6 +64,8 @@ AgentEffect = (
     | effects.TrainerSnap
     | effects.TrainerKeepSnapshot
     | effects.RemoveSnapshots
+    | effects.PersistLayers
+    | effects.StopPersisting
     | effects.RenewIncarnation
     | effects.ExitDaemon
 )
@@ -279,9 +281,14 @@ class NodeDaemon:
             case effects.TrainerSnap():
                 self._supervisor.send(wanted.device, protocol.Snap(generation=wanted.generation))
             case effects.TrainerKeepSnapshot():
-                self._supervisor.send(wanted.device, protocol.KeepSnapshot(step=wanted.step))
+                kept = protocol.KeepSnapshot(step=wanted.step, pinned=wanted.pinned)
+                self._supervisor.send(wanted.device, kept)
             case effects.RemoveSnapshots():
                 self._snapshots.remove(wanted.job_id)
+            case effects.PersistLayers():
+                self._snapshots.persist(wanted.order)
+            case effects.StopPersisting():
+                self._snapshots.stop_persisting(wanted.attempt)
             case effects.RenewIncarnation():
                 await self._speaking().close(GOODBYE_S)
                 self._begin_incarnation()

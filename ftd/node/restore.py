@@ -35,10 +35,14 @@ DamageTold = Callable[[str, str, str], None]
 
 
 class RestoreError(PeerError):
-    """The layers cannot be put together. ``bad``: whose shards cannot be had, or are damaged."""
+    """The layers cannot be put together.
 
-    def __init__(self, detail: str, bad: Iterable[str] = ()) -> None:
+    ``bad``: whose shards cannot be had, or are damaged; ``damaged``: the persistent checkpoint is to blame.
+    """
+
+    def __init__(self, detail: str, bad: Iterable[str] = (), *, damaged: bool = False) -> None:
         self.bad = tuple(sorted(bad))
+        self.damaged = damaged
         super().__init__(detail)
 
 

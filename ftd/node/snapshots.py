@@ -2,12 +2,15 @@
 
 Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
 arenas for the job, other nodes' reading, and between ``TrainerResume`` with a ``Restore`` and the trainers'
-frames the work of putting the layers together, in a task of its own, so that heartbeats go on.
+frames the work of putting the layers together, in a task of its own, so that heartbeats go on. So does the
+writing of persistent checkpoints (``ftd.node.persist``).
 """
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -15,13 +18,14 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError
 from ftd.node.arenas import Arenas, Damage
-from ftd.node.restore import RestoreError, Restorer, staged_in
+from ftd.node.persist import Persister, read_checkpoint
+from ftd.node.restore import DamageTold, RestoreError, Restorer, staged_in
 from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
 from ftd.node.translation import layers_of
 from statemachine.events import Event, HeldSnapshots, RestoringFailed
-from statemachine.messages import Resume
+from statemachine.messages import Persist, Resume
 from statemachine.values import HeldSnapshot, Job, Restore
 
 log = structlog.get_logger("ftd.node")
@@ -57,6 +61,15 @@ class Snapshots:
             port=config.snapshot_port,
             rate_bytes_s=config.snapshot_rate_bytes_s,
         )
+        self._persister = Persister(
+            node=config.node,
+            arenas=self._arenas,
+            token=self._token,
+            rate_bytes_s=config.checkpoint_rate_bytes_s,
+            feed=feed,
+            stamp=stamp,
+            tell=self._teller,
+        )
         self._serving = False
         self._staging: asyncio.Task[None] | None = None
         self._staged_job: str | None = None
@@ -91,6 +104,7 @@ class Snapshots:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._persister.close()
         if self._serving:
             await self._server.close()
         self._arenas.close()
@@ -122,7 +136,17 @@ class Snapshots:
     def remove(self, job_id: str) -> None:
         """The job is over for good."""
         self.abandon()
+        self._persister.stop()
         self._run(asyncio.to_thread(self._arenas.remove, job_id))
+
+    # --- persistent checkpoints ------------------------------------------------------------------
+
+    def persist(self, order: Persist) -> None:
+        """See ``Persister.begin``."""
+        self._persister.begin(order)
+
+    def stop_persisting(self, attempt: str) -> None:
+        self._persister.stop(attempt)
 
     # --- a rollback ------------------------------------------------------------------------------
 
@@ -166,19 +190,9 @@ class Snapshots:
         try:
             self._staged_job = restore.job_id
             directory = self._arenas.make_staging(restore.job_id, resume.generation)
-            async with ShardClient(self._token) as client:
-                restorer = Restorer(
-                    restore=restore,
-                    node=self._config.node,
-                    arenas=self._arenas,
-                    client=client,
-                    tell=lambda node, part, detail: self._say_damaged(
-                        node, Damage(job_id=restore.job_id, step=restore.step, part=part, detail=detail)
-                    ),
-                )
-                done = await restorer.run(layers, staged_in(directory))
+            done = await self._put(restore, layers, directory)
         except RestoreError as error:
-            self._fail(resume.generation, str(error), error.bad)
+            self._fail(resume.generation, str(error), error.bad, damaged=error.damaged)
         except (OSError, ValueError) as error:
             self._fail(resume.generation, f"layers cannot be staged in {self._arenas.root}: {error}")
         else:
@@ -187,19 +201,41 @@ class Snapshots:
                 generation=resume.generation,
                 step=restore.step,
                 layers=len(layers),
-                own_bytes=done.own_bytes,
-                fetched_bytes=done.fetched_bytes,
-                decoded_groups=done.decoded_groups,
+                **done,
                 took_s=round(time.monotonic() - began, 3),
             )
             waiting, self._waiting = self._waiting, []
             for send in waiting:
                 send(str(directory))
 
-    def _fail(self, generation: int, detail: str, bad: tuple[str, ...] = ()) -> None:
+    async def _put(self, restore: Restore, layers: Sequence[int], directory: Path) -> dict[str, int]:
+        """The layers as files there. What it took, for the log."""
+        put = staged_in(directory)
+        if restore.url:
+            return {"checkpoint_bytes": await read_checkpoint(restore, layers, put)}
+        async with ShardClient(self._token) as client:
+            restorer = Restorer(
+                restore=restore,
+                node=self._config.node,
+                arenas=self._arenas,
+                client=client,
+                tell=self._teller(restore.job_id, restore.step),
+            )
+            return dataclasses.asdict(await restorer.run(layers, put))
+
+    def _fail(
+        self, generation: int, detail: str, bad: tuple[str, ...] = (), *, damaged: bool = False
+    ) -> None:
         log.warning("stage", generation=generation, reason=detail, bad=bad)
         self._waiting.clear()
-        self._feed(RestoringFailed(**self._stamp(), generation=generation, detail=detail, bad=bad))
+        self._feed(
+            RestoringFailed(**self._stamp(), generation=generation, detail=detail, bad=bad, damaged=damaged)
+        )
+
+    def _teller(self, job_id: str, step: int) -> DamageTold:
+        return lambda node, part, detail: self._say_damaged(
+            node, Damage(job_id=job_id, step=step, part=part, detail=detail)
+        )
 
     def _say_damaged(self, node: str, damage: Damage) -> None:
         where = f"{damage.part} of the snapshot of step {damage.step}" if damage.step else damage.part

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlaceme
 from statemachine.events import Event, HeldSnapshots, RestoringFailed
 from statemachine.messages import Resume
 from statemachine.values import HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
+from storage.checkpoint import CheckpointStore
 
 STEP = 8
 GROUP = SnapshotGroup(first_layer=0, end_layer=2, owners=("n0", "n1"), protection="aec")
@@ -159,6 +161,30 @@ def test_what_cannot_be_put_together_is_told_to_the_machine() -> None:
         assert isinstance(event, RestoringFailed)
         assert (event.generation, event.bad, sent) == (3, ("n0", "n1"), [])
         assert {details["owner"] for _, details in daemon.told} == {"n0", "n1"}
+
+    with_daemon(body)
+
+
+def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tmp_path: Path) -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        store = CheckpointStore.at(str(tmp_path))
+        layers = [make_layer(n, [300]) for n in (0, 1)]
+        draft = store.begin(STEP)
+        files = [store.write_layer(draft, n, layer.header, [layer.payload]) for n, layer in enumerate(layers)]
+        store.commit(draft, files, job="gpt", job_id="old", vote=None, written_at=1.0, ftd_version="0")
+        source = Restore(
+            job_id=JOB, step=STEP, generation=0, groups=(), sources={}, url=str(tmp_path), job_name="gpt"
+        )
+        sent = stage(daemon, replace(resume(3, {}), restore=source))
+        await daemon.until(lambda: len(sent) == 2)
+        for n, layer in enumerate(layers):
+            assert (Path(sent[0]) / f"layer-{n}.payload").read_bytes() == layer.payload.tobytes()
+        (tmp_path / f"step-{STEP:012d}" / "layer-0001.bin").write_bytes(b"half")
+        stage(daemon, replace(resume(4, {}), restore=source))
+        await daemon.until(lambda: daemon.events)
+        [event] = daemon.events
+        assert isinstance(event, RestoringFailed)
+        assert event.damaged and event.bad == () and "layer-0001.bin has 4 bytes" in event.detail
 
     with_daemon(body)
 
