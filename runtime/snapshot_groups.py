@@ -6,7 +6,8 @@ rank with the lowest number of a stage writes for the stage; the others hold the
 
 from dataclasses import dataclass
 
-from runtime.protocol import StageData, WorldData
+from runtime.protocol import WorldData
+from runtime.world import stages_of_layer
 from storage.codes import Code, make_code
 
 
@@ -48,7 +49,7 @@ def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) 
     if mine is None or not nodes or min(mine[1].ranks) != rank:
         return ()
     owner, stage = mine
-    owners = [_owners(world, layer) for layer in range(stage.first_layer, stage.end_layer)]
+    owners = [stages_of_layer(world, layer) for layer in range(stage.first_layer, stage.end_layer)]
     starts = [i for i in range(len(owners)) if i == 0 or owners[i] != owners[i - 1]]
     return tuple(
         Group(
@@ -59,10 +60,4 @@ def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) 
             scheme=scheme,
         )
         for start, end in zip(starts, [*starts[1:], len(owners)], strict=True)
-    )
-
-
-def _owners(world: WorldData, layer: int) -> tuple[StageData, ...]:
-    return tuple(
-        stage for p in world.pipelines for stage in p.stages if stage.first_layer <= layer < stage.end_layer
     )

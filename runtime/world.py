@@ -106,6 +106,13 @@ def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:
     return {layer: tuple(sorted(ranks)) for layer, ranks in sorted(owners.items())}
 
 
+def stages_of_layer(world: WorldData, layer: int) -> tuple[StageData, ...]:
+    """The stage that owns it in each pipeline, in the order of the pipelines."""
+    return tuple(
+        stage for p in world.pipelines for stage in p.stages if stage.first_layer <= layer < stage.end_layer
+    )
+
+
 def check_world(world: WorldData, layers: int, microbatches: int) -> None:
     """Every layer once in each pipeline, every microbatch once over all, every rank in one seat.
 

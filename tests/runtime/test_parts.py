@@ -1,0 +1,238 @@
+"""Who has which elements, and who sends which: for any model, any two worlds, any state of the old one."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.parts import (
+    Move,
+    PartsError,
+    Shape,
+    contributions,
+    everything,
+    keeps_replica,
+    moves_of,
+    pipeline_of,
+)
+from runtime.protocol import PartData, PipelineData, StageData, WorldData
+from runtime.world import owners_of_layer
+from storage.buckets import ParameterSize, derive_buckets
+
+LAYERS = 5
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Shape, dict[str, ParameterSize]]:
+    """Parameters of any length, some empty, some tied between two layers, two dtypes."""
+    layers: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, ParameterSize] = {}
+    for layer in range(LAYERS):
+        for number in range(draw(st.integers(0, 3))):
+            name = f"{layer}.{number}"
+            also = draw(st.sampled_from([layer, layer, LAYERS - 1]))
+            layers[name] = tuple(sorted({layer, also}))
+            dtype = draw(st.sampled_from(["float32", "float32", "bfloat16"]))
+            sizes[name] = ParameterSize(numel=draw(st.integers(0, 40)), dtype=dtype)
+    return Shape.of(layers, sizes), sizes
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> WorldData:
+    pipelines, rank = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), max_size=3)))
+        stages = []
+        for first, end in zip([0, *cuts], [*cuts, LAYERS], strict=True):
+            width = draw(st.sampled_from([1, 1, 2, 3]))
+            stages.append(StageData(first_layer=first, end_layer=end, ranks=tuple(range(rank, rank + width))))
+            rank += width
+        pipelines.append(PipelineData(stages=tuple(stages), first_microbatch=0, microbatches=1))
+    return WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("h",) * rank)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Shape, WorldData, tuple[PartData, ...], bool]:
+    """An old world of which some ranks live on, with other numbers, and some of these are not whole."""
+    shape, _ = draw(shapes())
+    old, new = draw(worlds()), draw(worlds())
+    lived = draw(st.permutations(range(len(old.hosts))))
+    kept = draw(st.integers(0, min(len(old.hosts), len(new.hosts))))
+    numbers = dict(zip(lived[:kept], draw(st.permutations(range(len(new.hosts)))), strict=False))
+    aor = draw(st.booleans())
+    held = []
+    for was, rank in numbers.items():
+        part, parts = pipeline_of(old, was), len(old.pipelines)
+        replica = aor and keeps_replica(old, was)
+        for layer, owners in owners_of_layer(old).items():
+            if was in owners:
+                whole = draw(st.booleans())
+                held.append(_part(rank, layer, part, parts, False, whole))
+                if replica:
+                    held.append(_part(rank, layer, (part + 1) % parts, parts, True, whole))
+    return shape, new, tuple(draw(st.permutations(held))), draw(st.booleans())
+
+
+def _part(rank: int, layer: int, part: int, parts: int, replica: bool, whole: bool) -> PartData:
+    return PartData(rank=rank, layer=layer, part=part, parts=parts, replica=replica, whole=whole)
+
+
+def having(shape: Shape, held: Sequence[PartData], rank: int, what: str) -> set[tuple[int, int]]:
+    """(vector, element) pairs, the slow and plain way."""
+    found = set()
+    for entry in held:
+        if entry.rank != rank:
+            continue
+        for number, vector in enumerate(shape.vectors):
+            if vector.layer == entry.layer:
+                found |= {(number, e) for e in range(*vector.part(entry.part, entry.parts))}
+            for name in vector.names:
+                if what == "parameters" and entry.whole and entry.layer in shape.parameter_layers[name]:
+                    found |= {(number, e) for e in range(*vector.place(name))}
+    return found
+
+
+def needing(shape: Shape, world: WorldData, rank: int, what: str, replicas: bool) -> set[tuple[int, int]]:
+    own = {layer for layer, ranks in owners_of_layer(world).items() if rank in ranks}
+    part, parts = pipeline_of(world, rank), len(world.pipelines)
+    wanted = {part, (part + 1) % parts} if replicas and keeps_replica(world, rank) else {part}
+    found = set()
+    for number, vector in enumerate(shape.vectors):
+        if what == "optimizer":
+            if vector.layer in own:
+                found |= {(number, e) for p in wanted for e in range(*vector.part(p, parts))}
+        else:
+            for name in vector.names:
+                if own & set(shape.parameter_layers[name]):
+                    found |= {(number, e) for e in range(*vector.place(name))}
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(situations())
+def test_every_need_is_met_once_by_one_who_can(
+    situation: tuple[Shape, WorldData, tuple[PartData, ...], bool],
+) -> None:
+    shape, world, held, replicas = situation
+    ranks = range(len(world.hosts))
+    lost = any(
+        needing(shape, world, rank, what, replicas)
+        - set().union(*(having(shape, held, r, what) for r in ranks))
+        for rank in ranks
+        for what in ("parameters", "optimizer")
+    ) or {entry.layer for entry in held} != set(range(LAYERS))
+    if lost:
+        with pytest.raises(PartsError, match="nobody has"):
+            moves_of(shape, world, held, replicas=replicas)
+        return
+    moves = moves_of(shape, world, held, replicas=replicas)
+    assert moves == moves_of(shape, world, tuple(reversed(held)), replicas=replicas)
+    for rank in ranks:
+        for what in ("parameters", "optimizer"):
+            got = Counter(
+                (m.vector, e)
+                for m in moves
+                if (m.target, m.what) == (rank, what)
+                for e in range(m.start, m.end)
+            )
+            missing = needing(shape, world, rank, what, replicas) - having(shape, held, rank, what)
+            assert got == Counter(missing)
+            for move in moves:
+                if (move.source, move.what) == (rank, what):
+                    sent = {(move.vector, e) for e in range(move.start, move.end)}
+                    assert sent <= having(shape, held, rank, what)
+        own = {layer for layer, owners in owners_of_layer(world).items() if rank in owners}
+        known = {entry.layer for entry in held if entry.rank == rank}
+        assert sorted(m.layer for m in moves if (m.target, m.what) == (rank, "rest")) == sorted(own - known)
+    assert all(m.source != m.target for m in moves)
+    rest = {(entry.rank, entry.layer) for entry in held}
+    assert all((m.source, m.layer) in rest for m in moves if m.what == "rest")
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes(), worlds())
+def test_contributions_cover_each_bucket_once_and_are_the_parts(
+    described: tuple[Shape, dict[str, ParameterSize]], world: WorldData
+) -> None:
+    shape, sizes = described
+    held = [
+        _part(rank, layer, pipeline_of(world, rank), len(world.pipelines), False, False)
+        for layer, ranks in owners_of_layer(world).items()
+        for rank in ranks
+    ]
+    for bucket in derive_buckets(shape.parameter_layers, owners_of_layer(world), sizes):
+        found = contributions(shape, bucket, world)
+        assert tuple(sorted(found)) == bucket.owners
+        elements = [e for ranges in found.values() for start, end in ranges for e in range(start, end)]
+        assert sorted(elements) == list(range(bucket.numel))
+        places = {
+            bucket_offset + e: (number, vector.place(name)[0] + e)
+            for number, vector in enumerate(shape.vectors)
+            for name, bucket_offset in zip(bucket.parameters, bucket.offsets, strict=True)
+            if name in vector.names
+            for e in range(sizes[name].numel)
+        }
+        for rank, ranges in found.items():
+            mine = having(shape, held, rank, "optimizer")
+            assert all(places[e] in mine for start, end in ranges for e in range(start, end))
+
+
+def two(first: int) -> PipelineData:
+    """Layers 0–2 on rank ``first``, 3–4 on the next."""
+    return PipelineData(
+        stages=(
+            StageData(first_layer=0, end_layer=3, ranks=(first,)),
+            StageData(first_layer=3, end_layer=5, ranks=(first + 1,)),
+        ),
+        first_microbatch=0,
+        microbatches=1,
+    )
+
+
+def plain_shape() -> Shape:
+    sizes = {f"{layer}.w": ParameterSize(numel=1000 + layer, dtype="float32") for layer in range(LAYERS)}
+    return Shape.of({name: (int(name[0]),) for name in sizes}, sizes)
+
+
+def test_sources_share_the_load() -> None:
+    """A third pipeline joins two that are whole: each old owner sends about as much as the other."""
+    shape = plain_shape()
+    world = WorldData(pipelines=(two(0), two(2), two(4)), transfers=(), hosts=("h",) * 6)
+    held = [
+        _part(rank, layer, rank // 2, 2, False, True)
+        for layer, ranks in owners_of_layer(world).items()
+        for rank in ranks
+        if rank < 4
+    ]
+    moves = moves_of(shape, world, held, replicas=False)
+    sent: Counter[int] = Counter()
+    for move in moves:
+        sent[move.source] += move.end - move.start
+    assert sent.total() > 5000
+    for left, right in ((0, 2), (1, 3)):
+        assert abs(sent[left] - sent[right]) <= 1002
+
+
+def test_who_restored_its_layers_itself_needs_nobody() -> None:
+    shape = plain_shape()
+    world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
+    assert moves_of(shape, world, everything(world), replicas=True) == ()
+
+
+def test_primaries_come_before_replicas() -> None:
+    shape = plain_shape()
+    world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
+    held = [
+        _part(r, layer, p, 2, rep, False)
+        for layer in range(3)
+        for r, p, rep in ((0, 0, False), (0, 1, True), (2, 1, False))
+    ]
+    held += [
+        _part(r, layer, p, 2, rep, False) for layer in (3, 4) for r, p, rep in ((1, 0, False), (1, 1, True))
+    ]
+    moves = moves_of(shape, world, held, replicas=False)
+    needs: list[Move] = [m for m in moves if m.target == 3 and m.what == "optimizer"]
+    assert {m.source for m in needs} == {1}
+    assert {m.source for m in moves if m.layer < 3 and m.target == 0} == {2}
