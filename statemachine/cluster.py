@@ -7,7 +7,18 @@ tells each event where to go.
 
 from typing import Any, assert_never
 
-from statemachine import durable, jobs, public, recovery, rollback, signals, snapshots, stragglers, timeouts
+from statemachine import (
+    durable,
+    jobs,
+    public,
+    recovery,
+    rollback,
+    signals,
+    snapshot_requests,
+    snapshots,
+    stragglers,
+    timeouts,
+)
 from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
@@ -20,6 +31,7 @@ from statemachine.events import (
     PlanWeighed,
     RestoreChecked,
     SignalArrived,
+    SnapshotRequested,
     StopRequested,
     TemplatesFailed,
     TemplatesReady,
@@ -39,6 +51,7 @@ ClusterEvent = (
     | JobSubmitted
     | StopRequested
     | DrainRequested
+    | SnapshotRequested
     | TemplatesReady
     | TemplatesFailed
     | PlanReady
@@ -157,6 +170,8 @@ class ClusterMachine:
                 jobs.stop(c, event)
             case DrainRequested():
                 jobs.drain(c, event)
+            case SnapshotRequested():
+                snapshot_requests.requested(c, event)
             case TemplatesReady():
                 self._templates_ready(event)
             case TemplatesFailed():

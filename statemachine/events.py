@@ -5,6 +5,7 @@ follows it into every effect it leads to.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages import FromNode, ToNode
@@ -86,6 +87,16 @@ class StopRequested(Event):
 class DrainRequested(Event):
     request: str
     node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRequested(Event):
+    """A user wants a snapshot now, or another policy from now on."""
+
+    request: str
+    now: bool = False
+    every_steps: int | Literal["auto"] | None = None
+    """0: none for now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,18 @@ def _snapshot(c: Cluster) -> dict[str, Any] | None:
     }
 
 
+def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
+    """What is taken from now on; ``None`` where the job takes no snapshots at all."""
+    if c.job is None or not c.active or c.job.snapshot.every_steps < 1:
+        return None
+    policy = c.job.snapshot
+    return {
+        "every_steps": 0 if policy.paused else policy.every_steps,
+        "auto_interval": policy.auto_interval,
+        "protection": policy.protection,
+    }
+
+
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job
@@ -102,6 +114,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "waiting_for": waiting_for(c),
         "outcome": c.outcome,
         "snapshot": _snapshot(c),
+        "snapshot_policy": _snapshot_policy(c),
         "job": None
         if job is None
         else {

@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from statemachine import snapshots
+from statemachine import intervals, snapshots
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.group import take_finished, take_resumed
 from statemachine.jobs import fail, say_not_under_way, set_draining, take_prepared
@@ -99,6 +99,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Resumed():
             take_resumed(c, node, signal)
         case Stepped():
+            intervals.note_step(c, signal)
             take_stepped(c, node, signal)
         case TrainerLost():
             trainer_lost(c, node, signal)

@@ -7,6 +7,7 @@ ordered, since only three fit into a node's memory (``storage.arena``).
 """
 
 from planner.values import Plan
+from statemachine import intervals
 from statemachine.ledger import learn, tell
 from statemachine.messages import (
     Heartbeat,
@@ -77,7 +78,7 @@ def pursue(c: Cluster) -> None:
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
     known = c.ledger.known_step
-    keeping.behind, keeping.urgent = known, False
+    keeping.behind, keeping.urgent, keeping.asked = known, False, False
     keeping.underway = Underway(generation=attempt.generation, behind=known, began_at=c.at)
     first = resumption.plan.devices[0].node
     c.send(c.nodes[first], Snap(generation=attempt.generation, behind=known))
@@ -90,10 +91,12 @@ def _time(c: Cluster) -> bool:
     assert job is not None, "a job is under way"
     if known + 1 >= job.steps or known <= keeping.behind:
         return False
+    if keeping.asked or job.snapshot.paused:
+        return keeping.asked
     newest = keeping.newest
     if newest is not None and keeping.urgent and len(holders(c, newest)) < len(newest.owners):
         return True
-    return known >= keeping.behind + job.snapshot.every_steps
+    return known >= keeping.behind + intervals.every_steps(c, job)
 
 
 # --- one snapshot's life -------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
         underway = keeping.underway = Underway(generation=generation, behind=step - 1, began_at=c.at)
         keeping.behind = max(keeping.behind, step - 1)
         c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
-    underway.step = step
+    underway.step = keeping.costs.last = step
     return True
 
 
@@ -197,6 +200,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         stall_s=max(one.stall_s for one in said),
         took_s=round(c.at - underway.began_at, 6),
     )
+    intervals.note_snapshot(c, stall_s=max(one.stall_s for one in said))
 
 
 def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
@@ -223,6 +227,7 @@ def interrupt(c: Cluster, why: str) -> None:
     keeping.behind = keeping.newest.step if keeping.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
+    intervals.begin_anew(c)
 
 
 def give_up(c: Cluster, why: str) -> None:

@@ -4,10 +4,12 @@
 ``jobs``, ``ledger`` and ``signals`` are functions over it. Nothing here decides anything.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.intervals import SnapshotCost
 from planner.values import Device, Plan, Situation
 from statemachine.effects import (
     CancelTimer,
@@ -157,6 +159,24 @@ class Underway:
     completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
 
 
+def _recent(most: int) -> Callable[[], deque[float]]:
+    return lambda: deque(maxlen=most)
+
+
+@dataclass(slots=True, kw_only=True)
+class SnapshotCosts:
+    """Seconds measured under the present generation, for ``intervals``."""
+
+    plain_s: deque[float] = field(default_factory=_recent(32))
+    """Of steps without a snapshot."""
+    copying_s: deque[float] = field(default_factory=_recent(8))
+    """Of steps beside which one was copied."""
+    stall_s: deque[float] = field(default_factory=_recent(8))
+    """That training waited for one."""
+    last: int = 0
+    """Step of the last snapshot that began."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Keeping:
     """The job's snapshots, for ``snapshots`` and ``rollback``."""
@@ -170,6 +190,11 @@ class Keeping:
     """Step of the last one given up under this generation."""
     urgent: bool = False
     """None was ordered under this generation."""
+    asked: bool = False
+    """A user wants one now."""
+    costs: SnapshotCosts = field(default_factory=SnapshotCosts)
+    measured: SnapshotCost | None = None
+    """What the interval was last chosen for, by this process."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -62,6 +62,12 @@ class SnapshotPolicy:
     """A snapshot behind every so many steps; 0: none."""
     protection: str = "none"
     """What a group of owners withstands: a scheme of ``storage.codes``."""
+    auto_interval: bool = False
+    """``every_steps`` is where to begin; then it follows from what is measured (``intervals``)."""
+    cheap_share: float = 0.01
+    """Of a step: automatically, a snapshot that costs no more is taken behind every step."""
+    paused: bool = False
+    """None is taken for now, unless it is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

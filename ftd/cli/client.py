@@ -46,7 +46,7 @@ def submit(
     from ftd.wire.public import SubmitRequest
 
     data = load_job_data(job, steps=steps)
-    job_id = _ask(address_of(broker, cluster, config), SubmitRequest, job=data)
+    job_id = ask_cluster(address_of(broker, cluster, config), SubmitRequest, job=data)
     if as_json:
         print_json({"job": job_id})
     else:
@@ -142,7 +142,7 @@ def drain(
     """
     from ftd.wire.public import DrainRequest
 
-    detail = _ask(address_of(broker, cluster, config), DrainRequest, node=node)
+    detail = ask_cluster(address_of(broker, cluster, config), DrainRequest, node=node)
     if as_json:
         print_json({"node": node, "detail": detail})
     else:
@@ -162,14 +162,14 @@ def stop(
     """
     from ftd.wire.public import StopRequest
 
-    detail = _ask(address_of(broker, cluster, config), StopRequest, job=job)
+    detail = ask_cluster(address_of(broker, cluster, config), StopRequest, job=job)
     if as_json:
         print_json({"job": job, "detail": detail})
     else:
         typer.echo(detail)
 
 
-def _ask(address: ClusterAddress, kind: Any, **fields: Any) -> str:
+def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
     """Send one request and return the answer's detail.
 
     :raises RequestRefused: the cluster says no. :raises Unreachable: it says nothing.

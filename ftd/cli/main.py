@@ -7,7 +7,19 @@ import sys
 
 import typer
 
-from ftd.cli import chaos, checkpoint, client, coordinator, local, node, plan, profile, reliability, sim
+from ftd.cli import (
+    chaos,
+    checkpoint,
+    client,
+    coordinator,
+    local,
+    node,
+    plan,
+    profile,
+    reliability,
+    sim,
+    snapshot,
+)
 from ftd.errors import FtdError
 
 app = typer.Typer(
@@ -18,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (local, coordinator, node, client, plan, profile, reliability, checkpoint, chaos, sim):
+_RUNNING = (local, coordinator, node, client, snapshot, chaos)
+for module in (*_RUNNING, plan, profile, reliability, checkpoint, sim):
     module.register(app)
 
 

@@ -14,12 +14,12 @@ import msgspec
 from ftd.clash import check_clash
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
+from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
 from runtime.protocol import TrainingData
-from statemachine.values import Job, SnapshotPolicy
-from storage.codes import parse_scheme
+from statemachine.values import Job
 
 DTYPES = ("float32", "float64", "bfloat16")
 BACKENDS = ("gloo", "nccl")
@@ -70,15 +70,6 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Expected time to the next failure; left out: learned from the job's failures."""
     profile: str | None = None
     """A saved profile, relative to the job file; left out: a node measures the layers."""
-
-
-class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[snapshot]``."""
-
-    every_steps: int = 0
-    """A snapshot in the nodes' memory behind every so many steps; 0: none."""
-    protection: str | None = None
-    """none, arc:k, aec, aec2, aor, joined by ``+`` (``storage.codes``); left out: aec, or aor with zero1."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,7 +125,11 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
-        snapshot=SnapshotData(every_steps=file.snapshot.every_steps, protection=_protection(file)),
+        snapshot=SnapshotData(
+            every_steps=file.snapshot.every_steps,
+            protection=protection_or_default(file.snapshot.protection, zero1=file.training.zero1),
+            cheap_share=file.snapshot.cheap_share,
+        ),
         profile=None if profile is None else _plain_profile(profile),
     )
 
@@ -155,8 +150,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
-    _check_snapshot(data.snapshot.every_steps, data.snapshot.protection)
-    _check_sharding(training.zero1, data.snapshot.protection)
+    snapshot = snapshot_policy(data.snapshot, zero1=training.zero1)
     return Job(
         job_id=job_id,
         name=data.name,
@@ -176,7 +170,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         ),
         training=data.training,
         horizon_s=data.horizon_s,
-        snapshot=SnapshotPolicy(every_steps=data.snapshot.every_steps, protection=data.snapshot.protection),
+        snapshot=snapshot,
     )
 
 
@@ -222,13 +216,7 @@ def _check_values(file: JobFile) -> None:
         require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
     if file.planner.horizon_s is not None:
         require_positive(file.planner.horizon_s, "planner.horizon_s")
-    _check_snapshot(file.snapshot.every_steps, _protection(file))
-    _check_sharding(file.training.zero1, _protection(file))
-
-
-def _protection(file: JobFile) -> str:
-    """What the user wrote, or what suits the way that state is kept."""
-    return file.snapshot.protection or ("aor" if file.training.zero1 else "aec")
+    check_snapshot(file.snapshot, zero1=file.training.zero1)
 
 
 def _plain_profile(profile: ModelProfile) -> dict[str, Any]:
@@ -260,45 +248,6 @@ def _check_tolerance(failures: int) -> None:
     if failures < 0:
         raise ConfigurationError(
             f"{failures} is not allowed", field="tolerance.failures", remedy="write 0 or more"
-        )
-
-
-def _check_snapshot(every_steps: int, protection: str) -> None:
-    if every_steps < 0:
-        raise ConfigurationError(
-            f"{every_steps} is not allowed",
-            field="snapshot.every_steps",
-            remedy="write 1 or more; 0 takes no snapshots",
-        )
-    try:
-        parse_scheme(protection)
-    except ValueError as error:
-        raise ConfigurationError(str(error), field="snapshot.protection") from None
-
-
-def _check_sharding(zero1: bool, protection: str) -> None:
-    """Codes are over what all owners hold alike; with ZeRO-1 each has its own part, and with ``aor`` the next
-    owner's, which is what a copy can be made of."""
-    parts = parse_scheme(protection)
-    names, copies = [name for name, _ in parts], sum(count for _, count in parts)
-    if not zero1 and "aor" in names:
-        raise ConfigurationError(
-            "aor keeps replicas of the parts of ZeRO-1",
-            field="snapshot.protection",
-            remedy="set training.zero1 = true, or leave aor out",
-        )
-    unfit = [name for name in names if name in {"aec", "aec2"}]
-    if zero1 and unfit:
-        raise ConfigurationError(
-            f"{unfit[0]} is made of what all owners hold, and with training.zero1 each holds its own part",
-            field="snapshot.protection",
-            remedy="write aor: replicas of the parts, kept current, survive the loss of a node",
-        )
-    if zero1 and copies > ("aor" in names):
-        raise ConfigurationError(
-            f"{protection} copies parts that an owner does not have with training.zero1",
-            field="snapshot.protection",
-            remedy="write arc:1+aor: the copy is made of the replica",
         )
 
 

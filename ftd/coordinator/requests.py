@@ -10,6 +10,7 @@ import structlog
 
 from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
+from ftd.config.snapshots import check_interval
 from ftd.coordinator.journal import Journal
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
@@ -19,6 +20,7 @@ from ftd.wire.public import (
     AnyRequest,
     DrainRequest,
     HistoryRequest,
+    SnapshotRequest,
     StatusRequest,
     StopRequest,
     SubmitRequest,
@@ -26,7 +28,7 @@ from ftd.wire.public import (
     encode_json,
 )
 from ftd.wire.topics import Topics
-from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+from statemachine.events import DrainRequested, JobSubmitted, SnapshotRequested, StopRequested
 
 _log = structlog.get_logger("ftd.requests")
 
@@ -117,6 +119,17 @@ class Requests:
                 self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
             case DrainRequest(request=number, node=node):
                 self._driver.feed(DrainRequested(at=at, cause=cause, request=number, node=node))
+            case SnapshotRequest(request=number):
+                check_interval(request.every_steps, "every")
+                self._driver.feed(
+                    SnapshotRequested(
+                        at=at,
+                        cause=cause,
+                        request=number,
+                        now=request.now,
+                        every_steps=request.every_steps,
+                    )
+                )
             case StatusRequest(request=number):
                 self.answer(number, accepted=True, detail="", data=self._public_state())
             case HistoryRequest(request=number):

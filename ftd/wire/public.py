@@ -75,8 +75,9 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``statemachine.values.SnapshotPolicy``."""
 
-    every_steps: int = 0
+    every_steps: int | Literal["auto"] = 0
     protection: str = "aec"
+    cheap_share: float = 0.01
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,6 +116,15 @@ class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
     node: str
 
 
+class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
+    """What is named changes, from the next step on."""
+
+    now: bool = False
+    """One behind the step in flight."""
+    every_steps: int | Literal["auto"] | None = None
+    """0: none for now."""
+
+
 class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
     """Answered with the public state in ``data``, also when the retained one is not there yet."""
 
@@ -131,7 +141,7 @@ class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
     newest: bool = False
 
 
-AnyRequest = SubmitRequest | StopRequest | DrainRequest | StatusRequest | HistoryRequest
+AnyRequest = SubmitRequest | StopRequest | DrainRequest | SnapshotRequest | StatusRequest | HistoryRequest
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,12 +39,12 @@ HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 class Snapshots(Coordination):
     """Four nodes, two pipelines of two stages; a snapshot behind every second step."""
 
-    def begin(self, protection: str = "aec") -> None:
+    def begin(self, protection: str = "aec", **policy: Any) -> None:
         self.feed(BrokerConnected)
         for number, name in enumerate(HELD):
             self.hello(name, 100 + number)
-        policy = SnapshotPolicy(every_steps=2, protection=protection)
-        self.feed(JobSubmitted, request="r", job=job(steps=40, snapshot=policy))
+        snapshot = SnapshotPolicy(**{"every_steps": 2, "protection": protection} | policy)
+        self.feed(JobSubmitted, request="r", job=job(steps=40, snapshot=snapshot))
         for number, name in enumerate(HELD):
             self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")

@@ -1,0 +1,65 @@
+"""``ftd snapshot``: one now, another interval, for the job under way."""
+
+from typing import Annotated
+
+import typer
+
+from ftd.cli.client import ask_cluster
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, address_of, print_json
+from ftd.errors import ConfigurationError
+
+snapshot = typer.Typer(no_args_is_help=True, help="Snapshots in the nodes' memory, of the job under way.")
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(snapshot, name="snapshot")
+
+
+@snapshot.command("now")
+def now(
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a snapshot behind the step in flight; ftd status shows when it is complete.
+
+    Example: ftd snapshot now
+    """
+    from ftd.wire.public import SnapshotRequest
+
+    _say(ask_cluster(address_of(broker, cluster, config), SnapshotRequest, now=True), as_json)
+
+
+@snapshot.command("every")
+def every(
+    interval: Annotated[
+        str, typer.Argument(help="Steps from one to the next; auto: as they cost; 0: none.", metavar="N|auto")
+    ],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take snapshots so often from now on; a coordinator that restarts keeps to it.
+
+    Example: ftd snapshot every auto
+    """
+    from ftd.wire.public import SnapshotRequest
+
+    written = interval.strip().lower()
+    if written != "auto" and not (written.isascii() and written.isdecimal()):
+        raise ConfigurationError(
+            f"{interval!r} is no interval",
+            field="every",
+            remedy="write a number of steps, auto, or 0 for none",
+        )
+    steps = "auto" if written == "auto" else int(written)
+    _say(ask_cluster(address_of(broker, cluster, config), SnapshotRequest, every_steps=steps), as_json)
+
+
+def _say(detail: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"detail": detail})
+    else:
+        typer.echo(detail)

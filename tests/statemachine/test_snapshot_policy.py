@@ -1,0 +1,141 @@
+"""How often snapshots are taken: chosen from what they cost, or asked for; and kept over a restart."""
+
+import json
+
+import pytest
+from test_snapshots import HELD, Snapshots
+from transcripts import committed
+
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import AnswerRequest, Effect, EmitEvent
+from statemachine.events import BrokerConnected, SnapshotRequested
+from statemachine.messages import Heartbeat, Snap, Snapping, SnapshotCompleted, Stepped
+from statemachine.timing import Timing
+from statemachine.values import Vote
+
+
+class Policies(Snapshots):
+    """Four nodes that train step by step; their snapshots begin and are complete when they are ordered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.snapped = 1, 0
+        self.wanted = False
+        """A snapshot was ordered."""
+        self.seen: list[EmitEvent] = []
+        """Intervals that were chosen by measurement."""
+
+    def train(
+        self, steps: int, *, step_s: float = 0.1, slower_s: float = 0.0, stall_s: float = 0.0
+    ) -> list[int]:
+        """Steps of which snapshots were taken."""
+        taken = []
+        for _ in range(steps):
+            self.step += 1
+            took_s = 0.1 + slower_s if self.step == self.snapped + 1 else 0.1
+            self.wait(took_s)
+            self.say("node-0", Stepped(generation=1, steps=(committed(self.step),), step_s=took_s))
+            if self.wanted:
+                taken.append(self.snap(stall_s))
+        return taken
+
+    def took(self, effects: list[Effect]) -> list[Effect]:
+        super().took(effects)
+        self.wanted = self.wanted or bool(self.commands(Snap))
+        self.seen += [told for told in self.events("SnapshotIntervalChosen") if told.details["by"] != "user"]
+        return effects
+
+    def snap(self, stall_s: float) -> int:
+        self.wanted = False
+        step = self.snapped = self.step + 1
+        for name in HELD:
+            self.say(name, Snapping(generation=1, step=step))
+        for name in HELD:
+            vote = Vote(loss=1 / step, gradient_norm=1.0)
+            said = SnapshotCompleted(
+                generation=1, step=step, vote=vote, size_bytes=1000, copy_s=stall_s, stall_s=stall_s
+            )
+            self.say(name, said)
+        for name in HELD:
+            self.say(name, Heartbeat(generation=1, committed=committed(self.step), kept=step))
+        return step
+
+    def ask(self, **wants: object) -> AnswerRequest:
+        self.feed(SnapshotRequested, request="q", **wants)
+        answer: AnswerRequest = self.one(AnswerRequest)
+        return answer
+
+    @property
+    def every(self) -> int:
+        every: int = self.machine.public_state()["snapshot_policy"]["every_steps"]
+        return every
+
+
+def begun(**policy: object) -> Policies:
+    s = Policies()
+    s.begin(**policy)  # type: ignore[arg-type]
+    for name in HELD:
+        s.beat(name)
+    return s
+
+
+def test_snapshots_that_cost_next_to_nothing_are_taken_behind_every_step() -> None:
+    s = begun(every_steps=5, auto_interval=True)
+    assert s.train(12, stall_s=0.0005) == [6, 11, 12, 13, 14]
+    (told,) = s.seen
+    assert (told.details["before"], told.details["every_steps"], told.details["by"]) == (5, 1, "measurement")
+    assert told.reason == "a snapshot costs 0.5 ms of a step of 100 ms (0.50%): cheap enough for every step"
+    assert s.every == 1
+
+
+@pytest.mark.parametrize("cost", [{"stall_s": 0.02}, {"slower_s": 0.02}, {"stall_s": 0.02, "slower_s": 0.02}])
+def test_snapshots_that_cost_are_taken_as_often_as_pays(cost: dict[str, float]) -> None:
+    s = begun(every_steps=5, auto_interval=True)
+    s.train(12, **cost)
+    (told,) = s.seen
+    # One failure a day and node is expected until one happens: √(2 · 0.02 · 86,400 / 4) / 0.1 steps; the job
+    # has 40.
+    assert told.details["cost_s"] == pytest.approx(0.02)
+    assert told.details["horizon_s"] == 22_000.0
+    assert s.every == 40
+
+
+def test_an_interval_given_by_the_job_stays() -> None:
+    s = begun(every_steps=3)
+    assert s.train(14, stall_s=0.05) == [4, 7, 10, 13, 16]
+    assert s.every == 3 and not s.seen
+
+
+def test_a_user_s_interval_holds_until_another_and_over_a_restart() -> None:
+    s = begun(every_steps=5, auto_interval=True)
+    assert s.ask(every_steps=2).detail == "snapshots: every 2 steps"
+    (told,) = s.events("SnapshotIntervalChosen")
+    assert (told.details["by"], told.details["before"], told.details["every_steps"]) == ("user", 5, 2)
+    assert s.train(5) == [3, 5, 7]
+    machine, _ = ClusterMachine.restore(
+        Timing(), json.loads(json.dumps(s.machine.durable_state())), s.now, "restart"
+    )
+    s.machine = machine
+    s.feed(BrokerConnected)
+    assert s.every == 2
+
+
+def test_none_is_taken_while_a_user_wants_none_but_the_one_asked_for() -> None:
+    s = begun(every_steps=2)
+    assert s.ask(every_steps=0).detail == "snapshots: none is taken from now on; the newest stays"
+    assert s.every == 0
+    assert s.train(6) == []
+    assert s.ask(now=True).detail == "a snapshot follows the step in flight"
+    assert s.wanted and s.snap(0.0) == 8
+    assert s.train(4) == []
+    assert s.ask(every_steps="auto").detail == "snapshots: as often as measurements say, now every 2 steps"
+    assert s.train(4) != []
+
+
+def test_a_job_without_snapshots_says_how_to_have_some() -> None:
+    s = begun(every_steps=0)
+    answer = s.ask(every_steps=5)
+    assert not answer.accepted and '[snapshot] every_steps = "auto"' in answer.detail
+    s = Policies()
+    s.feed(BrokerConnected)
+    assert s.ask(now=True).detail == "no job is under way"
