@@ -90,6 +90,7 @@ def toml_examples() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "text"), toml_examples())
 def test_the_configuration_examples_are_accepted(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret\n")
+    (tmp_path / "secret").chmod(0o600)
     example = tomllib.loads(text)
     match kind_of(example):
         case "scenario":

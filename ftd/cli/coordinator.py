@@ -27,11 +27,11 @@ def coordinator(
 
     import uvloop
 
-    from ftd.config.daemon import daemon_config, load_daemon_config
+    from ftd.config.daemon import load_daemon_config
     from ftd.coordinator.daemon import Coordinator
     from ftd.logs import configure_logs
 
-    loaded = load_daemon_config(config) if config else daemon_config({}, directory=Path.cwd())
+    loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="coordinator")
     # The planning thread must give way to the event loop sooner than Python's 5 ms.
     sys.setswitchinterval(0.001)

@@ -11,6 +11,7 @@ from ftd.cli import (
     chaos,
     checkpoint,
     client,
+    config,
     coordinator,
     local,
     node,
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _RUNNING = (local, coordinator, node, client, snapshot, chaos)
-for module in (*_RUNNING, plan, profile, reliability, checkpoint, sim):
+for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, sim):
     module.register(app)
 
 

@@ -1,7 +1,7 @@
 """Addresses of brokers and clusters, and where this user's running things leave word of themselves."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -9,6 +9,17 @@ from ftd.errors import ConfigurationError
 
 DEFAULT_CLUSTER = "ftd"
 DEFAULT_PORT = 1883
+DEFAULT_TLS_PORT = 8883
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """How a broker proves who it is, and we to it; paths of PEM files."""
+
+    ca_file: Path | None = None
+    """Whom to believe; ``None``: whom this system does."""
+    cert_file: Path | None = None
+    key_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +27,15 @@ class BrokerAddress:
     host: str
     port: int = DEFAULT_PORT
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    """``None``: not encrypted."""
 
     @property
     def url(self) -> str:
         """For people and for ``local.json``; without the password."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"mqtt://{host}:{self.port}"
+        return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +46,27 @@ class ClusterAddress:
     cluster: str = DEFAULT_CLUSTER
 
 
-def parse_broker(url: str, field: str = "broker.url") -> BrokerAddress:
-    """``mqtt://[user:password@]host[:port]`` as an address.
+def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
+    """``mqtt://[user:password@]host[:port]`` as an address; ``mqtts`` is TLS, with the system's authorities.
 
+    :param where: the field that it stands in.
     :raises ConfigurationError: another scheme, no host, an impossible port.
     """
-    remedy = "write mqtt://host:port"
+    remedy = "write mqtt://host:port, or mqtts://host:port for TLS"
     try:
         parts = urlsplit(url if "//" in url else f"mqtt://{url}")
-        port = parts.port or DEFAULT_PORT
+        port = parts.port
     except ValueError as error:
-        raise ConfigurationError(f"{url!r}: {error}", field=field, remedy=remedy) from None
-    if parts.scheme != "mqtt" or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ConfigurationError(f"{url!r} is no broker address", field=field, remedy=remedy)
+        raise ConfigurationError(f"{url!r}: {error}", field=where, remedy=remedy) from None
+    if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ConfigurationError(f"{url!r} is no broker address", field=where, remedy=remedy)
+    secure = parts.scheme == "mqtts"
     return BrokerAddress(
         host=parts.hostname,
-        port=port,
+        port=port or (DEFAULT_TLS_PORT if secure else DEFAULT_PORT),
         username=unquote(parts.username) if parts.username else None,
         password=unquote(parts.password) if parts.password else None,
+        tls=Tls() if secure else None,
     )
 
 

@@ -6,6 +6,7 @@ Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` 
 import dataclasses
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import msgspec
 from ftd.config.address import (
     DEFAULT_CLUSTER,
     BrokerAddress,
+    Tls,
     parse_broker,
     user_runtime_dir,
 )
+from ftd.config.environment import overridden
 from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
+from ftd.config.secrets import read_secret
+from ftd.config.tls import tls_context
 from ftd.errors import ConfigurationError
 from statemachine.timing import Timing
 
@@ -26,8 +31,19 @@ class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """``[broker]``: the MQTT broker that everybody of the cluster meets at."""
 
     url: str = "mqtt://127.0.0.1:1883"
+    """``mqtts://host:8883`` for TLS."""
     username: str | None = None
+    """Left out: anonymous."""
     password: str | None = None
+    """Better in a file, or in the environment."""
+    password_file: str | None = None
+    """The password in a file that others cannot read; relative to ftd.toml."""
+    ca_file: str | None = None
+    """``mqtts``: certificates (PEM) of the authorities to believe; left out: those of the system."""
+    cert_file: str | None = None
+    """``mqtts``: this client's own certificate (PEM), where the broker asks for one."""
+    key_file: str | None = None
+    """The private key of ``cert_file``, in a file that others cannot read."""
 
 
 class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +88,7 @@ class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     secret: str | None = None
     """Shared by all nodes: trainers show it when they meet (the rendezvous server asks)."""
     secret_file: str | None = None
-    """The same in a file that only this user can read; relative to ftd.toml."""
+    """The same in a file that others cannot read; relative to ftd.toml."""
     broker: BrokerTable = BrokerTable()
     node: NodeTable = NodeTable()
     coordinator: CoordinatorTable = CoordinatorTable()
@@ -116,22 +132,23 @@ class DaemonConfig:
         return self.secret
 
 
-def load_daemon_config(path: Path) -> DaemonConfig:
-    """Read and check ``ftd.toml``.
+def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os.environ) -> DaemonConfig:
+    """Read and check ``ftd.toml``, and what the environment says instead; without a file, the defaults.
 
     :raises ConfigurationError: names the field and the remedy.
     """
-    return daemon_config(read_toml(path), directory=path.resolve().parent, where=path.name)
+    from ftd.config.reference import keys  # It describes the classes of this module.
+
+    kinds = {key.name: key.kind for key in keys().values()}
+    data, _ = overridden(read_toml(path) if path else {}, environment, kinds)
+    directory = path.resolve().parent if path else Path.cwd()
+    return daemon_config(data, directory=directory, where=path.name if path else "ftd.toml")
 
 
 def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
     """``ftd.toml``'s content, checked; relative paths start at ``directory``."""
     file = convert(data, DaemonFile, where=where)
-    broker = parse_broker(file.broker.url)
-    if file.broker.username is not None:
-        broker = dataclasses.replace(broker, username=file.broker.username, password=file.broker.password)
-    elif file.broker.password is not None:
-        raise ConfigurationError("a password without a username", field="broker.password", remedy="add both")
+    broker = _broker(file.broker, directory)
     node = file.node.name if file.node.name is not None else socket.gethostname().split(".")[0]
     require_name(file.cluster, "cluster")
     require_name(node, "node.name")
@@ -166,6 +183,35 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
 
 def _bytes_of(mebibytes: int | None) -> int | None:
     return None if mebibytes is None else mebibytes << 20
+
+
+def _broker(table: BrokerTable, directory: Path) -> BrokerAddress:
+    broker = parse_broker(table.url)
+    password, field = table.password, "broker.password"
+    if table.password_file is not None:
+        if password is not None:
+            raise ConfigurationError(
+                "both password and password_file", field=field, remedy="keep one of them"
+            )
+        field = "broker.password_file"
+        password = read_secret(directory / table.password_file, field)
+    if table.username is not None:
+        broker = dataclasses.replace(broker, username=table.username, password=password)
+    elif password is not None:
+        raise ConfigurationError("a password without a username", field=field, remedy="add both")
+    paths = {name: getattr(table, name) for name in ("ca_file", "cert_file", "key_file")}
+    if broker.tls is None:
+        for name, path in paths.items():
+            if path is not None:
+                raise ConfigurationError(
+                    "of no use without TLS", field=f"broker.{name}", remedy='write url = "mqtts://host:8883"'
+                )
+        return broker
+    if (table.cert_file is None) != (table.key_file is None):
+        raise ConfigurationError("a certificate and its key go together", field="broker.cert_file")
+    tls = Tls(**{name: directory / path for name, path in paths.items() if path is not None})
+    tls_context(tls)  # Now, and not at the first attempt to connect.
+    return dataclasses.replace(broker, tls=tls)
 
 
 def way_to(broker: BrokerAddress) -> str:
@@ -206,14 +252,7 @@ def _secret(file: DaemonFile, directory: Path) -> str | None:
         raise ConfigurationError("both secret and secret_file", field="secret", remedy="keep one of them")
     if file.secret_file is None:
         return file.secret
-    path = directory / file.secret_file
-    try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot be read: {error}", field="secret_file") from None
-    if not secret:
-        raise ConfigurationError(f"{path} is empty", field="secret_file", remedy="put a random line in it")
-    return secret
+    return read_secret(directory / file.secret_file, "secret_file")
 
 
 def _timing(overrides: dict[str, int | float]) -> Timing:

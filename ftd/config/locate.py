@@ -1,7 +1,7 @@
 """The cluster that a command is meant for.
 
-A command looks, in this order: its options, its ``--config``, the environment (``FTD_BROKER``,
-``FTD_CLUSTER``), and the file that a running ``ftd local`` leaves under the user's runtime directory.
+A command looks, in this order: its options, the environment (``FTD_BROKER``, ``FTD_CLUSTER``), its
+``--config``, and the file that a running ``ftd local`` leaves under the user's runtime directory.
 """
 
 import json
@@ -38,7 +38,7 @@ def find_cluster(
         loaded = load_daemon_config(config)
         name, address = loaded.cluster, loaded.broker_address()
     elif broker is None and "FTD_BROKER" in os.environ:
-        address = parse_broker(os.environ["FTD_BROKER"], "FTD_BROKER")
+        address = parse_broker(os.environ["FTD_BROKER"], "$FTD_BROKER")
     elif broker is None and (found := _read_local_file()) is not None:
         name, address = found.cluster, found.broker
     if broker is not None:

@@ -21,6 +21,7 @@ import aiomqtt
 import structlog
 
 from ftd.config.address import BrokerAddress
+from ftd.config.tls import explained, tls_context
 from ftd.errors import Unreachable
 
 _log = structlog.get_logger("ftd.mqtt")
@@ -195,6 +196,7 @@ class MqttSession:
             timeout=CONNECT_S,
             will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
             socket_options=_SOCKET_OPTIONS,
+            tls_context=tls_context(self.broker.tls) if self.broker.tls else None,
             max_inflight_messages=1000,
         )
         client.pending_calls_threshold = MAX_KEPT
@@ -223,7 +225,7 @@ class MqttSession:
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
-        problem = str(error) or type(error).__name__
+        problem = explained(error.__cause__ or error)
         if problem != self._problem:
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem

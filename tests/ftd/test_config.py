@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.address import BrokerAddress, parse_broker
+from ftd.config.address import BrokerAddress, Tls, parse_broker
 from ftd.config.daemon import daemon_config, load_daemon_config, way_to
+from ftd.config.effective import effective_settings
+from ftd.config.environment import variable_of
 from ftd.config.locate import find_cluster, local_file
+from ftd.config.reference import keys, schema
 from ftd.errors import ConfigurationError
 from statemachine.timing import Timing
 
@@ -19,9 +22,14 @@ from statemachine.timing import Timing
 @pytest.fixture(autouse=True)
 def _private_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    for name in ("FTD_BROKER", "FTD_CLUSTER", "STATE_DIRECTORY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("FTD_") or name == "STATE_DIRECTORY"]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def write_secret(path: Path, secret: str) -> None:
+    path.write_text(secret)
+    path.chmod(0o600)
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -36,7 +44,7 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
 
 
 def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("sesame\n")
+    write_secret(tmp_path / "secret", "sesame\n")
     path = tmp_path / "ftd.toml"
     path.write_text(
         'cluster = "lab"\nsecret_file = "secret"\n'
@@ -71,6 +79,16 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"broker": {"url": "mqtt://a:99999"}}, "broker.url", "mqtt://host:port"),
         ({"broker": {"url": "mqtt://"}}, "broker.url", "mqtt://host:port"),
         ({"broker": {"password": "p"}}, "broker.password", "username"),
+        ({"broker": {"password": "p", "password_file": "f", "username": "u"}}, "broker.password", "keep one"),
+        ({"broker": {"username": "u", "password_file": "missing"}}, "broker.password_file", "cannot be read"),
+        ({"broker": {"ca_file": "ca.pem"}}, "broker.ca_file", "mqtts://host:8883"),
+        ({"broker": {"url": "mqtts://h", "ca_file": "ca.pem"}}, "broker.ca_file", "PEM"),
+        ({"broker": {"url": "mqtts://h", "cert_file": "c.pem"}}, "broker.cert_file", "go together"),
+        (
+            {"broker": {"url": "mqtts://h", "cert_file": "c", "key_file": "k"}},
+            "broker.key_file",
+            "check the path",
+        ),
         ({"broker": 3}, "broker", "Expected `object`"),
         ({"node": {"devices": "two"}}, "node.devices", "Expected `int`"),
         ({"node": {"devices": 0}}, "node.devices", "above 0"),
@@ -133,6 +151,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("mqtt://h", BrokerAddress(host="h")),
         ("h:77", BrokerAddress(host="h", port=77)),
+        ("mqtts://h", BrokerAddress(host="h", port=8883, tls=Tls())),
         ("mqtt://[::1]:5", BrokerAddress(host="::1", port=5)),
         ("mqtt://u:p%40@h", BrokerAddress(host="h", username="u", password="p@")),
     ],
@@ -162,7 +181,8 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
     assert find_cluster(config=config).cluster == "filed"
     monkeypatch.setenv("FTD_BROKER", "mqtt://h:9")
     assert find_cluster().broker.port == 9
-    assert find_cluster(config=config).broker.port == 8
+    assert find_cluster(config=config).broker.port == 9  # As for the daemons.
+    assert find_cluster(config=config).cluster == "filed"
     assert find_cluster("mqtt://h:10", "named", config).broker.port == 10
     assert find_cluster("mqtt://h:10", "named", config).cluster == "named"
     with pytest.raises(ConfigurationError, match="--cluster"):
@@ -178,7 +198,88 @@ def test_the_file_of_a_killed_local_cluster_does_not_count() -> None:
 def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
     """As it is, and with everything uncommented."""
     text = (Path(__file__).resolve().parents[2] / "examples" / "ftd.toml").read_text()
-    (tmp_path / "secret").write_text("sesame")
+    write_secret(tmp_path / "secret", "sesame")
     for content in (text, re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)):
         (tmp_path / "ftd.toml").write_text(content)
         assert load_daemon_config(tmp_path / "ftd.toml").cluster == "ftd"
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ftd.toml"
+    path.write_text('cluster = "lab"\n[node]\ndevices = 2\nchaos = false\n')
+    environment = {
+        "FTD_NODE_DEVICES": "8",
+        "FTD_NODE_CHAOS": "true",
+        "FTD_BROKER": "mqtt://h:9",
+        "FTD_TIMING_SILENCE_S": "2.5",
+        "FTD_SECRET": "sesame",
+        "FTDX": "not ours",
+    }
+    config = load_daemon_config(path, environment=environment)
+    assert (config.cluster, config.devices, config.chaos, config.broker.port) == ("lab", 8, True, 9)
+    assert (config.timing.silence_s, config.secret) == (2.5, "sesame")
+    shown = {s.key.name: s for s in effective_settings(path, environment)}
+    assert (shown["node.devices"].shown, shown["node.devices"].origin) == (8, "$FTD_NODE_DEVICES")
+    assert (shown["cluster"].origin, shown["node.name"].origin) == ("ftd.toml", "default")
+    assert shown["secret"].shown == "(hidden)"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("FTD_NODE_DEVICE", "2", "FTD_NODE_DEVICES"),
+        ("FTD_TIMING_SILENCE", "2", "FTD_TIMING_SILENCE_S"),
+        ("FTD_NODE_DEVICES", "two", "FTD_NODE_DEVICES"),
+        ("FTD_NODE_DEVICES", "0", "node.devices"),
+        ("FTD_BROKER", "http://h", "mqtt://host:port"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(tmp_path: Path, variable: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        load_daemon_config(None, environment={variable: value})
+
+
+def test_every_key_has_a_meaning_a_variable_and_a_place_in_the_schema() -> None:
+    made = schema()
+    variables = [variable_of(key.name) for key in keys().values()]
+    assert len(set(variables)) == len(variables) > 40
+    assert [key.name for key in keys().values() if not key.meaning] == []
+    tables = {"": "DaemonFile", "timing": "Timing"} | {
+        name: entry["$ref"].rpartition("/")[2]
+        for name, entry in made["$defs"]["DaemonFile"]["properties"].items()
+        if "$ref" in entry
+    }
+    for key in keys().values():
+        table, _, name = key.name.rpartition(".")
+        assert made["$defs"][tables[table]]["properties"][name]["description"] == key.meaning
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    write_secret(tmp_path / "secret", "sesame\n")
+    assert daemon_config({"secret_file": "secret"}, directory=tmp_path).secret == "sesame"
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        daemon_config({"secret_file": "secret"}, directory=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines\n", b"\xff\xfe", b"x" * 100_000])
+def test_a_file_that_holds_no_secret(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "secret").write_bytes(content)
+    (tmp_path / "secret").chmod(0o600)
+    with pytest.raises(ConfigurationError, match="secret_file"):
+        daemon_config({"secret_file": "secret"}, directory=tmp_path)
+
+
+def test_a_password_from_a_file_is_never_shown(tmp_path: Path) -> None:
+    write_secret(tmp_path / "password", "pass-word\n")
+    table = {"url": "mqtt://h", "username": "u", "password_file": "password"}
+    config = daemon_config({"broker": table}, directory=tmp_path)
+    assert config.broker.password == "pass-word"
+    assert "pass-word" not in repr(config) + config.broker.url

@@ -1,0 +1,118 @@
+"""Every key of ``ftd.toml`` with its type, default and meaning, out of the classes that read it.
+
+The meanings are the docstrings behind the fields, taken from the source: what is shown, checked and written
+into the schema cannot differ from what is read.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from ftd.config.daemon import DaemonFile
+from statemachine.timing import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key. ``name`` is dotted: ``node.devices``."""
+
+    name: str
+    kind: Any
+    """Its type, as written in the class."""
+    default: Any
+    meaning: str
+    secret: bool
+    """Its value is never shown."""
+
+
+SECRETS = frozenset({"secret", "broker.password"})
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All of them, in the order of the file."""
+    found: dict[str, Key] = {}
+    for field in msgspec.structs.fields(DaemonFile):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            meanings = _meanings(field.type)
+            for inner in msgspec.structs.fields(field.type):
+                _add(found, f"{field.name}.{inner.name}", inner.type, inner.default, meanings)
+        elif field.name != "timing":
+            _add(found, field.name, field.type, field.default, _meanings(DaemonFile))
+    meanings = _meanings(Timing)
+    for limit in dataclasses.fields(Timing):
+        _add(found, f"timing.{limit.name}", type(limit.default), limit.default, meanings)
+    return found
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the file, for editors."""
+    made: dict[str, Any] = msgspec.json.schema(DaemonFile)
+    definitions = made["$defs"]
+    tables = {field.name: field.type.__name__ for field in _tables()}
+    definitions["Timing"] = {
+        "type": "object",
+        "title": "Timing",
+        "description": "Periods and limits; seconds unless a field counts something.",
+        "properties": {},
+        "additionalProperties": False,
+    }
+    definitions["DaemonFile"]["properties"]["timing"] = {"$ref": "#/$defs/Timing"}
+    for key in keys().values():
+        table, _, name = key.name.rpartition(".")
+        owner = "Timing" if table == "timing" else tables.get(table, "DaemonFile")
+        entry = definitions[owner]["properties"].setdefault(name, _of_limit(key))
+        if key.meaning:
+            entry["description"] = key.meaning
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ftd.toml",
+        **{name: value for name, value in made.items() if name != "$defs"},
+        "$defs": definitions,
+    }
+
+
+def _of_limit(key: Key) -> dict[str, Any]:
+    kind = "integer" if key.kind is int else "number"
+    return {"type": kind, "exclusiveMinimum": 0, "default": key.default}
+
+
+def _tables() -> list[Any]:
+    return [
+        field
+        for field in msgspec.structs.fields(DaemonFile)
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+    ]
+
+
+def _add(found: dict[str, Key], name: str, kind: Any, default: Any, meanings: dict[str, str]) -> None:
+    found[name] = Key(
+        name=name,
+        kind=kind,
+        default=default,
+        meaning=meanings.get(name.rpartition(".")[2], ""),
+        secret=name in SECRETS,
+    )
+
+
+def _meanings(owner: type[Any]) -> dict[str, str]:
+    """Field → the string literal behind it; fields that share one string share its meaning."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    waiting: list[str] = []
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                waiting.append(name)
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                words = " ".join(text.split())
+                found |= dict.fromkeys(waiting, words)
+                waiting = []
+    return found

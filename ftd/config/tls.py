@@ -1,0 +1,64 @@
+"""TLS towards a broker: whom to believe, and what to say when that does not work out."""
+
+import ssl
+from pathlib import Path
+
+from ftd.config.address import Tls
+from ftd.config.secrets import require_private
+from ftd.errors import ConfigurationError
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """For a client: TLS 1.2 or newer, certificate and host name checked.
+
+    :raises ConfigurationError: a file is missing, unreadable, or not what it should be.
+    """
+    try:
+        context = ssl.create_default_context(cafile=str(tls.ca_file) if tls.ca_file else None)
+    except (OSError, ssl.SSLError) as error:
+        raise _unusable(tls.ca_file, "broker.ca_file", error) from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if tls.cert_file is not None and tls.key_file is not None:
+        require_private(tls.key_file, "broker.key_file")
+        try:
+            context.load_cert_chain(tls.cert_file, tls.key_file, password=_no_password)
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable(tls.cert_file, "broker.cert_file", error) from None
+    return context
+
+
+def explained(error: BaseException) -> str:
+    """Why no secure connection came about, with the remedy where there is a likely one."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is refused: {error.verify_message}{_remedy(error.verify_message)}"
+        case ssl.SSLError() if error.reason == "WRONG_VERSION_NUMBER":
+            return "it does not speak TLS at this port (mqtt:// there, or another port for mqtts://?)"
+        case ssl.SSLError():
+            return f"no TLS connection: {(error.reason or str(error)).replace('_', ' ').lower()}"
+        case _:
+            return str(error) or type(error).__name__
+
+
+def _remedy(message: str) -> str:
+    if "expired" in message:
+        return " (renew the broker's certificate; or is this host's clock wrong?)"
+    if "not yet valid" in message:
+        return " (is this host's clock wrong?)"
+    if "mismatch" in message:
+        return " (use the name that the certificate is for in broker.url, or a certificate for this name)"
+    if "self-signed" in message or "local issuer" in message:
+        return " (name the certificate of its authority in broker.ca_file)"
+    return ""
+
+
+def _no_password() -> str:
+    """Instead of asking on the terminal, for which a daemon would wait for ever."""
+    raise ssl.SSLError("the key is encrypted with a passphrase; take one without")
+
+
+def _unusable(path: Path | None, field: str, error: Exception) -> ConfigurationError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigurationError(
+        f"{path} cannot be used: {reason}", field=field, remedy="a PEM file that this user may read"
+    )
