@@ -3,6 +3,9 @@
 import threading
 import time
 
+CREDIT_S = 0.25
+"""Whoever comes so late, as a busy machine lets a thread wait, may make up for it."""
+
 
 class Flow:
     """Shared by the threads that move the bytes: together they keep to one rate.
@@ -16,7 +19,7 @@ class Flow:
         self._bytes_per_s = bytes_per_s
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._due_s = 0.0
+        self._due_s = time.monotonic()
 
     def cancel(self) -> None:
         """From any thread: whoever moves bytes stops before its next piece, also one that waits."""
@@ -32,6 +35,6 @@ class Flow:
         if self._bytes_per_s is not None:
             with self._lock:
                 now_s = time.monotonic()
-                self._due_s = max(self._due_s, now_s) + size_bytes / self._bytes_per_s
+                self._due_s = max(self._due_s, now_s - CREDIT_S) + size_bytes / self._bytes_per_s
                 wait_s = self._due_s - now_s
         return not (self._stopped.wait(wait_s) if wait_s > 0 else self._stopped.is_set())

@@ -5,7 +5,7 @@ what one owner keeps: its segment, then its extra cells. Every step of making on
 ranges, so that it can be done in slices of any size, at any time, in any order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +99,23 @@ def restore(
 
     :raises LostError: what is left does not say what the lost owners kept.
     """
+    for low, high, sources in _recipes(layout, present, first, first + len(bucket)):
+        target = bucket[low - first : high - first]
+        for number, (owner, offset) in enumerate(sources):
+            found = fetch(owner, offset, high - low)
+            if number == 0:
+                target[:] = found
+            else:
+                xor_into(target, found)
+
+
+def _recipes(
+    layout: ShardLayout, present: frozenset[int], first: int, end: int
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """The bucket's bytes [first, end) in runs [low, high), each the XOR of shards: owner, offset.
+
+    :raises LostError: see ``restore``.
+    """
     code, size = layout.code, layout.cell_bytes
     lost = frozenset(range(code.owners)) - present
     made = recipe(code, lost)
@@ -106,17 +123,12 @@ def restore(
         raise LostError(
             f"owners {sorted(lost)} of {code.owners} are lost, and the others cannot make up for them"
         )
-    end = min(first + len(bucket), layout.bucket_bytes)
+    end = min(end, layout.bucket_bytes)
     for cell in range(first // size, -(-end // size)):
         low, high = max(first, cell * size), min(end, (cell + 1) * size)
-        within, target = low - cell * size, bucket[low - first : high - first]
         stored = made.get(cell) or (Stored(owner=cell // code.cells, index=cell % code.cells),)
-        for number, source in enumerate(stored):
-            found = fetch(source.owner, layout.offset_of(source) + within, high - low)
-            if number == 0:
-                target[:] = found
-            else:
-                xor_into(target, found)
+        within = low - cell * size
+        yield low, high, [(source.owner, layout.offset_of(source) + within) for source in stored]
 
 
 def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
@@ -125,14 +137,14 @@ def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
 
 
 def needed(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> dict[int, list[range]]:
-    """Which byte ranges of which shards ``restore`` reads for the bucket's bytes [first, end), merged."""
+    """Which byte ranges of which shards ``restore`` reads for the bucket's bytes [first, end), merged.
+
+    :raises LostError: see ``restore``.
+    """
     ranges: dict[int, list[range]] = {}
-
-    def note(owner: int, offset: int, size: int) -> Bytes:
-        ranges.setdefault(owner, []).append(range(offset, offset + size))
-        return np.zeros(size, dtype=np.uint8)
-
-    restore(layout, present, note, np.zeros(end - first, dtype=np.uint8), first)
+    for low, high, sources in _recipes(layout, present, first, end):
+        for owner, offset in sources:
+            ranges.setdefault(owner, []).append(range(offset, offset + high - low))
     return {owner: _merged(some) for owner, some in ranges.items()}
 
 

@@ -29,7 +29,7 @@ from storage.shards import restore as decode
 log = structlog.get_logger("ftd.node")
 
 Put = Callable[[int, bytes, Bytes], Awaitable[None]]
-"""Takes a layer, its header and its payload, whose memory it may keep."""
+"""Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
 DamageTold = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
@@ -97,6 +97,8 @@ class Restorer:
     _own_bytes: int = 0
     _fetched_bytes: int = 0
     _decoded: int = 0
+    _memory: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    """Of one run, used for the next: fresh pages cost more than what is copied into them."""
 
     async def run(self, layers: Sequence[int], put: Put, *, one_by_one: bool = False) -> Restored:
         """Put each of ``layers``, in ascending order.
@@ -254,7 +256,9 @@ class Restorer:
             stores = {owner: _Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
             failed = await self._fill(usable, stores)
             if not failed:
-                bucket = np.empty(end - first, dtype=np.uint8)
+                if len(self._memory) < end - first:
+                    self._memory = np.empty(end - first, dtype=np.uint8)
+                bucket = self._memory[: end - first]
                 failed = await self._decode(layout, usable, stores, bucket, first)
             if not failed:
                 break

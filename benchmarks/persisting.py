@@ -1,0 +1,293 @@
+"""A node's share of a persistent checkpoint, written out of memory: its rate, and what training loses by it.
+
+    python -m benchmarks.persisting --directory /checkpoints --mebibytes 512
+
+Writing: all layers of a snapshot, out of its own arena, or half of each layer from the snapshot server
+of another node (a process of its own), against a plain loop over the same number of files (4 MiB at a time,
+fsync at the end of each), alternating in one run.
+
+Training: a process with one thread trains a small model all the time, while this process persists in every
+second round, at a bounded rate and then as fast as it goes. Step times are medians of all rounds of a kind.
+"""
+
+import asyncio
+import itertools
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
+from benchmarks.common import Limit, Result, command_line, main
+from ftd.node.arenas import Arenas
+from ftd.node.persist import Persister
+from ftd.node.shard_protocol import bearer_token
+from ftd.node.shard_server import ShardServer
+from statemachine.events import Event, LayersWritten
+from statemachine.messages import Persist
+from statemachine.values import Snapshot, SnapshotGroup, Vote
+from storage.arena import Arena
+from storage.codes import make_code
+from storage.image import GroupImage, LayerImage
+from storage.manifest import Manifest, Part, digest_of
+from storage.shards import ShardLayout, make_shard
+
+TOKEN = bearer_token("benchmark")
+JOB, STEP = "job", 1
+BOUNDED_MIB_S = 100
+"""What a user may let checkpoints take of a disk."""
+MOST_SLOWER = 1.1
+"""Step time beside persisting at that rate, over step time without."""
+
+
+def write_snapshot(root: Path, owners: tuple[str, ...], payloads: list[Chunk]) -> SnapshotGroup:
+    """One group of all layers, each owner's shard in its own arena below ``root``."""
+    group = SnapshotGroup(first_layer=0, end_layer=len(payloads), owners=owners, protection="none")
+    bucket = np.concatenate(payloads)
+    layout = ShardLayout(code=make_code("none", len(owners)), bucket_bytes=len(bucket))
+    offsets = [0, *itertools.accumulate(map(len, payloads))]
+    image = GroupImage(
+        bucket_bytes=len(bucket),
+        layers=tuple(
+            LayerImage(
+                layer=n,
+                offset=offsets[n],
+                size_bytes=len(payload),
+                header=layer_header(n, len(payload)),
+                buffers=b"",
+            )
+            for n, payload in enumerate(payloads)
+        ),
+    ).to_bytes()
+    for owner, node in enumerate(owners):
+        size = layout.shard_bytes(owner)
+        arena = Arena.open(root / node / JOB / "device-0")
+        slot = arena.begin(size + len(image))
+        make_shard(layout, owner, bucket, slot.view[:size])
+        slot.view[size:] = np.frombuffer(image, dtype=np.uint8)
+        parts = (
+            Part(name="group-0/shard", offset=0, size_bytes=size, digest=digest_of(slot.view[:size])),
+            Part(
+                name="group-0/small", offset=size, size_bytes=len(image), digest=digest_of(slot.view[size:])
+            ),
+        )
+        described = {
+            "first_layer": 0,
+            "end_layer": len(payloads),
+            "owners": list(owners),
+            "owner": owner,
+            "scheme": "none",
+            "bucket_bytes": len(bucket),
+        }
+        arena.commit(
+            Manifest(
+                job_id=JOB,
+                step=STEP,
+                generation=1,
+                slot=slot.number,
+                parts=parts,
+                layout={"groups": [described]},
+            )
+        )
+        arena.close()
+    return group
+
+
+class Persisting:
+    """A node ``n0`` that writes a whole snapshot."""
+
+    def __init__(self, root: Path, url: Path, group: SnapshotGroup, sources: dict[str, str]) -> None:
+        self._arenas = Arenas(root / "n0", devices=1)
+        self._url = url
+        self._group, self._sources = group, sources
+        self._attempts = itertools.count()
+
+    def write(self, rate_bytes_s: float | None = None) -> None:
+        asyncio.run(self._write(rate_bytes_s))
+
+    async def _write(self, rate_bytes_s: float | None) -> None:
+        done: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        persister = Persister(
+            node="n0",
+            arenas=self._arenas,
+            token=TOKEN,
+            rate_bytes_s=rate_bytes_s,
+            feed=done.set_result,
+            stamp=lambda: {"at": 0.0, "cause": ""},
+            tell=lambda job, step: lambda *said: print(*said, file=sys.stderr),
+        )
+        vote = Vote(loss=0.0, gradient_norm=0.0)
+        persister.begin(
+            Persist(
+                job_id=JOB,
+                job_name=JOB,
+                url=str(self._url),
+                attempt=f"a{next(self._attempts)}",
+                record=Snapshot(step=STEP, generation=1, vote=vote, groups=(self._group,)),
+                layers=tuple(range(self._group.end_layer)),
+                sources=self._sources,
+            )
+        )
+        event = await done
+        await persister.close()
+        assert isinstance(event, LayersWritten), event
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "benchmarks.persisting", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def serve(root: Path) -> None:
+    server = ShardServer(Arenas(root, devices=1), TOKEN)
+    await server.start()
+    print(server.port, flush=True)
+    await asyncio.Event().wait()
+
+
+def train() -> None:
+    """For ever; a line for each step: when it ended, and how long it took, in seconds."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = torch.rand(256, 512)
+    while True:
+        began = time.monotonic()
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        now = time.monotonic()
+        print(now, now - began, flush=True)
+
+
+def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
+    """Rows and limits of the rates."""
+    plain, kept = root / "plain", root / "kept"
+    own = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
+    group = write_snapshot(memory / "shared", ("n0", "n1"), payloads)
+    with child("--serve", str(memory / "shared" / "n1")) as peer:
+        assert peer.stdout is not None
+        sources = {"n1": f"127.0.0.1:{int(peer.stdout.readline())}"}
+        shared = Persisting(memory / "shared", kept, group, sources)
+        work: dict[str, Callable[[], None]] = {
+            "the disk": lambda: write_plainly(plain, payloads),
+            "own memory": own.write,
+            "half from a peer": shared.write,
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
+        for number in range(ROUNDS + 1):
+            for name in sorted(work, reverse=number % 2 == 1):
+                # Each follows the removal of as many bytes: their memory and their blocks are reused.
+                shutil.rmtree(plain if name == "the disk" else kept, ignore_errors=True)
+                kept.mkdir(exist_ok=True)
+                seconds = timed(work[name])
+                if number:
+                    found[name].append(seconds)
+    disk = statistics.median(mebibytes / wall for wall, _ in found["the disk"])
+    for name, times in found.items():
+        rates = [mebibytes / wall for wall, _ in times]
+        cpu = statistics.median(cpu for _, cpu in times) / (mebibytes / 1024)
+        rate = statistics.median(rates)
+        figures = (f"{rate:.0f}", f"{min(rates):.0f}", f"{max(rates):.0f}", f"{cpu:.2f}")
+        result.rows.append((f"write, {name}", *figures))
+        result.data[name] = {"mib_per_s": rates, "cpu_s_per_gib": cpu}
+    own_rate = statistics.median(mebibytes / wall for wall, _ in found["own memory"])
+    result.limits.append(
+        Limit(
+            name="out of own memory: share of the disk's speed",
+            measured=own_rate / disk,
+            limit=LEAST,
+            at_least=True,
+        )
+    )
+
+
+def beside_training(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
+    """Notes and limits of the step times."""
+    kept = root / "kept"
+    persisting = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
+    for rate_mib_s in (BOUNDED_MIB_S, None):
+        spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        with child("--train") as trainer:
+            assert trainer.stdout is not None
+            for _ in range(20):
+                trainer.stdout.readline()
+            for number in range(2 * ROUNDS):
+                began = time.monotonic()
+                if number % 2:
+                    shutil.rmtree(kept, ignore_errors=True)
+                    kept.mkdir()
+                    persisting.write(None if rate_mib_s is None else rate_mib_s * MIB)
+                else:
+                    time.sleep(min(5.0, mebibytes / (rate_mib_s or 5 * BOUNDED_MIB_S)))
+                spans[number % 2 == 1].append((began, time.monotonic()))
+            trainer.kill()
+            steps = [tuple(map(float, line.split())) for line in trainer.stdout if line.endswith("\n")]
+        median = {
+            kind: statistics.median(
+                step_s for end, step_s in steps if any(a <= end - step_s and end <= b for a, b in spans[kind])
+            )
+            for kind in (True, False)
+        }
+        rate = "as fast as it goes" if rate_mib_s is None else f"at {rate_mib_s} MiB/s"
+        result.notes.append(
+            f"a training step alone / while this process persists {rate}: "
+            f"{1e3 * median[False]:.1f} / {1e3 * median[True]:.1f} ms"
+        )
+        result.data[f"step, {rate}"] = {"alone_s": median[False], "beside_s": median[True]}
+        if rate_mib_s is not None:
+            ratio = median[True] / median[False]
+            result.limits.append(Limit(name=f"step beside {rate}", measured=ratio, limit=MOST_SLOWER))
+
+
+def run(root: Path, memory: Path, mebibytes: int) -> Result:
+    payloads = [
+        np.random.default_rng(layer).integers(0, 256, mebibytes * MIB // LAYERS, dtype=np.uint8)
+        for layer in range(LAYERS)
+    ]
+    result = Result(
+        name="persisting",
+        what=f"A snapshot of {mebibytes} MiB in {LAYERS} layers written to {root}",
+        columns=("", "MiB/s, median", "worst", "best", "CPU s per GiB"),
+    )
+    writing(result, root, memory, mebibytes, payloads)
+    beside_training(result, root, memory, mebibytes, payloads)
+    result.notes.append(f"{ROUNDS} rounds of each kind in turn; written means fsynced")
+    return result
+
+
+if __name__ == "__main__":
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--directory", type=Path, help="on the disk to be measured; default: the temporary one"
+    )
+    parser.add_argument("--mebibytes", type=int, default=512)
+    parser.add_argument("--serve", type=Path, help="the peer's process: serve the snapshots there")
+    parser.add_argument("--train", action="store_true", help="the training process")
+    options = parser.parse_args()
+    if options.serve is not None:
+        asyncio.run(serve(options.serve))
+    elif options.train:
+        train()
+    else:
+        with (
+            tempfile.TemporaryDirectory(dir=options.directory, prefix="ftd-persisting-") as directory,
+            tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ftd-persisting-") as arenas,
+        ):
+            outcome = run(Path(directory), Path(arenas), options.mebibytes)
+        main(outcome, options.out)
