@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from planner.assignment import Assigner
 from planner.candidates import layouts
+from planner.cover import whole_layers
 from planner.errors import PlanningError
 from planner.mapping import Mapper
 from planner.planner import Planner
@@ -115,13 +116,15 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
     if not steps:
         return "none"
     assigner = Assigner(planner.profile)
+    masks = assigner.masks(nodes, planner.policy.devices_per_node, situation.holdings)
     weighed, _ = weigh(
         steps,
         templates=templates.by_nodes,
         instantiator=instantiator,
         assigner=assigner,
         nodes=nodes,
-        masks=assigner.masks(nodes, planner.policy.devices_per_node, situation.holdings),
+        masks=masks,
+        needs=whole_layers(masks, len(planner.profile.layers)),
         previous=situation.previous,
         link=planner.profile.link,
         horizon_s=DEFAULT_HORIZON_S,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from planner.cover import cover, held_by, layers_of
+from planner.cover import Held, Masks, Needs, cover, layers_of, whole_layers
 from planner.errors import StateLostError
 from planner.values import Device, ModelProfile, Template
 
@@ -30,13 +30,8 @@ Range = tuple[int, int]
 Place = tuple[Range, ...]
 """Layers [first, end) of each device of the place."""
 
-Held = tuple[int, ...]
-"""For each device of a node, the layers it holds as the bits of an integer."""
-
 Position = tuple[int, int]
 """Pipeline and place in it, by number."""
-
-Masks = dict[str, Held]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -105,10 +100,12 @@ class Assigner:
         nodes: Sequence[str],
         masks: Masks,
         habits: Mapping[str, Position],
+        needs: Needs | None = None,
     ) -> Assignment:
         """The fewest bytes over all choices of nodes that hold every layer; others stay idle.
 
         :param nodes: in natural order, at least as many as there are places.
+        :param needs: what must be held instead of every layer of ``masks``.
         :param habits: (pipeline, place) that a node comes from; where it moves no more, it stays there.
         :raises StateLostError: no choice of nodes for the places holds every layer.
         """
@@ -119,8 +116,9 @@ class Assigner:
         ]
         seated = _seat_exact(places, nodes, masks, habits)
         self._seat_others(seated, places, nodes, masks, habits, ())
-        if held_by(seated.values(), masks) != self._everything:
-            needed = cover(nodes, masks, self._everything, len(places))
+        needs = needs or whole_layers(masks, self._layers)
+        if not needs.held_by(seated.values()):
+            needed = cover(nodes, needs, len(places))
             seated = {}
             self._seat_others(seated, places, nodes, masks, habits, needed)
         return self._assignment(pipelines, seated, masks)

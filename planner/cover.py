@@ -4,21 +4,51 @@ Only nodes of the plan can send. Where some stay idle, those with a place must h
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from planner.errors import StateLostError
 
+Held = tuple[int, ...]
+"""For each device of a node, the layers it holds as the bits of an integer."""
 
-def cover(nodes: Sequence[str], masks: Mapping[str, Sequence[int]], everything: int, most: int) -> list[str]:
-    """Few nodes, at most ``most``, that hold every layer among them.
+Masks = dict[str, Held]
 
-    The layer with the fewest kinds of holders is covered first, by the kind that holds most of what is
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the nodes of a plan must have among them: items, as the bits of an integer."""
+
+    held: Mapping[str, Sequence[int]]
+    """For each device of a node, the items it has."""
+    everything: int
+    """All items."""
+    layers: tuple[tuple[int, ...], ...]
+    """What each item is of."""
+
+    def held_by(self, nodes: Iterable[str]) -> bool:
+        """Whether these nodes have every item."""
+        return not self.everything & ~held_by(nodes, self.held)
+
+    def of(self, items: int) -> list[int]:
+        """The layers that these items are of."""
+        return sorted({layer for item in layers_of(items) for layer in self.layers[item]})
+
+
+def whole_layers(masks: Mapping[str, Sequence[int]], layers: int) -> Needs:
+    """A layer is held, or not."""
+    return Needs(masks, (1 << layers) - 1, tuple((layer,) for layer in range(layers)))
+
+
+def cover(nodes: Sequence[str], needs: Needs, most: int) -> list[str]:
+    """Few nodes, at most ``most``, that have every item among them.
+
+    The item with the fewest kinds of holders is covered first, by the kind that has most of what is
     missing; so a first try nearly always succeeds, and the search is over kinds, not nodes.
 
-    :param masks: for each device of a node, the layers it holds as the bits of an integer.
-    :param everything: all layers as bits.
     :raises StateLostError: there are no such nodes; names the layers.
     """
-    lost = layers_of(everything & ~held_by(nodes, masks))
+    masks, everything = needs.held, needs.everything
+    lost = needs.of(everything & ~held_by(nodes, masks))
     if lost:
         raise StateLostError(f"no usable device holds {_layers(lost)}", tuple(lost))
     kinds: dict[int, str] = {}
@@ -30,10 +60,10 @@ def cover(nodes: Sequence[str], masks: Mapping[str, Sequence[int]], everything: 
         for held, node in kinds.items()
         if not any(held != other and held | other == other for other in kinds)
     }
-    holders = {layer: [held for held in kinds if held >> layer & 1] for layer in layers_of(everything)}
+    holders = {item: [held for held in kinds if held >> item & 1] for item in layers_of(everything)}
 
     tried: dict[int, int] = {}
-    """Fewest nodes that were chosen when these layers were missing, without success."""
+    """Fewest nodes that were chosen when these items were missing, without success."""
 
     def search(chosen: list[int], missing: int) -> list[int] | None:
         if not missing:
@@ -41,7 +71,7 @@ def cover(nodes: Sequence[str], masks: Mapping[str, Sequence[int]], everything: 
         if len(chosen) >= min(most, tried.get(missing, most)):
             tried.setdefault(missing, len(chosen))
             return None
-        rarest = min(layers_of(missing), key=lambda layer: (len(holders[layer]), layer))
+        rarest = min(layers_of(missing), key=lambda item: (len(holders[item]), item))
         for held in sorted(holders[rarest], key=lambda held: -(held & missing).bit_count()):
             found = search([*chosen, held], missing & ~held)
             if found is not None:
@@ -51,7 +81,7 @@ def cover(nodes: Sequence[str], masks: Mapping[str, Sequence[int]], everything: 
 
     found = search([], everything)
     if found is None:
-        names = layers_of(min(tried, key=int.bit_count))
+        names = needs.of(min(tried, key=int.bit_count))
         raise StateLostError(
             f"{_layers(names)} are held only by nodes that no pipeline has a place for", tuple(names)
         )
@@ -59,7 +89,7 @@ def cover(nodes: Sequence[str], masks: Mapping[str, Sequence[int]], everything: 
 
 
 def held_by(nodes: Iterable[str], masks: Mapping[str, Sequence[int]]) -> int:
-    """All layers that these nodes hold, as bits."""
+    """All that these nodes hold, as bits."""
     held = 0
     for node in nodes:
         for mask in masks[node]:
@@ -68,7 +98,7 @@ def held_by(nodes: Iterable[str], masks: Mapping[str, Sequence[int]]) -> int:
 
 
 def layers_of(mask: int) -> list[int]:
-    """The layers that an integer's bits stand for."""
+    """The layers (or items) that an integer's bits stand for."""
     return [layer for layer in range(mask.bit_length()) if mask >> layer & 1]
 
 

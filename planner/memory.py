@@ -4,6 +4,9 @@ Every device of a stage holds the parameters, gradients and optimizer state of a
 devices split each microbatch by rows, so activations shrink with their number and the rest does not.
 A stage with a stages behind it keeps the activations of at most a + 1 microbatches alive (its warm-up runs
 a forwards ahead of the first backward), and never more than there are.
+
+With ZeRO-1 the owners of a layer, one in each pipeline, share out its optimizer state. A plan has f + 1
+pipelines or more (``templates.costs_for``), so a device is reckoned to keep one part of f + 1.
 """
 
 import numpy as np
@@ -39,8 +42,12 @@ class MemoryModel:
             profile.device_memory_bytes if policy.device_memory_bytes is None else policy.device_memory_bytes
         )
         """Memory of one device, or ``None`` for no limit."""
+        owners = policy.tolerate + 1 if policy.zero1 else 1
         self._state = _range_sums(
-            [layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]
+            [
+                layer.parameter_bytes + layer.gradient_bytes - (-layer.optimizer_bytes // owners)
+                for layer in layers
+            ]
         )
         activations = [layer.activation_bytes for layer in layers]
         if policy.checkpoint_activations:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.assignment import Assigner, Masks
+from planner.assignment import Assigner
+from planner.cover import Masks
 from planner.tradeoff import Weighed
 from planner.values import Device, PipelinePlacement, StagePlacement, Template
 

@@ -8,17 +8,18 @@ taken. The same situation always gives the same plan.
 
 from collections.abc import Callable, Sequence
 
-from planner.assignment import Assigner, Masks, natural_key
+from planner.assignment import Assigner, natural_key
 from planner.batch import check_batch
 from planner.candidates import Layout, first_layout, layouts
-from planner.costs import StageCosts
+from planner.cover import Masks, Needs, whole_layers
 from planner.errors import InfeasibleError, TooFewNodesError
 from planner.instantiation import Instantiator
+from planner.parts import moved_bytes, part_needs
 from planner.placement import placed
 from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
 from planner.stragglers import estimates_s, notable, rebalance, still_true
-from planner.templates import Templates, check_tolerance, smallest_pipeline
+from planner.templates import Templates, check_tolerance, costs_for, smallest_pipeline
 from planner.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.transfers import transfers
 from planner.values import Considered, Device, ModelProfile, PipelinePlacement, Plan, Policy, Situation
@@ -34,7 +35,7 @@ class Planner:
         """:raises InfeasibleError: the profile or policy makes no sense, or no pipeline fits into memory.
         :raises BatchError: the global batch is no multiple of the microbatch.
         """
-        self.costs = StageCosts(profile, policy)
+        self.costs = costs_for(profile, policy)
         check_batch(policy.global_batch, policy.microbatch_rows, 1)
         self.profile, self.policy = profile, policy
         self.n0 = smallest_pipeline(self.costs)
@@ -45,9 +46,10 @@ class Planner:
 
     @property
     def fewest_nodes(self) -> int:
-        """Nodes without which there is no plan: n₀, or (f+1)·n₀ where the user wants Oobleck's rule."""
-        replicas = self.policy.tolerate + 1 if self.policy.minimum == "oobleck" else 1
-        return replicas * self.n0
+        """Nodes without which there is no plan: n₀, or (f+1)·n₀ where the user wants Oobleck's rule, or where
+        no pipeline has room for more than its part of the optimizer's state (ZeRO-1)."""
+        all_replicas = self.policy.minimum == "oobleck" or self.costs.policy.zero1
+        return (self.policy.tolerate + 1 if all_replicas else 1) * self.n0
 
     def check_tolerance(self, nodes: int) -> None:
         """Whether the job can start on ``nodes`` nodes with ``policy.tolerate`` failures to spare.
@@ -144,8 +146,8 @@ class Planner:
                 needed=self.fewest_nodes,
                 present=len(nodes),
             )
-        masks = self._assigner.masks(nodes, self.policy.devices_per_node, situation.holdings)
-        unchanged = self._unchanged(situation, nodes, masks)
+        masks, needs = self._held(situation, nodes)
+        unchanged = self._unchanged(situation, nodes, masks, needs)
         if unchanged is not None and still_true(self.costs, unchanged.pipelines, situation.speeds):
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
@@ -157,6 +159,7 @@ class Planner:
             assigner=self._assigner,
             nodes=nodes,
             masks=masks,
+            needs=needs,
             previous=situation.previous,
             link=self.profile.link,
             horizon_s=horizon_s,
@@ -170,6 +173,19 @@ class Planner:
             placements = rebalance(self.costs, starts, situation.speeds, masks, horizon_s)
         return self._as_plan(placements, situation, nodes, masks, considered, horizon_s)
 
+    def _held(self, situation: Situation, nodes: list[str]) -> tuple[Masks, Needs]:
+        """Layers that devices need not receive, or only a part of; and what a plan's nodes must have."""
+        parts, devices = situation.parts, self.policy.devices_per_node
+        if parts is None:
+            masks = self._assigner.masks(nodes, devices, situation.holdings)
+            return masks, whole_layers(masks, len(self.profile.layers))
+        some = {
+            device: layers.union(part.layer for part in parts.get(device, ()))
+            for device, layers in situation.holdings.items()
+        }
+        needs = part_needs(nodes, devices, parts, len(self.profile.layers))
+        return self._assigner.masks(nodes, devices, some), needs
+
     def weigh(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a step under the previous plan as it is, and under the one that ``plan`` would make.
 
@@ -180,7 +196,7 @@ class Planner:
         present_s = max(estimates_s(self.costs, situation.previous.pipelines, situation.speeds))
         return present_s, possible.estimated_iteration_s
 
-    def _unchanged(self, situation: Situation, nodes: list[str], masks: Masks) -> Plan | None:
+    def _unchanged(self, situation: Situation, nodes: list[str], masks: Masks, needs: Needs) -> Plan | None:
         """The previous plan, if its nodes are all there, nobody joined, and they hold every layer."""
         previous = situation.previous
         if previous is None:
@@ -188,7 +204,7 @@ class Planner:
         used = set(previous.nodes)
         if not used <= set(nodes) or not set(nodes) <= used | set(previous.idle_nodes):
             return None
-        if transfers(self.profile, previous.pipelines, masks) is None:
+        if not needs.held_by(used):
             return None
         return self._as_plan(previous.pipelines, situation, nodes, masks, (), 0.0)
 
@@ -219,6 +235,9 @@ class Planner:
         """:param considered: empty where the previous plan goes on, as it is or with other shares."""
         moves = transfers(self.profile, placements, masks)
         assert moves is not None, "the nodes were chosen so that they hold every layer"
+        parts, part_bytes = situation.parts, 0
+        if parts is not None:
+            moves, part_bytes = (), moved_bytes(self.profile, placements, situation.holdings, parts)
         taken = [placement.nodes for placement in placements]
         used = {node for of_pipeline in taken for node in of_pipeline}
         idle = tuple(node for node in nodes if node not in used)
@@ -239,4 +258,5 @@ class Planner:
             estimated_iteration_s=max(placement.estimated_s for placement in placements),
             idle_nodes=idle,
             considered=considered,
+            part_bytes=part_bytes,
         )

@@ -11,7 +11,7 @@ from planner.costs import StageCosts
 from planner.errors import InfeasibleError
 from planner.instantiation import Instantiation, Instantiator
 from planner.mapping import Mapper
-from planner.templates import Templates, check_tolerance, expected_share, smallest_pipeline
+from planner.templates import Templates, check_tolerance, costs_for, expected_share, smallest_pipeline
 from planner.values import ModelProfile, Policy, Template
 
 
@@ -40,8 +40,8 @@ def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: i
     :raises BatchError: the batch cannot be distributed to f + 1 pipelines.
     """
     if template_nodes is not None:
-        return _of_one_size(StageCosts(profile, policy), nodes, template_nodes)
-    costs = StageCosts(profile, policy)
+        return _of_one_size(costs_for(profile, policy), nodes, template_nodes)
+    costs = costs_for(profile, policy)
     check_batch(policy.global_batch, policy.microbatch_rows, 1)
     check_tolerance(policy, smallest_pipeline(costs), nodes)
     templates = Templates(costs, nodes)

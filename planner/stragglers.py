@@ -14,9 +14,9 @@ things help:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.assignment import Masks
 from planner.batch import distribute_for
 from planner.costs import StageCosts
+from planner.cover import Masks
 from planner.makespan import PipelineClock
 from planner.recut import recut
 from planner.tradeoff import expected_iteration_s

@@ -7,13 +7,14 @@ to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
 from planner.feasibility import fewest_nodes, fullest_stage
 from planner.mapping import Mapper
 from planner.memory import in_flight
-from planner.values import Policy, Template
+from planner.values import ModelProfile, Policy, Template
 
 GIB = 1 << 30
 
@@ -82,6 +83,20 @@ def smallest_pipeline(costs: StageCosts) -> int:
         f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch"
         + (" or smaller layers" if costs.policy.checkpoint_activations else " or checkpoint_activations")
     )
+
+
+def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
+    """What templates are made with: with ZeRO-1 the optimizer's state in f + 1 parts, where that makes a
+    replica fit on fewer nodes; then f + 1 pipelines are always needed. Where it does not, nothing is gained
+    by it, and it is not reckoned with: a single pipeline, which has all parts, may go on.
+
+    :raises InfeasibleError: an entry of the profile or the policy makes no sense.
+    """
+    costs = StageCosts(profile, policy)
+    if not policy.zero1 or costs.most_nodes < 1:
+        return costs
+    whole = StageCosts(profile, replace(policy, zero1=False))
+    return whole if fewest_nodes(whole) == fewest_nodes(costs) else costs
 
 
 def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:

@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.assignment import Assigner, Assignment, Masks, Place, Position, places_of
+from planner.assignment import Assigner, Assignment, Place, Position, places_of
 from planner.candidates import Layout
+from planner.cover import Masks, Needs
 from planner.errors import StateLostError
 from planner.instantiation import Instantiation, Instantiator
 from planner.values import Considered, Link, Plan, Template
@@ -66,6 +67,7 @@ def weigh(
     assigner: Assigner,
     nodes: Sequence[str],
     masks: Masks,
+    needs: Needs,
     previous: Plan | None,
     link: Link,
     horizon_s: float,
@@ -91,7 +93,7 @@ def weigh(
         shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
         try:
-            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier))
+            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier), needs)
         except StateLostError as error:
             lost = error
             continue

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-from planner.assignment import Masks
-from planner.cover import layers_of
+from planner.cover import Masks, layers_of
 from planner.values import Device, ModelProfile, PipelinePlacement, Transfer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from planner.values import Device, Plan
+from planner.values import Device, Plan, StatePart
 from statemachine.node import NodeMachine
 from statemachine.rules import Resumption
 from statemachine.state import Attempt, Cluster, Exposure, Keeping, Ledger, Recovery
@@ -17,6 +17,7 @@ from statemachine.timing import Timing
 from statemachine.values import (
     ClusterPhase,
     CommittedStep,
+    HeldPart,
     HeldSnapshot,
     Job,
     NodeFacts,
@@ -118,6 +119,8 @@ class Journal:
     lineage: int = 0
     resumed_lineage: int = 0
     resumed_restore: Restore | None = None
+    resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
+    resumed_held_parts: tuple[HeldPart, ...] = ()
     untold: dict[str, Any] | None = None
 
 
@@ -220,6 +223,11 @@ def write(c: Cluster) -> dict[str, Any]:
         state["plan"] = _plain(c, "plan", resumption.plan)
         state["resumed_lineage"] = resumption.lineage
         state["resumed_restore"] = _plain(c, "restore", resumption.restore)
+        ready_parts = resumption.ready_parts
+        state["resumed_ready_parts"] = [
+            msgspec.to_builtins((device, parts)) for device, parts in ready_parts.items()
+        ]
+        state["resumed_held_parts"] = _plain(c, "held_parts", resumption.held_parts)
     return state
 
 
@@ -280,6 +288,8 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             ready={device: frozenset(layers) for device, layers in journal.resumed_ready},
             lineage=journal.resumed_lineage,
             restore=journal.resumed_restore,
+            ready_parts=dict(journal.resumed_ready_parts),
+            held_parts=journal.resumed_held_parts,
         )
     if journal.attempt is not None:
         past = journal.attempt

@@ -8,7 +8,7 @@ commit. A failure at any moment starts it again with the next generation. Which 
 * RECOVERING after the Resume, and RUNNING: any planned node.
 """
 
-from planner.values import Situation
+from planner.values import Device, Situation, StatePart
 from statemachine.effects import ComputePlan
 from statemachine.events import PlanReady
 from statemachine.horizon import failed, horizon_s, plan_began, plan_ended
@@ -19,6 +19,7 @@ from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.public import considered, pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
+from statemachine.sharding import held_parts, only_replicas
 from statemachine.snapshots import interrupt
 from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
 from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode, Restore
@@ -195,10 +196,20 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
         horizon_s=horizon_s(c, len(usable)),
+        parts=_parts(c, decision, usable),
     )
     c.publish()
     if c.templates_ready:
         c.out.append(ComputePlan(cause=c.cause, generation=attempt.generation, situation=attempt.situation))
+
+
+def _parts(
+    c: Cluster, decision: Decision, usable: tuple[str, ...]
+) -> dict[Device, tuple[StatePart, ...]] | None:
+    """Under ZeRO-1, what parts of layers the devices of these nodes have."""
+    if c.job is None or not c.job.policy.zero1:
+        return None
+    return {device: parts for device, parts in decision.parts.items() if device.node in usable}
 
 
 def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed: int | None) -> str | None:
@@ -243,12 +254,16 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     decision, plan = attempt.decision, event.plan
+    sharded = c.job is not None and c.job.policy.zero1
+    from_replicas = only_replicas(plan, decision.parts) if sharded else []
     c.resumption = Resumption(
         generation=attempt.generation,
         step=decision.step,
         vote=decision.vote,
         plan=plan,
         ready=decision.ready,
+        ready_parts={device: decision.parts[device] for device in decision.ready if decision.parts[device]},
+        held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
         lineage=c.lineage,
         restore=_restore(c, attempt),
     )
@@ -260,6 +275,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.nodes[name].counted_in = attempt.generation
     if c.recovery is not None:
         c.recovery.planned_at = c.at
+        if from_replicas:
+            c.recovery.tier = "replica"
     c.persist()
     c.emit(
         "PlanChosen",
@@ -269,7 +286,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         reason=plan.reason,
         pipelines=pipelines(plan),
         transfers=len(plan.transfers),
-        transfer_bytes=sum(transfer.size_bytes for transfer in plan.transfers),
+        transfer_bytes=plan.part_bytes + sum(transfer.size_bytes for transfer in plan.transfers),
+        from_replicas=from_replicas,
         estimated_iteration_s=plan.estimated_iteration_s,
         idle_nodes=list(plan.idle_nodes),
         considered=considered(plan),
@@ -321,4 +339,5 @@ def resume_command(c: Cluster) -> Resume | None:
         lineage=resumption.lineage,
         protection=job.snapshot.protection,
         restore=resumption.restore,
+        held_parts=resumption.held_parts,
     )

@@ -9,7 +9,7 @@ reports, heartbeats and votes of another one are of a past that is no more.
 
 from dataclasses import replace
 
-from planner.values import Device
+from planner.values import Device, StatePart
 from statemachine.effects import CheckRestore
 from statemachine.events import RestoreChecked
 from statemachine.messages import RestoreFailed
@@ -65,8 +65,14 @@ def checked(c: Cluster, event: RestoreChecked) -> str | None:
         Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
     ]
     holdings = dict.fromkeys(devices, everything)
+    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in sorted(everything))
     attempt.decision = replace(
-        attempt.decision, step=newest.step, vote=newest.vote, holdings=holdings, ready={}
+        attempt.decision,
+        step=newest.step,
+        vote=newest.vote,
+        holdings=holdings,
+        ready={},
+        parts=dict.fromkeys(devices, parts),
     )
     ask_plan(c, attempt, with_draining=False)
     return None

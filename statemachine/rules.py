@@ -14,6 +14,9 @@ What makes it safe when generations follow each other closely, each maybe half d
   decided (``Resumption.ready``): they just did not get, or had no time to obey, R's order to apply.
 * Gradients exist only for the layers a rank owned; of layers it merely kept from before it has the old
   state. So a device that counts by its gradients holds only what it owned in the plan of those gradients.
+* Under ZeRO-1 gradients make new what a rank owned in the plan of those gradients: its own part, and the
+  replica of the next owner's, if it has one. Of its layers nothing else is at the step then, since parameters
+  are whole only once the parts are gathered, and that takes the group.
 * After a rollback (``rollback``) only reports of its lineage count: who did not get to obey the Resume that
   undid steps may still be at one of them, and holds nothing.
 * A node whose report did not count in R's decision and whose trainers are not freshly made is not to be
@@ -24,8 +27,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.values import Device, Plan
-from statemachine.values import CommittedStep, DeviceReport, QuiesceMode, Restore, Vote
+from planner.values import Device, Plan, StatePart
+from statemachine.sharding import owned_parts
+from statemachine.values import CommittedStep, DeviceReport, HeldPart, QuiesceMode, Restore, Vote
 
 Outcome = Literal["start", "boundary", "redo", "roll_forward"]
 Reports = Mapping[str, tuple[DeviceReport, ...]]
@@ -41,6 +45,10 @@ class Resumption:
     plan: Plan
     ready: dict[Device, frozenset[int]] = field(default_factory=dict)
     """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
+    ready_parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
+    """Under ZeRO-1, what of those layers they have then."""
+    held_parts: tuple[HeldPart, ...] = ()
+    """Under ZeRO-1, what the devices of the plan have."""
     lineage: int = 0
     """Generation of the last rollback; 0: none."""
     restore: Restore | None = None
@@ -55,9 +63,12 @@ class Decision:
     holdings: dict[Device, frozenset[int]]
     """Layers that each device holds complete at ``step`` (after applying, where it is to roll forward)."""
     ready: dict[Device, frozenset[int]]
-    """The part of ``holdings`` that counts by gradients."""
+    """The part of ``holdings`` that counts by gradients; under ZeRO-1, the layers that ``parts`` are of."""
     in_flight: bool
     """Some rank had gradients of a step that is now discarded and redone."""
+    parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
+    """Under ZeRO-1: what each device has of which layers at ``step``, as ``holdings``, which then says whose
+    parameters are whole."""
 
 
 def pristine(report: DeviceReport) -> bool:
@@ -101,15 +112,18 @@ def decide(
     holdings: dict[Device, frozenset[int]] = {
         Device(node=node, index=report.device): frozenset() for node, report in everybody
     }
+    parts: dict[Device, tuple[StatePart, ...]] = dict.fromkeys(holdings, ())
     ready: dict[Device, frozenset[int]] = {}
     for node, report in flat:
         device = Device(node=node, index=report.device)
         if report.committed_step == target:
-            holdings[device] = frozenset(report.held)
+            holdings[device], parts[device] = frozenset(report.held), report.parts
         elif report.ready_step == target:
             layers = _by_gradients(device, report, target, resumption, owned)
             if layers:
-                holdings[device] = ready[device] = layers
+                ready[device] = layers
+                parts[device] = _parts_by_gradients(device, report, layers, target, resumption)
+                holdings[device] = _whole(layers, parts[device]) if report.parts else layers
     in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
     outcome: Outcome
     if resumption is None:
@@ -121,7 +135,13 @@ def decide(
     else:
         outcome = "redo"
     return Decision(
-        step=target, vote=vote, outcome=outcome, holdings=holdings, ready=ready, in_flight=in_flight
+        step=target,
+        vote=vote,
+        outcome=outcome,
+        holdings=holdings,
+        ready=ready,
+        in_flight=in_flight,
+        parts=parts,
     )
 
 
@@ -140,3 +160,29 @@ def _by_gradients(
     if target == resumption.step:
         return resumption.ready.get(device, frozenset()) & frozenset(report.held)
     return frozenset()
+
+
+def _parts_by_gradients(
+    device: Device,
+    report: DeviceReport,
+    layers: frozenset[int],
+    target: int,
+    resumption: Resumption | None,
+) -> tuple[StatePart, ...]:
+    """What ``device`` has of these layers at ``target`` once it applies the gradients it reports."""
+    if resumption is None or not report.parts:
+        return ()
+    if target == resumption.step:
+        counted = set(resumption.ready_parts.get(device, ()))
+        return tuple(part for part in report.parts if part in counted and part.layer in layers)
+    owned = owned_parts(resumption.plan, device)
+    return tuple(
+        part
+        for part in report.parts
+        if part.layer in layers and (part.part, part.parts, part.replica) in owned
+    )
+
+
+def _whole(layers: frozenset[int], parts: tuple[StatePart, ...]) -> frozenset[int]:
+    """Layers that have no part but the one here."""
+    return layers.intersection(part.layer for part in parts if part.parts == 1)

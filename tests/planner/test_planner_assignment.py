@@ -10,7 +10,7 @@ from oracles import layer
 from scipy.optimize import linear_sum_assignment
 
 from planner.assignment import Assigner, Assignment, Held, Place
-from planner.cover import cover, held_by
+from planner.cover import cover, held_by, whole_layers
 from planner.errors import StateLostError
 from planner.values import ModelProfile
 
@@ -83,7 +83,7 @@ def test_no_assignment_moves_fewer_bytes(
         found = assigner.assign(pipelines, nodes, masks, habits)
     except StateLostError:
         with pytest.raises(StateLostError):
-            cover(nodes, masks, (1 << LAYERS) - 1, len(places))
+            cover(nodes, whole_layers(masks, LAYERS), len(places))
         return
     used = [name for names in found.taken for name in names]
     assert len(used) == len(set(used)) == len(places) and set(used) <= set(nodes)
@@ -144,9 +144,9 @@ def test_of_equal_nodes_those_without_a_pipeline_fill_the_gaps() -> None:
 
 def test_a_cover_takes_few_nodes_and_says_what_cannot_be_seated() -> None:
     masks = {"a": (0b0011,), "b": (0b0110,), "c": (0b1100,), "d": (0b0001,)}
-    assert sorted(cover("abcd", masks, 0b1111, 2)) == ["a", "c"]
+    assert sorted(cover("abcd", whole_layers(masks, 4), 2)) == ["a", "c"]
     with pytest.raises(StateLostError, match="no pipeline has a place for"):
-        cover("abcd", masks, 0b1111, 1)
+        cover("abcd", whole_layers(masks, 4), 1)
     with pytest.raises(StateLostError, match="no usable device holds layer 4") as raised:
-        cover("abcd", masks, 0b11111, 4)
+        cover("abcd", whole_layers(masks, 5), 4)
     assert raised.value.layers == (4,)
