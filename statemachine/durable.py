@@ -164,6 +164,25 @@ def _plain(c: Cluster, name: str, value: Any) -> Any:
     return cached[1]
 
 
+def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
+    return {
+        "resumed_generation": resumption.generation,
+        "resumed_step": resumption.step,
+        "resumed_vote": msgspec.to_builtins(resumption.vote),
+        "resumed_ready": [
+            [{"node": device.node, "index": device.index}, sorted(layers)]
+            for device, layers in resumption.ready.items()
+        ],
+        "plan": _plain(c, "plan", resumption.plan),
+        "resumed_lineage": resumption.lineage,
+        "resumed_restore": _plain(c, "restore", resumption.restore),
+        "resumed_ready_parts": [
+            msgspec.to_builtins((device, parts)) for device, parts in resumption.ready_parts.items()
+        ],
+        "resumed_held_parts": _plain(c, "held_parts", resumption.held_parts),
+    }
+
+
 def write(c: Cluster) -> dict[str, Any]:
     """The durable state as it is now. ``told`` lags by the step under way: its events are yet to go out."""
     attempt, record, resumption, ledger = c.attempt, c.recovery, c.resumption, c.ledger
@@ -213,21 +232,7 @@ def write(c: Cluster) -> dict[str, Any]:
             "pipelines_before": record.pipelines_before,
         }
     if resumption is not None:
-        state["resumed_generation"] = resumption.generation
-        state["resumed_step"] = resumption.step
-        state["resumed_vote"] = msgspec.to_builtins(resumption.vote)
-        state["resumed_ready"] = [
-            [{"node": device.node, "index": device.index}, sorted(layers)]
-            for device, layers in resumption.ready.items()
-        ]
-        state["plan"] = _plain(c, "plan", resumption.plan)
-        state["resumed_lineage"] = resumption.lineage
-        state["resumed_restore"] = _plain(c, "restore", resumption.restore)
-        ready_parts = resumption.ready_parts
-        state["resumed_ready_parts"] = [
-            msgspec.to_builtins((device, parts)) for device, parts in ready_parts.items()
-        ]
-        state["resumed_held_parts"] = _plain(c, "held_parts", resumption.held_parts)
+        state |= _resumption(c, resumption)
     return state
 
 

@@ -83,7 +83,7 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
         "total_ms": _ms(record.committed_at, record.detected_at),
         "rolled_back_steps": record.rolled_back_steps,
         "recomputed_steps": record.recomputed_steps,
-        "tier": record.tier or ("live_replica" if plan.transfers else "none"),
+        "tier": record.tier or ("live_replica" if plan.transfers or plan.part_bytes else "none"),
         "bytes_moved": moved,
         "method": plan.method,
         "reason": plan.reason,

@@ -1,10 +1,13 @@
 """The roll-forward rule, case by case and as properties."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.values import Device, PipelinePlacement, Plan, StagePlacement
+from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
 from statemachine.rules import Resumption, decide, owned_layers, trusted
+from statemachine.sharding import held_parts, only_replicas
 from statemachine.values import CommittedStep, DeviceReport, Vote
 
 
@@ -175,3 +178,92 @@ def test_no_committed_step_is_lost_and_all_survivors_count(
         assert decision.holdings[device(node)] == owned[device(node)]
     for report in (r for rs in reports.values() for r in rs):
         assert report.committed_step <= decision.step <= report.committed_step + 1
+
+
+# --- ZeRO-1 --------------------------------------------------------------------------------------
+
+
+def sharded(
+    step: int, parts: tuple[StatePart, ...], *held: int, ready: bool = False
+) -> tuple[DeviceReport, ...]:
+    return (replace(at(step, *held, ready=ready)[0], parts=parts),)
+
+
+def half(number: int, *layers: int, replica: bool = False) -> tuple[StatePart, ...]:
+    return tuple(StatePart(layer=layer, part=number, parts=2, replica=replica) for layer in layers)
+
+
+def test_an_apply_that_was_stopped_while_gathering_counts_by_its_parts() -> None:
+    """``a`` committed step 8 and has its part of it; ``c``, with gradients, will have its own."""
+    own, other = half(0, 0, 1) + half(1, 0, 1, replica=True), half(1, 0, 1) + half(0, 0, 1, replica=True)
+    reports = {"a": sharded(8, own), "c": sharded(7, other, 0, 1, ready=True)}
+    decision = decide(reports, known(7), RUNNING, "abort")
+    assert (decision.step, decision.outcome) == (8, "roll_forward")
+    assert decision.holdings == {device("a"): frozenset(), device("c"): frozenset()}
+    assert decision.parts == {device("a"): own, device("c"): other}
+    assert decision.ready == {device("c"): {0, 1}}
+
+
+def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:
+    """``a`` still has all of layer 0 from before, and layer 2, which it does not own any more."""
+    old = tuple(StatePart(layer=layer, part=0, parts=1) for layer in (0, 2))
+    reports = {
+        "a": sharded(5, (*old, *half(0, 0, 1), *half(0, 0, 1, replica=True)), 0, 1, 2, ready=True),
+        "c": sharded(6, half(1, 0, 1)),
+    }
+    decision = decide(reports, None, RUNNING, "abort")
+    assert decision.parts[device("a")] == half(0, 0, 1)
+    same_step = {
+        name: (replace(told[0], ready_step=None, committed_step=6),) for name, told in reports.items()
+    }
+    assert decide(same_step, None, RUNNING, "abort").parts[device("a")][:2] == old
+
+
+def test_parts_that_counted_count_again_when_the_resume_did_not_arrive() -> None:
+    counted = half(0, 0)
+    resumption = Resumption(
+        generation=3,
+        step=6,
+        vote=None,
+        plan=plan(("a", "b"), ("d", "e")),
+        ready={device("c"): frozenset({0})},
+        ready_parts={device("c"): counted},
+    )
+    reports = {"c": sharded(5, (*counted, *half(0, 1), *half(1, 0, replica=True)), 0, 1, ready=True)}
+    decision = decide(reports, known(6), resumption, "abort")
+    assert decision.parts[device("c")] == counted
+    assert decision.holdings[device("c")] == frozenset()
+
+
+def test_the_only_owner_has_whole_layers_once_it_rolls_forward() -> None:
+    alone = Resumption(generation=3, step=5, vote=None, plan=plan(("a", "b")))
+    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in (0, 1))
+    decision = decide({"a": sharded(5, parts, 0, 1, ready=True)}, known(6), alone, "abort")
+    assert decision.holdings[device("a")] == {0, 1}
+    assert decision.parts[device("a")] == parts
+
+
+def test_what_a_plan_s_devices_have_is_told_in_runs() -> None:
+    parts = {
+        device("a"): (*half(1, 0, 1, replica=True), *half(0, 0, 1, 3)),
+        device("b"): half(0, 2),
+        device("idle"): half(0, 0),
+    }
+    told = held_parts(PLAN, {device("a"): frozenset({0, 1})}, parts)
+    assert [
+        (h.device.node, h.first_layer, h.end_layer, h.part, h.parts, h.replica, h.whole) for h in told
+    ] == [
+        ("a", 0, 2, 0, 2, False, True),
+        ("a", 3, 4, 0, 2, False, False),
+        ("a", 0, 2, 1, 2, True, True),
+        ("b", 2, 3, 0, 2, False, False),
+    ]
+
+
+def test_layers_of_which_only_replicas_are_left_are_named() -> None:
+    parts = {
+        device("a"): half(0, 0, 1) + half(1, 0, 1, replica=True),
+        device("b"): half(0, 2, 3),
+        device("d"): half(1, 2, 3),
+    }
+    assert only_replicas(PLAN, parts) == [0, 1]
