@@ -8,6 +8,7 @@ import sys
 import typer
 
 from ftd.cli import (
+    acl,
     chaos,
     checkpoint,
     client,
@@ -32,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _RUNNING = (local, coordinator, node, client, snapshot, chaos)
-for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, sim):
+for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, sim):
     module.register(app)
 
 

@@ -28,16 +28,24 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explained(error: BaseException) -> str:
-    """Why no secure connection came about, with the remedy where there is a likely one."""
-    match error:
-        case ssl.SSLCertVerificationError():
-            return f"its certificate is refused: {error.verify_message}{_remedy(error.verify_message)}"
-        case ssl.SSLError() if error.reason == "WRONG_VERSION_NUMBER":
-            return "it does not speak TLS at this port (mqtt:// there, or another port for mqtts://?)"
-        case ssl.SSLError():
-            return f"no TLS connection: {(error.reason or str(error)).replace('_', ' ').lower()}"
+    """Why no connection came about, with the remedy where there is a likely one."""
+    match _origin(error):
+        case ssl.SSLCertVerificationError(verify_message=message):
+            return f"its certificate is refused: {message}{_remedy(message)}"
+        case ssl.SSLError(reason=reason):
+            return f"no TLS connection: {(reason or str(error)).replace('_', ' ').lower()}"
         case _:
             return str(error) or type(error).__name__
+
+
+def _origin(error: BaseException) -> BaseException:
+    """TLS's own complaint, where a library made another error of it."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, ssl.SSLError):
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
 
 
 def _remedy(message: str) -> str:
@@ -45,7 +53,7 @@ def _remedy(message: str) -> str:
         return " (renew the broker's certificate; or is this host's clock wrong?)"
     if "not yet valid" in message:
         return " (is this host's clock wrong?)"
-    if "mismatch" in message:
+    if "ismatch" in message:
         return " (use the name that the certificate is for in broker.url, or a certificate for this name)"
     if "self-signed" in message or "local issuer" in message:
         return " (name the certificate of its authority in broker.ca_file)"

@@ -34,6 +34,9 @@ CONNECT_S = 3.0
 """For the connection itself and for each acknowledgement on the way to a usable session."""
 MAX_KEPT = 10_000
 READ_ANYWAY_S = 0.2
+ECHO_S = 5.0
+"""Whoever has a last will publishes its state on connecting, and hears it: unless an ACL is in the way, of
+which mosquitto tells nobody."""
 
 # Small packets wait up to 40 ms for the peer's delayed acknowledgement without TCP_NODELAY.
 _SOCKET_OPTIONS = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
@@ -93,6 +96,7 @@ class MqttSession:
         self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
         self._publishing: dict[asyncio.Task[None], _Outgoing] = {}
         self._silent_until = 0.0
+        self._heard_itself = False
 
     @property
     def connected(self) -> bool:
@@ -152,6 +156,7 @@ class MqttSession:
         """One connection from first to last byte; true when it had been usable."""
         client = self._new_client()
         guard: asyncio.Task[None] | None = None
+        echo: asyncio.TimerHandle | None = None
         up = False
         try:
             async with client:
@@ -159,7 +164,9 @@ class MqttSession:
                 if self._subscriptions:
                     await client.subscribe([(topic, 1) for topic in self._subscriptions])
                 self._client = client
-                up = True
+                up, self._heard_itself = True, False
+                if self._will is not None and self._will.topic in self._subscriptions:
+                    echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
                 self._announce_up()
                 async for message in client.messages:
                     self._deliver(message)
@@ -173,10 +180,20 @@ class MqttSession:
             self._up.clear()
             if guard is not None:
                 guard.cancel()
+            if echo is not None:
+                echo.cancel()
         return up
+
+    def _miss_echo(self, topic: str) -> None:
+        if not self._heard_itself:
+            user = self.broker.username or "(anonymous)"
+            remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
+            _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
     def _deliver(self, message: aiomqtt.Message) -> None:
         payload = message.payload
+        if self._will is not None and message.topic.value == self._will.topic:
+            self._heard_itself = True
         try:
             self._on_message(message.topic.value, payload, message.retain)
         except Exception:
@@ -225,7 +242,7 @@ class MqttSession:
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
-        problem = explained(error.__cause__ or error)
+        problem = explained(error)
         if problem != self._problem:
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem
