@@ -1,0 +1,1 @@
+"""What ``ftd install`` puts on a host: systemd units, a user, directories, a sample configuration."""

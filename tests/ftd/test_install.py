@@ -1,0 +1,112 @@
+"""``ftd install``: files that systemd itself accepts, nothing of the user's overwritten."""
+
+import configparser
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.config.daemon import daemon_config
+from ftd.install.files import files_for, hidden_from_others, sample_config
+from ftd.install.units import Layout, Role, unit_name, unit_text
+
+FTD = Path(sys.executable).parent / "ftd"
+MOST_EXPOSED = 25
+"""Of 100, by ``systemd-analyze security``: below it a service counts as well protected."""
+
+analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+
+
+def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@analyze
+@pytest.mark.parametrize("role", ["node", "coordinator"])
+def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path, role: Role) -> None:
+    unit = tmp_path / unit_name(role)
+    unit.write_text(unit_text(role, Layout(executable=FTD, writable=[Path("/srv/checkpoints")])))
+    verified = systemd_analyze("verify", "--recursive-errors=no", str(unit))
+    assert (verified.returncode, verified.stderr.count(unit.name)) == (0, 0), verified.stderr
+    security = systemd_analyze("security", "--offline=true", f"--threshold={MOST_EXPOSED}", str(unit))
+    assert security.returncode == 0, security.stdout
+    # The check can fail: systemd complains of a key that it does not know.
+    unit.write_text(unit.read_text().replace("WatchdogSec", "WatchDogSec"))
+    assert systemd_analyze("verify", "--recursive-errors=no", str(unit)).returncode != 0
+
+
+def test_the_unit_says_what_the_daemons_rely_on() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(unit_text("node", Layout(executable=Path("/opt/ftd/bin/ftd"))))
+    service = unit["Service"]
+    assert service["ExecStart"] == "/opt/ftd/bin/ftd node --config /etc/ftd/ftd.toml"
+    assert (service["Type"], service["KillMode"], service["RestartPreventExitStatus"]) == (
+        "notify",
+        "mixed",
+        "2",
+    )
+    assert int(service["TimeoutStopSec"]) > daemon_config({}, directory=Path("/")).timing.leave_s
+
+
+def test_the_sample_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("sesame\n")
+    (tmp_path / "secret").chmod(0o640)
+    config = daemon_config(tomllib.loads(sample_config()), directory=tmp_path)
+    assert config.require_secret() == "sesame"
+
+
+def test_installing_twice_changes_nothing_and_keeps_the_configuration(tmp_path: Path) -> None:
+    command = ["install", "node", "--root", str(tmp_path), "--executable", str(FTD)]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0 and first.output.count("written") == 4
+    config = tmp_path / "etc/ftd/ftd.toml"
+    assert stat.S_IMODE(config.stat().st_mode) == 0o640
+    config.write_text("# mine\n")
+    second = CliRunner().invoke(app, command)
+    assert (second.output.count("unchanged"), second.output.count("kept")) == (3, 1)
+    assert config.read_text() == "# mine\n"
+    assert [p for p in tmp_path.rglob(".*")] == []
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["install", "coordinator", "--dry-run", "--root", str(tmp_path), "--executable", str(FTD)]
+    )
+    assert result.exit_code == 0 and "ExecStart=" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--config", "ftd.toml"], "--config"),
+        (["--writable", "checkpoints"], "--writable"),
+        (["--executable", "/nonexistent/ftd"], "--executable"),
+        (["--root", "/proc/nowhere"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], field: str) -> None:
+    base = ["install", "node", *([] if "--executable" in arguments else ["--executable", str(FTD)])]
+    result = subprocess.run(
+        [str(FTD), *base, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 2 and field in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_program_that_the_service_cannot_reach_is_noticed(tmp_path: Path) -> None:
+    program = tmp_path / "closed" / "ftd"
+    program.parent.mkdir(mode=0o700)
+    program.touch(0o755)
+    tmp_path.chmod(0o755)
+    hidden = hidden_from_others(program)
+    assert hidden is not None and program.is_relative_to(hidden)
+    assert len(files_for("node", Layout(executable=program))) == 4
