@@ -32,9 +32,12 @@ def snap(a: Agent, command: Snap) -> None:
         a.ignore("a Snap that was obeyed")
         return
     a.snap_order = order
+    last = a.job is not None and command.behind >= a.job.steps
     for device in a.mine(a.resume):
-        if a.trainers[device].phase is TrainerPhase.TRAINING:
-            a.out.append(TrainerSnap(cause=a.cause, device=device, generation=command.generation))
+        phase = a.trainers[device].phase
+        if phase is TrainerPhase.TRAINING or (phase is TrainerPhase.DONE and last):
+            snap = TrainerSnap(cause=a.cause, device=device, generation=command.generation, last=last)
+            a.out.append(snap)
 
 
 def keep(a: Agent, command: KeepSnapshot) -> None:

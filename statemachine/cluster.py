@@ -10,6 +10,7 @@ from typing import Any, assert_never
 from statemachine import (
     durable,
     jobs,
+    persisting,
     public,
     recovery,
     rollback,
@@ -23,6 +24,9 @@ from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
     DrainRequested,
     JobSubmitted,
     NodeVanished,
@@ -38,9 +42,9 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.membership import inquire
-from statemachine.state import GIVE_UP, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
+from statemachine.state import GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase, Snapshot
+from statemachine.values import Checkpoint, ClusterPhase, Snapshot
 
 ClusterEvent = (
     TimerFired
@@ -58,6 +62,9 @@ ClusterEvent = (
     | PlanWeighed
     | PlanImpossible
     | RestoreChecked
+    | CheckpointWritten
+    | CheckpointFailed
+    | CheckpointFound
 )
 
 
@@ -136,6 +143,11 @@ class ClusterMachine:
         """The job's newest snapshot that is complete everywhere."""
         return self._c.keeping.newest
 
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The job's newest persistent one, as far as this coordinator knows."""
+        return self._c.persisting.newest
+
     def _take_out(self) -> list[Effect]:
         """What this step wants, in the order that serves best and is still safe.
 
@@ -184,6 +196,14 @@ class ClusterMachine:
                 self._plan_impossible(event)
             case RestoreChecked():
                 self._lost(rollback.checked(c, event))
+            case CheckpointWritten():
+                persisting.written(c, event)
+            case CheckpointFailed():
+                persisting.commit_failed(c, event)
+            case CheckpointFound():
+                reason = rollback.found(c, event)
+                if reason is not None:
+                    jobs.fail(c, reason)
             case _:
                 assert_never(event)
 
@@ -207,12 +227,14 @@ class ClusterMachine:
                 timeouts.steps_overdue(c)
             case "snapshot":
                 snapshots.overdue(c)
+            case "persist":
+                persisting.overdue(c)
             case "suspicion":
                 timeouts.suspicion_overdue(c)
             case "give_up":
                 if c.phase is ClusterPhase.PAUSED and any(node.asked for node in c.alive()):
                     c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
-                elif c.phase is ClusterPhase.PAUSED:
+                elif c.phase is ClusterPhase.PAUSED and not rollback.go_back(c):
                     jobs.fail(c, c.lacking)
             case _:  # "settle": pursue sees that the time is over
                 c.dirty = True
@@ -234,6 +256,8 @@ class ClusterMachine:
         for node in c.alive():
             inquire(c, node.name, node.incarnation)
         restored, c.restored = c.restored, False
+        if restored:
+            persisting.restarted(c)
         attempt = c.attempt
         if c.changing and attempt is not None and restored and not attempt.resume_sent:
             # The reports that came before the crash are lost with it.
@@ -246,6 +270,8 @@ class ClusterMachine:
             c.set_timer(GIVE_UP, c.timing.lost_state_s)
         if c.keeping.underway is not None:
             c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+        if c.persisting.writing is not None and not c.persisting.writing.committing:
+            c.set_timer(PERSIST, c.timing.persist_s)
         c.dirty = True
         c.publish()
 
@@ -253,7 +279,7 @@ class ClusterMachine:
         """Nobody can be heard, so nobody is late."""
         c = self._c
         c.connected = False
-        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT):
+        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST):
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training goes on")
 
@@ -290,5 +316,5 @@ class ClusterMachine:
     def _lost(self, reason: str | None) -> None:
         """The job cannot go on."""
         c = self._c
-        if reason is not None:
+        if reason is not None and not rollback.search(c, reason):
             jobs.fail(c, f"{reason}; last failure: {c.last_failure}" if c.last_failure else reason)

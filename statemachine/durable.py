@@ -4,124 +4,22 @@ Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the cl
 one, the same for a coordinator that comes back on this host.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from planner.values import Device, Plan, StatePart
+from statemachine.keeping import Keeping, Persisting, Writing
 from statemachine.node import NodeMachine
+from statemachine.records import Journal, NodeRecord, PersistingRecord
 from statemachine.rules import Resumption
-from statemachine.state import Attempt, Cluster, Exposure, Keeping, Ledger, Recovery
+from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
-from statemachine.values import (
-    ClusterPhase,
-    CommittedStep,
-    HeldPart,
-    HeldSnapshot,
-    Job,
-    NodeFacts,
-    NodeState,
-    Profiled,
-    QuiesceMode,
-    Restore,
-    Snapshot,
-    Vote,
-)
 
 SCHEMA = 1
 
 
 class JournalError(ValueError):
     """The journal is not of this program, or of another version of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRecord:
-    incarnation: int
-    facts: NodeFacts
-    state: NodeState
-    prepared: bool
-    unfit: str | None
-    draining: str | None
-    leaving: bool
-    released: bool
-    returning: bool
-    counted_in: int
-    obeyed: int
-    lost_after: int
-    gone: bool
-    retired: tuple[int, ...]
-    speed: float = 1.0
-    snapshots: tuple[HeldSnapshot, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecord:
-    generation: int
-    mode: QuiesceMode
-    expected: tuple[str, ...]
-    members: tuple[str, ...]
-    kept: tuple[str, ...]
-    resume_sent: bool
-    sources: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryRecord:
-    cause: str
-    nodes: tuple[str, ...]
-    detected_how: str | None
-    detected_at: float
-    tried: int
-    recomputed_steps: int
-    pipelines_before: list[dict[str, Any]]
-    rolled_back_steps: int = 0
-    tier: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExposureRecord:
-    failures: int = 0
-    node_s: float = 0.0
-    nodes: int = 0
-    since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Journal:
-    schema: int
-    phase: ClusterPhase
-    generation: int
-    outcome: str
-    lacking: str
-    giving_up: bool
-    raised: int
-    last_failure: str
-    job: Job | None
-    profiled: Profiled | None
-    known: CommittedStep | None
-    told: int
-    loss: float | None
-    step_s: float
-    nodes: dict[str, NodeRecord] = field(default_factory=dict)
-    attempt: AttemptRecord | None = None
-    recovery: RecoveryRecord | None = None
-    resumed_generation: int = 0
-    resumed_step: int = 0
-    resumed_vote: Vote | None = None
-    resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
-    plan: Plan | None = None
-    templates_for: int = 0
-    exposure: ExposureRecord = ExposureRecord()
-    snapshot: Snapshot | None = None
-    snapshot_behind: int = 0
-    lineage: int = 0
-    resumed_lineage: int = 0
-    resumed_restore: Restore | None = None
-    resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
-    resumed_held_parts: tuple[HeldPart, ...] = ()
-    untold: dict[str, Any] | None = None
 
 
 def _node(node: NodeMachine) -> dict[str, Any]:
@@ -153,6 +51,50 @@ def _node(node: NodeMachine) -> dict[str, Any]:
             for held in sorted(node.snapshots, key=lambda held: (held.generation, held.step))
         ],
     }
+
+
+def _recovery(record: Recovery) -> dict[str, Any]:
+    return {
+        "cause": record.cause,
+        "nodes": list(record.nodes),
+        "detected_how": record.detected_how,
+        "detected_at": record.detected_at,
+        "tried": record.tried,
+        "recomputed_steps": record.recomputed_steps,
+        "rolled_back_steps": record.rolled_back_steps,
+        "tier": record.tier,
+        "pipelines_before": record.pipelines_before,
+    }
+
+
+def _persisting(c: Cluster) -> dict[str, Any]:
+    persisting, writing = c.persisting, c.persisting.writing
+    return {
+        "newest": _plain(c, "checkpoint", persisting.newest),
+        "tried": persisting.tried,
+        "done": persisting.done,
+        "spoiled": sorted(persisting.spoiled),
+        "attempt": writing.attempt if writing is not None else "",
+        "record": _plain(c, "writing", writing.record) if writing is not None else None,
+        "writers": sorted(writing.shares) if writing is not None else [],
+    }
+
+
+def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
+    """What was being written is given up once the broker is there; so this much of it is enough."""
+    writing = None
+    if past.record is not None:
+        writing = Writing(
+            record=past.record,
+            attempt=past.attempt,
+            shares=dict.fromkeys(past.writers, ()),
+            incarnations={},
+            sources={},
+            began_at=at,
+        )
+    return Persisting(
+        newest=past.newest, tried=past.tried, done=past.done, spoiled=set(past.spoiled), writing=writing
+    )
 
 
 def _plain(c: Cluster, name: str, value: Any) -> Any:
@@ -208,6 +150,7 @@ def write(c: Cluster) -> dict[str, Any]:
         "snapshot_behind": c.keeping.behind,
         "lineage": c.lineage,
         "untold": c.untold,
+        "persisting": _persisting(c),
     }
     if attempt is not None:
         state["attempt"] = {
@@ -220,17 +163,7 @@ def write(c: Cluster) -> dict[str, Any]:
             "sources": list(attempt.sources),
         }
     if record is not None:
-        state["recovery"] = {
-            "cause": record.cause,
-            "nodes": list(record.nodes),
-            "detected_how": record.detected_how,
-            "detected_at": record.detected_at,
-            "tried": record.tried,
-            "recomputed_steps": record.recomputed_steps,
-            "rolled_back_steps": record.rolled_back_steps,
-            "tier": record.tier,
-            "pipelines_before": record.pipelines_before,
-        }
+        state["recovery"] = _recovery(record)
     if resumption is not None:
         state |= _resumption(c, resumption)
     return state
@@ -266,6 +199,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         told_before=journal.told,
         templates_before=journal.templates_for,
         keeping=Keeping(newest=journal.snapshot, behind=journal.snapshot_behind),
+        persisting=_read_persisting(journal.persisting, at),
         lineage=journal.lineage,
         untold=journal.untold,
         exposure=Exposure(

@@ -221,6 +221,8 @@ class TrainerSnap(Effect):
 
     device: int
     generation: int
+    last: bool = False
+    """All steps are done, so there is no ballot: take it at once, and everybody else does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

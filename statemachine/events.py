@@ -74,6 +74,8 @@ class JobSubmitted(Event):
     job: Job
     profile: ModelProfile | None = None
     """Of the job's layers, where the user has one; ``None``: a node measures them."""
+    begin: Checkpoint | None = None
+    """The newest one of a job of this name at its place: what this job goes on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

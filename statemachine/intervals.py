@@ -11,8 +11,9 @@ from statistics import median
 
 from planner.intervals import SnapshotCost, choose_interval
 from statemachine.horizon import horizon_s
+from statemachine.keeping import SnapshotCosts
 from statemachine.messages import Stepped
-from statemachine.state import Cluster, SnapshotCosts
+from statemachine.state import Cluster
 from statemachine.values import ClusterPhase, Job
 
 FIRST_EVERY_STEPS = 5

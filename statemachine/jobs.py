@@ -3,10 +3,11 @@
 import hashlib
 from typing import Any
 
-from statemachine import snapshots
+from statemachine import persisting, snapshots
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.group import follow_group, release, release_drained
+from statemachine.keeping import Keeping, Persisting
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
 from statemachine.messages import Prepare, Prepared, Stop
@@ -25,10 +26,9 @@ from statemachine.state import (
     Balance,
     Cluster,
     Exposure,
-    Keeping,
     Ledger,
 )
-from statemachine.values import ClusterPhase, Profiled
+from statemachine.values import ClusterPhase, CommittedStep, Profiled
 
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
@@ -52,15 +52,25 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
                 f"job {c.job.name!r} is under way: ftd stop {c.job.name}",
             )
         return
+    begin = event.begin
+    if begin is not None and begin.step > job.steps:
+        beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
+        answer(c, event.request, False, f"{beyond}: give it more steps, or another url")
+        return
     c.enter(PhaseEvent.JOB_ACCEPTED)
     c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
     c.keeping, c.lineage, c.untold = Keeping(), 0, None
+    c.persisting = Persisting(newest=begin, tried=begin.step if begin is not None else 0)
     if event.profile is not None:
         c.profiled = Profiled(job=job, profile=event.profile)
-    c.told_before = 0
+    if begin is not None:
+        # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
+        c.ledger.known, c.ledger.told = CommittedStep(step=begin.step, vote=begin.vote), begin.step
+        c.ledger.loss = begin.vote.loss
+    c.told_before = c.ledger.told
     for node in list(c.nodes.values()):
         node.forget_job()
         problem = misfit(node.facts, job.policy)
@@ -112,6 +122,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     assert c.job is not None, "only a job under way ends"
     c.enter(event)
     c.outcome = reason
+    persisting.ended(c)
     c.keeping.underway = None
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
@@ -245,13 +256,15 @@ def maybe_finish(c: Cluster) -> None:
     if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING:
         return
     planned = c.planned
-    if not planned or any(name not in attempt.finished for name in planned):
+    if not c.ended:
         return
     if c.ledger.told < job.steps:
         known = c.ledger.known
         if known is not None and known.step not in c.ledger.pending:
             c.ledger.pending[known.step] = known.vote
             tell(c)
+        return
+    if snapshots.last_wanted(c):
         return
     digests: dict[int, str] = {}
     for name in planned:
@@ -279,6 +292,7 @@ def pursue(c: Cluster) -> None:
         return
     follow_group(c)
     build(c)
+    persisting.pursue(c)
     match c.phase:
         case ClusterPhase.WAITING:
             problem = nobody_can_build(c)

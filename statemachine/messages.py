@@ -323,7 +323,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snap:
-    """Let everybody take a snapshot behind the step in flight. To the node of rank 0."""
+    """Let everybody take a snapshot behind the step in flight. To rank 0's node; behind the last to all."""
 
     generation: int
     behind: int

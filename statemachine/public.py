@@ -99,6 +99,20 @@ def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
     }
 
 
+def _checkpoint(c: Cluster) -> dict[str, Any] | None:
+    """The newest persistent one; ``None`` where the job writes none."""
+    job, persisting = c.job, c.persisting
+    if job is None or not job.checkpoint.url:
+        return None
+    newest, writing = persisting.newest, persisting.writing
+    return {
+        "url": job.checkpoint.url,
+        "step": newest.step if newest is not None else None,
+        "size_bytes": newest.size_bytes if newest is not None else 0,
+        "writing_step": writing.record.step if writing is not None else None,
+    }
+
+
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job
@@ -115,6 +129,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "outcome": c.outcome,
         "snapshot": _snapshot(c),
         "snapshot_policy": _snapshot_policy(c),
+        "checkpoint": _checkpoint(c),
         "job": None
         if job is None
         else {

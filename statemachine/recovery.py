@@ -302,7 +302,17 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
 
 def _restore(c: Cluster, attempt: Attempt) -> Restore | None:
     """Where everybody's state comes from after a rollback."""
-    record, job = c.keeping.newest, c.job
+    record, checkpoint, job = c.keeping.newest, attempt.checkpoint, c.job
+    if job is not None and checkpoint is not None:
+        return Restore(
+            job_id=job.job_id,
+            step=checkpoint.step,
+            generation=0,
+            groups=(),
+            sources={},
+            url=job.checkpoint.url,
+            job_name=job.name,
+        )
     if attempt.restoring is None or record is None or job is None:
         return None
     facts = {name: c.nodes[name].facts for name in attempt.sources}

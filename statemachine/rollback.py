@@ -5,19 +5,26 @@ computes (``CheckRestore``). If it is, the decision of the generation is replace
 every layer is to be had on every device. What was committed behind that step is undone with the Resume, and
 never before it, since until then somebody who holds it may come back. The Resume begins a new *lineage*:
 reports, heartbeats and votes of another one are of a past that is no more.
+
+When nobody who is here, or may come back, has that snapshot either, the newest persistent checkpoint is
+looked for (``FindCheckpoint``) and gone back to in the same way; no snapshot counts from then on. A job that
+begins from one begins like this: its steps are known, and nobody holds them. What a node finds damaged is
+passed over.
 """
 
 from dataclasses import replace
 
 from planner.values import Device, StatePart
-from statemachine.effects import CheckRestore
-from statemachine.events import RestoreChecked
+from statemachine import persisting
+from statemachine.effects import CheckRestore, FindCheckpoint
+from statemachine.events import CheckpointFound, RestoreChecked
+from statemachine.keeping import Keeping
 from statemachine.messages import RestoreFailed
 from statemachine.node import NodeMachine
 from statemachine.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.snapshots import holders, key_of
 from statemachine.state import GIVE_UP, Attempt, Cluster
-from statemachine.values import ClusterPhase, Snapshot
+from statemachine.values import ClusterPhase, Snapshot, Vote
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""
@@ -60,21 +67,7 @@ def checked(c: Cluster, event: RestoreChecked) -> str | None:
         reason = f"{attempt.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
         return wait_or_lose(c, reason)
     attempt.restoring = event
-    everything = frozenset(range(newest.groups[-1].end_layer))
-    devices = [
-        Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
-    ]
-    holdings = dict.fromkeys(devices, everything)
-    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in sorted(everything))
-    attempt.decision = replace(
-        attempt.decision,
-        step=newest.step,
-        vote=newest.vote,
-        holdings=holdings,
-        ready={},
-        parts=dict.fromkeys(devices, parts),
-    )
-    ask_plan(c, attempt, with_draining=False)
+    _plan_from(c, attempt, newest.step, newest.vote, newest.groups[-1].end_layer)
     return None
 
 
@@ -91,7 +84,7 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
         for name in (newest.owners if newest is not None else ())
         if name not in live and _may_hold(c, name, newest)
     ]
-    if not live and not kept:
+    if c.persisting.impatient or _as_good(c) or not (live or kept):
         return reason
     waited = f"{reason}; waiting for {', '.join(live + kept)}, which may still hold it"
     pause(c, waited, needed=None)
@@ -100,35 +93,134 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
     return None
 
 
+def _as_good(c: Cluster) -> bool:
+    """Nothing was committed behind the persistent checkpoint: nobody who is away has more."""
+    return c.persisting.newest is not None and c.ledger.known_step <= c.persisting.newest.step
+
+
 def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
     """An owner that is away, or that is just back and has yet to find what its memory holds."""
     node = c.nodes.get(name)
     return newest is not None and (node is None or not node.alive or key_of(c, newest) not in node.snapshots)
 
 
+# --- persistent checkpoints ----------------------------------------------------------------------
+
+
+def search(c: Cluster, reason: str) -> bool:
+    """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
+    attempt, job = c.attempt, c.job
+    if job is None or not job.checkpoint.url or attempt is None or attempt.decision is None:
+        return False
+    if c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
+        return False
+    attempt.why_lost = reason
+    spoiled = tuple(sorted(c.persisting.spoiled))
+    c.out.append(FindCheckpoint(cause=c.cause, generation=attempt.generation, job=job, spoiled=spoiled))
+    return True
+
+
+def go_back(c: Cluster) -> bool:
+    """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
+    if c.job is None or not c.job.checkpoint.url:
+        return False
+    c.persisting.impatient = True
+    note_cause(c, "resumed", [])
+    reconfigure(c, f"{c.lacking}; back to a persistent checkpoint", "abort")
+    return True
+
+
+def found(c: Cluster, event: CheckpointFound) -> str | None:
+    """Go on from it. Returns why the job is lost, if there is none."""
+    attempt, job, checkpoint = c.attempt, c.job, event.checkpoint
+    if (
+        attempt is None
+        or job is None
+        or attempt.decision is None
+        or c.phase is not ClusterPhase.RECOVERING
+        or attempt.resume_sent
+        or attempt.restoring is not None
+        or event.generation != attempt.generation
+    ):
+        c.ignore("a checkpoint for an older generation")
+        return None
+    for passed in event.skipped:
+        c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
+    if checkpoint is None:
+        return f"{attempt.why_lost}; nor is there a persistent checkpoint: {event.reason}"
+    layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
+    if checkpoint.layers != layers:
+        return (
+            f"checkpoint.url: {job.checkpoint.url} holds a model of {checkpoint.layers} layers under the "
+            f"name {job.name!r}, and this job's has {layers}: give the job another url or another name"
+        )
+    attempt.checkpoint, attempt.sources = checkpoint, ()
+    attempt.restoring = RestoreChecked(
+        at=event.at,
+        cause=event.cause,
+        generation=event.generation,
+        possible=True,
+        reason=f"the newest persistent checkpoint in {job.checkpoint.url}",
+        tier="persistent",
+    )
+    _plan_from(c, attempt, checkpoint.step, checkpoint.vote, layers)
+    return None
+
+
+def _plan_from(c: Cluster, attempt: Attempt, step: int, vote: Vote, layers: int) -> None:
+    """A plan as if everybody held everything at this step."""
+    assert attempt.decision is not None, "nothing is looked for before the decision"
+    everything = frozenset(range(layers))
+    devices = [
+        Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
+    ]
+    holdings = dict.fromkeys(devices, everything)
+    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in range(layers))
+    attempt.decision = replace(
+        attempt.decision,
+        step=step,
+        vote=vote,
+        holdings=holdings,
+        ready={},
+        parts=dict.fromkeys(devices, parts),
+    )
+    ask_plan(c, attempt, with_draining=False)
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
 def undo(c: Cluster, attempt: Attempt) -> None:
-    """With the Resume: what was committed behind the snapshot is forgotten, and done again."""
-    newest, event = c.keeping.newest, attempt.restoring
-    assert newest is not None, "it was checked"
+    """With the Resume: what was committed behind that step is forgotten, and done again."""
+    target, event = attempt.checkpoint or c.keeping.newest, attempt.restoring
+    assert target is not None, "it was checked"
     assert event is not None, "it was checked"
     ledger, before = c.ledger, c.ledger.known_step
-    ledger.roll_back(newest.step, newest.vote)
+    ledger.roll_back(target.step, target.vote)
     c.told_before = min(c.told_before, ledger.told)
     c.lineage = attempt.generation
-    c.keeping.behind = newest.step
+    if attempt.checkpoint is not None:
+        persisting.rolled_back(c, attempt.checkpoint)
+        c.keeping = Keeping()
+    c.keeping.behind = target.step
     for node in c.nodes.values():
-        node.step = min(node.step, newest.step)
-    undone = before - newest.step
+        node.step = min(node.step, target.step)
+    undone = before - target.step
     if c.recovery is not None:
         c.recovery.rolled_back_steps += undone
         c.recovery.tier = event.tier
+    what = "checkpoint" if attempt.checkpoint is not None else "snapshot"
+    begins = c.resumption is None
     c.untold = {
-        "reason": f"{attempt.why_lost}; back to the snapshot of step {newest.step}: {event.reason}",
-        "step": newest.step,
+        "name": "JobResumed" if begins else "RolledBack",
+        "reason": f"the job goes on behind step {target.step}: {event.reason}"
+        if begins
+        else f"{attempt.why_lost}; back to the {what} of step {target.step}: {event.reason}",
+        "step": target.step,
         "generation": attempt.generation,
         "details": {
             "from_step": before,
-            "to_step": newest.step,
+            "to_step": target.step,
             "undone": undone,
             "tier": event.tier,
             "sources": list(attempt.sources),
@@ -141,27 +233,33 @@ def tell_untold(c: Cluster) -> None:
     """The RolledBack of the journal: told with the step that made it, and again after a crash then."""
     if c.untold is not None:
         told = c.untold
-        c.emit(
-            "RolledBack", told["reason"], generation=told["generation"], step=told["step"], **told["details"]
-        )
+        where = {"generation": told["generation"], "step": told["step"]}
+        if told["name"] == "JobResumed":
+            c.emit("JobResumed", told["reason"], **where, **told["details"])
+        else:
+            c.emit("RolledBack", told["reason"], **where, **told["details"])
 
 
 def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
     """Try again without those whose shards cannot be had. Returns why the job is lost, if it is."""
     attempt, newest = c.attempt, c.keeping.newest
+    restore = c.resumption.restore if c.resumption is not None else None
     restoring = attempt is not None and attempt.resume_sent and c.phase is ClusterPhase.RECOVERING
-    if attempt is None or newest is None or not restoring or signal.generation != attempt.generation:
+    if attempt is None or restore is None or not restoring or signal.generation != attempt.generation:
         c.ignore("a RestoreFailed that nobody waits for", node.name)
         return None
-    key = key_of(c, newest)
     for name in signal.bad:
-        if name in c.nodes:
-            c.nodes[name].spoiled[key] += 1
+        if name in c.nodes and newest is not None:
+            c.nodes[name].spoiled[key_of(c, newest)] += 1
     c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
-    if not signal.bad:
+    what = f"{'checkpoint' if restore.url else 'snapshot'} of step {restore.step}"
+    if restore.url and signal.damaged:
+        c.persisting.spoiled.add(restore.step)
+        c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
+    elif not signal.bad:
         c.raised += 1
         if c.raised >= c.timing.raise_limit:
-            return f"{node.name} cannot restore the snapshot of step {newest.step}: {signal.detail}"
+            return f"{node.name} cannot restore the {what}: {signal.detail}"
     note_cause(c, "connection_lost", [], "no_answer")
-    reconfigure(c, f"{node.name} cannot restore the snapshot: {signal.detail}", "abort")
+    reconfigure(c, f"{node.name} cannot restore the {what}: {signal.detail}", "abort")
     return None

@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from statemachine import intervals, snapshots
+from statemachine import intervals, persisting, snapshots
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.group import take_finished, take_resumed
 from statemachine.jobs import fail, say_not_under_way, set_draining, take_prepared
@@ -121,8 +121,10 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             snapshots.take_completed(c, node, signal)
         case SnapshotFailed():
             snapshots.take_failed(c, node, signal)
-        case LayersPersisted() | PersistFailed():
-            c.ignore("an answer to a Persist that nobody waits for", node.name)
+        case LayersPersisted():
+            persisting.take_persisted(c, node, signal)
+        case PersistFailed():
+            persisting.take_persist_failed(c, node, signal)
         case RestoreFailed():
             lost = take_restore_failed(c, node, signal)
             if lost is not None:
@@ -192,6 +194,7 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort")
         return
+    persisting.repeat(c, node, signal)
     repeat(c, node, signal)
 
 

@@ -8,6 +8,7 @@ ordered, since only three fit into a node's memory (``storage.arena``).
 
 from planner.values import Plan
 from statemachine import intervals
+from statemachine.keeping import Underway
 from statemachine.ledger import learn, tell
 from statemachine.messages import (
     Heartbeat,
@@ -19,7 +20,7 @@ from statemachine.messages import (
     SnapshotFailed,
 )
 from statemachine.node import NodeEvent, NodeMachine
-from statemachine.state import SNAPSHOT, Cluster, Underway
+from statemachine.state import SNAPSHOT, Cluster
 from statemachine.values import (
     ClusterPhase,
     CommittedStep,
@@ -70,6 +71,13 @@ def pursue(c: Cluster) -> None:
     keeping, job, attempt, resumption = c.keeping, c.job, c.attempt, c.resumption
     if job is None or attempt is None or resumption is None or job.snapshot.every_steps < 1:
         return
+    if (
+        keeping.underway is not None
+        and keeping.underway.step is None
+        and not keeping.underway.last
+        and c.ended
+    ):
+        give_up(c, "the last step came first")
     if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
         return
     newest = keeping.newest
@@ -77,11 +85,14 @@ def pursue(c: Cluster) -> None:
     kept = newest.step if newest is not None else 0
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
-    known = c.ledger.known_step
+    known, last = c.ledger.known_step, c.ended
     keeping.behind, keeping.urgent, keeping.asked = known, False, False
-    keeping.underway = Underway(generation=attempt.generation, behind=known, began_at=c.at)
-    first = resumption.plan.devices[0].node
-    c.send(c.nodes[first], Snap(generation=attempt.generation, behind=known))
+    keeping.underway = Underway(
+        generation=attempt.generation, behind=known - 1 if last else known, began_at=c.at, last=last
+    )
+    # Whose trainers are done has no ballot to ask the others in.
+    for name in c.planned if last else (resumption.plan.devices[0].node,):
+        c.send(c.nodes[name], Snap(generation=attempt.generation, behind=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
 
 
@@ -89,6 +100,9 @@ def _time(c: Cluster) -> bool:
     """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
     keeping, job, known = c.keeping, c.job, c.ledger.known_step
     assert job is not None, "a job is under way"
+    if c.ended:
+        there = keeping.newest is not None and keeping.newest.step >= job.steps
+        return known >= job.steps and last_wanted(c) and not there
     if known + 1 >= job.steps or known <= keeping.behind:
         return False
     if keeping.asked or job.snapshot.paused:
@@ -97,6 +111,14 @@ def _time(c: Cluster) -> bool:
     if newest is not None and keeping.urgent and len(holders(c, newest)) < len(newest.owners):
         return True
     return known >= keeping.behind + intervals.every_steps(c, job)
+
+
+def last_wanted(c: Cluster) -> bool:
+    """All steps are done, and the state behind the last one has yet to be written to a checkpoint."""
+    job, persisting = c.job, c.persisting
+    if job is None or job.checkpoint.every_steps < 1 or persisting.done or not c.ended:
+        return False
+    return persisting.last_step < job.steps
 
 
 # --- one snapshot's life -------------------------------------------------------------------------
@@ -207,7 +229,7 @@ def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
     if not _fits(c, node, signal.generation, signal.step):
         c.ignore("a SnapshotFailed that nobody waits for", node.name)
         return
-    give_up(c, f"{node.name}: {signal.detail}")
+    _miss(c, f"{node.name}: {signal.detail}")
 
 
 def overdue(c: Cluster) -> None:
@@ -216,7 +238,22 @@ def overdue(c: Cluster) -> None:
     if underway is None:
         return
     missing = [name for name in c.planned if name not in underway.completed]
-    give_up(c, f"{', '.join(missing)} did not complete it in time")
+    _miss(c, f"{', '.join(missing)} did not complete it in time")
+
+
+def _miss(c: Cluster, why: str) -> None:
+    """The last step's is not tried again: the job ends without its checkpoint."""
+    last = c.keeping.underway is not None and c.keeping.underway.last
+    give_up(c, why)
+    if last:
+        c.persisting.done = c.dirty = True
+        newest = c.persisting.newest
+        c.emit(
+            "CheckpointGivenUp",
+            f"there is no snapshot of the last step: {why}",
+            kept_step=newest.step if newest is not None else None,
+        )
+        c.persist()
 
 
 def interrupt(c: Cluster, why: str) -> None:
@@ -286,4 +323,6 @@ def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
     assert job is not None, "a snapshot is of a job"
     if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
         node.keep_said, node.keep_said_at = record.step, c.at
-        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step))
+        writing = c.persisting.writing
+        pinned = writing.record.step if writing is not None and writing.record.step < record.step else 0
+        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pinned))

@@ -4,12 +4,10 @@
 ``jobs``, ``ledger`` and ``signals`` are functions over it. Nothing here decides anything.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.intervals import SnapshotCost
 from planner.values import Device, Plan, Situation
 from statemachine.effects import (
     CancelTimer,
@@ -22,19 +20,20 @@ from statemachine.effects import (
     WeighPlan,
 )
 from statemachine.events import RestoreChecked
-from statemachine.messages import Command, Finished, Resumed, SnapshotCompleted
+from statemachine.keeping import Keeping, Persisting
+from statemachine.messages import Command, Finished, Resumed
 from statemachine.node import NodeMachine
 from statemachine.phases import CHANGING, OVER, PhaseEvent, next_phase
 from statemachine.rules import Decision, Resumption
 from statemachine.timing import Timing
 from statemachine.values import (
+    Checkpoint,
     ClusterPhase,
     CommittedStep,
     DeviceReport,
     Job,
     Profiled,
     QuiesceMode,
-    Snapshot,
     Vote,
 )
 
@@ -47,6 +46,7 @@ STEPS = "steps"
 GIVE_UP = "give_up"
 SUSPICION = "suspicion"
 SNAPSHOT = "snapshot"
+PERSIST = "persist"
 
 LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
@@ -78,6 +78,8 @@ class Attempt:
     """Nodes whose parts of the snapshot are reckoned with."""
     restoring: RestoreChecked | None = None
     """The snapshot can be put together, and the plan is one for its step."""
+    checkpoint: Checkpoint | None = None
+    """What the plan goes on from instead of a snapshot."""
     resume_sent: bool = False
     resumed: dict[str, Resumed] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -147,57 +149,6 @@ class Exposure:
 
 
 @dataclass(slots=True, kw_only=True)
-class Underway:
-    """A snapshot from its order until it is complete everywhere, or given up."""
-
-    generation: int
-    behind: int
-    """The newest committed step when it was ordered."""
-    began_at: float
-    step: int | None = None
-    """Of which it is; known when the first node began."""
-    completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
-
-
-def _recent(most: int) -> Callable[[], deque[float]]:
-    return lambda: deque(maxlen=most)
-
-
-@dataclass(slots=True, kw_only=True)
-class SnapshotCosts:
-    """Seconds measured under the present generation, for ``intervals``."""
-
-    plain_s: deque[float] = field(default_factory=_recent(32))
-    """Of steps without a snapshot."""
-    copying_s: deque[float] = field(default_factory=_recent(8))
-    """Of steps beside which one was copied."""
-    stall_s: deque[float] = field(default_factory=_recent(8))
-    """That training waited for one."""
-    last: int = 0
-    """Step of the last snapshot that began."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Keeping:
-    """The job's snapshots, for ``snapshots`` and ``rollback``."""
-
-    newest: Snapshot | None = None
-    """Complete everywhere."""
-    underway: Underway | None = None
-    behind: int = 0
-    """The newest committed step when the last one was ordered."""
-    over: int = 0
-    """Step of the last one given up under this generation."""
-    urgent: bool = False
-    """None was ordered under this generation."""
-    asked: bool = False
-    """A user wants one now."""
-    costs: SnapshotCosts = field(default_factory=SnapshotCosts)
-    measured: SnapshotCost | None = None
-    """What the interval was last chosen for, by this process."""
-
-
-@dataclass(slots=True, kw_only=True)
 class Balance:
     """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
 
@@ -234,6 +185,7 @@ class Cluster:
     exposure: Exposure = field(default_factory=Exposure)
     balance: Balance = field(default_factory=Balance)
     keeping: Keeping = field(default_factory=Keeping)
+    persisting: Persisting = field(default_factory=Persisting)
     lineage: int = 0
     """Generation of the job's last rollback; 0: none."""
     untold: dict[str, Any] | None = None
@@ -303,6 +255,12 @@ class Cluster:
         if attempt is None or resumption is None or not attempt.resume_sent:
             return ()
         return resumption.plan.nodes
+
+    @property
+    def ended(self) -> bool:
+        """Every planned node said that all steps are done."""
+        attempt, planned = self.attempt, self.planned
+        return attempt is not None and bool(planned) and all(name in attempt.finished for name in planned)
 
     @property
     def speeds(self) -> dict[str, float]:

@@ -54,6 +54,10 @@ class Timing:
     """A snapshot that is not complete everywhere ``snapshot_s`` plus this many steps after its order is given
     up. It is copied within a step; this is for nodes that are slow, and for messages that are lost."""
 
+    persist_s: float = 3600.0
+    """A persistent checkpoint that is not written so long after its order is given up. It takes what the disk
+    and ``node.checkpoint_rate_mib_s`` take; this is for a disk that hangs."""
+
     # --- stragglers (coordinator) ---
     straggler_speed: float = 0.67
     """A node that computes at less than this part of the others' speed is a straggler. Profiles of single

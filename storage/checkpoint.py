@@ -173,8 +173,10 @@ class CheckpointStore:
         """Remove what was written of it. :raises PlaceError: that is not possible."""
         self.place.abandon(draft.directory, draft.attempt)
 
-    def prune(self, keep: int) -> tuple[int, ...]:
+    def prune(self, keep: int, *, newest: int | None = None) -> tuple[int, ...]:
         """Remove all but the newest ``keep`` complete checkpoints of this job; returns the removed steps.
+
+        :param newest: what is of a later step is of a past that was undone, and goes, too. ``None``: of none.
 
         What is damaged or unfinished goes when it is older than the oldest that is kept; an unfinished one
         also when a complete one of its step or a later one is there. So the newest draft is safe.
@@ -183,19 +185,21 @@ class CheckpointStore:
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
-        complete = [manifest.step for manifest in self.manifests()]
+        there = [manifest.step for manifest in self.manifests()]
+        complete = [step for step in there if newest is None or step <= newest]
         if not complete:
             return ()
+        undone = set(there) - set(complete)
         oldest, newest = complete[:keep][-1], complete[0]
         for name in self.place.names():
             if found := _STEP.fullmatch(name):
                 step = int(found[1])
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
-                if unfinished or (step < oldest and not self._is_foreign(name)):
+                if unfinished or step in undone or (step < oldest and not self._is_foreign(name)):
                     self.place.remove(name)
             elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
                 self.place.remove(name)
-        return tuple(sorted(complete[keep:]))
+        return tuple(sorted({*complete[keep:], *undone}))
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ftd.clash import check_clash
+from ftd.config.checkpoints import CheckpointTable, check_checkpoint, checkpoint_data, checkpoint_policy
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
 from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
@@ -81,6 +82,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tolerance: ToleranceTable = ToleranceTable()
     planner: PlannerTable = PlannerTable()
     snapshot: SnapshotTable = SnapshotTable()
+    checkpoint: CheckpointTable = CheckpointTable()
 
 
 def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
@@ -130,6 +132,7 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
             protection=protection_or_default(file.snapshot.protection, zero1=file.training.zero1),
             cheap_share=file.snapshot.cheap_share,
         ),
+        checkpoint=checkpoint_data(file.checkpoint, directory),
         profile=None if profile is None else _plain_profile(profile),
     )
 
@@ -171,6 +174,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         training=data.training,
         horizon_s=data.horizon_s,
         snapshot=snapshot,
+        checkpoint=checkpoint_policy(data.checkpoint, snapshot),
     )
 
 
@@ -217,6 +221,7 @@ def _check_values(file: JobFile) -> None:
     if file.planner.horizon_s is not None:
         require_positive(file.planner.horizon_s, "planner.horizon_s")
     check_snapshot(file.snapshot, zero1=file.training.zero1)
+    check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
 
 
 def _plain_profile(profile: ModelProfile) -> dict[str, Any]:

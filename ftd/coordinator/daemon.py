@@ -16,6 +16,7 @@ import structlog
 
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
+from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
@@ -31,13 +32,16 @@ from ftd.wire.topics import Topics
 from statemachine import durable
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
+    AbandonCheckpoint,
     AnswerRequest,
     BuildTemplates,
     CancelTemplates,
     CheckRestore,
+    CommitCheckpoint,
     ComputePlan,
     Effect,
     EmitEvent,
+    FindCheckpoint,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -62,6 +66,9 @@ ClusterEffect = (
     | ComputePlan
     | WeighPlan
     | CheckRestore
+    | CommitCheckpoint
+    | AbandonCheckpoint
+    | FindCheckpoint
     | AnswerRequest
 )
 
@@ -89,6 +96,7 @@ class Coordinator:
             PlanCache(config.state_dir / "plans"),
             on_progress=self._publish_state_soon,
         )
+        self._checkpoints = Checkpoints(self._driver.feed, self._driver.now)
         self._events = EventStream(self._topics, self._journal)
         self._session = self._new_session(config)
         self._requests = Requests(
@@ -96,6 +104,7 @@ class Coordinator:
             session=self._session,
             driver=self._driver,
             journal=self._journal,
+            checkpoints=self._checkpoints,
             public_state=self._public_state,
         )
 
@@ -262,6 +271,12 @@ class Coordinator:
                 self._planning.weigh(effect)
             case CheckRestore():
                 self._driver.feed(check_restore(effect, self._driver.now()))
+            case CommitCheckpoint():
+                self._checkpoints.commit(effect)
+            case AbandonCheckpoint():
+                self._checkpoints.abandon(effect)
+            case FindCheckpoint():
+                self._checkpoints.find(effect)
             case AnswerRequest():
                 self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
             case _:

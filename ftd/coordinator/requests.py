@@ -11,6 +11,7 @@ import structlog
 from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
 from ftd.config.snapshots import check_interval
+from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
@@ -28,7 +29,9 @@ from ftd.wire.public import (
     encode_json,
 )
 from ftd.wire.topics import Topics
+from planner.values import ModelProfile
 from statemachine.events import DrainRequested, JobSubmitted, SnapshotRequested, StopRequested
+from statemachine.values import Checkpoint, Job
 
 _log = structlog.get_logger("ftd.requests")
 
@@ -53,12 +56,14 @@ class Requests:
         session: MqttSession,
         driver: Driver,
         journal: Journal,
+        checkpoints: Checkpoints,
         public_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._topics = topics
         self._session = session
         self._driver = driver
         self._journal = journal
+        self._checkpoints = checkpoints
         self._public_state = public_state
         self._waiting: dict[str, str] = {}
         """Request id → client id, until the machine's ``AnswerRequest``."""
@@ -112,9 +117,7 @@ class Requests:
                     job_id=f"{data.name}-{uuid.uuid5(uuid.NAMESPACE_OID, number).hex[:8]}",
                     devices_per_node=data.policy.devices_per_node or self._usual_devices(),
                 )
-                self._driver.feed(
-                    JobSubmitted(at=at, cause=cause, request=number, job=job, profile=profile_from_data(data))
-                )
+                self._submit(number, job, profile_from_data(data))
             case StopRequest(request=number, job=job_name):
                 self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
             case DrainRequest(request=number, node=node):
@@ -136,6 +139,23 @@ class Requests:
                 self.answer(number, accepted=True, detail="", data=self._history(request))
             case _:
                 assert_never(request)
+
+    def _submit(self, request: str, job: Job, profile: ModelProfile | None) -> None:
+        """A job that writes checkpoints may begin from one: that is looked up first."""
+
+        def submit(begin: Checkpoint | None, refusal: str) -> None:
+            if refusal:
+                self.answer(request, accepted=False, detail=refusal)
+                return
+            at, cause = self._driver.now(), self._driver.cause()
+            self._driver.feed(
+                JobSubmitted(at=at, cause=cause, request=request, job=job, profile=profile, begin=begin)
+            )
+
+        if job.checkpoint.url:
+            self._checkpoints.begin(job, submit)
+        else:
+            submit(None, "")
 
     def _history(self, request: HistoryRequest) -> dict[str, Any]:
         page = self._journal.events if request.what == "events" else self._journal.steps

@@ -80,6 +80,15 @@ class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cheap_share: float = 0.01
 
 
+class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.values.CheckpointPolicy``."""
+
+    url: str = ""
+    every_steps: int = 0
+    keep: int = 3
+    resume: bool = True
+
+
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as submitted; ``training`` is runtime.protocol.TrainingData."""
 
@@ -90,6 +99,7 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     horizon_s: float | None = None
     """Expected time to the next failure; None: the coordinator learns it from the job's failures."""
     snapshot: SnapshotData = SnapshotData()
+    checkpoint: CheckpointData = CheckpointData()
     profile: dict[str, Any] | None = None
     """``planner.values.ModelProfile``; None: a node measures the layers."""
 

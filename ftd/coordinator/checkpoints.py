@@ -1,0 +1,234 @@
+"""The coordinator's part of persistent checkpoints: finds them, commits them, removes old ones.
+
+All of that waits for a disk or a network, so it happens in threads: what changes something in one, in order,
+what looks in one of its own. They are daemon threads: a file system that hangs must not keep the coordinator
+from ending. The bytes themselves are the nodes' (``ftd.node.persist``); only headers are read here, and the
+node that reads a layer checks its bytes.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import structlog
+
+from ftd.errors import ConfigurationError
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
+from statemachine.events import CheckpointFailed, CheckpointFound, CheckpointWritten, Event
+from statemachine.values import Checkpoint, Job, PassedOver, Vote
+from storage.checkpoint import CheckpointManifest, CheckpointStore
+from storage.errors import StorageError
+from storage.layerfile import LayerFile
+from storage.layerstate import fingerprint_of
+
+_log = structlog.get_logger("ftd.checkpoints")
+
+
+class Checkpoints:
+    """What the machine and its clients want to know of, or do to, the places of checkpoints."""
+
+    def __init__(self, feed: Callable[[Event], None], now: Callable[[], float]) -> None:
+        self._feed = feed
+        self._now = now
+        self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._changing = False
+
+    # --- the machine's effects -------------------------------------------------------------------
+
+    def commit(self, effect: CommitCheckpoint) -> None:
+        """Feeds CheckpointWritten or CheckpointFailed."""
+        self._change(lambda: commit(effect, self._now()))
+
+    def abandon(self, effect: AbandonCheckpoint) -> None:
+        """Remove what is left of an attempt. What cannot be removed goes with the next ``prune``."""
+        self._change(lambda: abandon(effect))
+
+    def find(self, effect: FindCheckpoint) -> None:
+        """Feeds CheckpointFound."""
+        _start(self._answering(lambda: find(effect, self._now())))
+
+    # --- before a job is submitted ---------------------------------------------------------------
+
+    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+        """Call ``then`` with what the job begins from, and with why it may not begin, or an empty string."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            begin, refusal = None, ""
+            try:
+                begin = first_checkpoint(job)
+            except ConfigurationError as error:
+                refusal = str(error)
+            _hand_over(loop, lambda: then(begin, refusal))
+
+        _start(look)
+
+    # --- threads ---------------------------------------------------------------------------------
+
+    def _change(self, work: Callable[[], Event | None]) -> None:
+        self._changes.put(self._answering(work))
+        if not self._changing:
+            self._changing = True
+            _start(self._work_off)
+
+    def _work_off(self) -> None:
+        while True:
+            self._changes.get()()
+
+    def _answering(self, work: Callable[[], Event | None]) -> Callable[[], None]:
+        loop = asyncio.get_running_loop()
+
+        def answer() -> None:
+            event = work()
+            if event is not None:
+                _hand_over(loop, lambda: self._feed(event))
+
+        return answer
+
+
+def _start(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="checkpoints", daemon=True).start()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    if not loop.is_closed():  # The coordinator may have ended meanwhile.
+        loop.call_soon_threadsafe(action)
+
+
+# --- the work itself ---------------------------------------------------------------------------------
+
+
+def _store(job: Job, *, create: bool = False) -> CheckpointStore:
+    return CheckpointStore.at(job.checkpoint.url, job=job.name, create=create)
+
+
+def commit(effect: CommitCheckpoint, at: float) -> CheckpointWritten | CheckpointFailed:
+    """Write the manifest of what the nodes have written, then remove what is too old."""
+    job = effect.job
+    said: dict[str, Any] = {"at": at, "cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
+    try:
+        store = _store(job)
+        store.commit(
+            store.begin(effect.step, effect.attempt),
+            [msgspec.convert(msgspec.to_builtins(file), LayerFile) for file in effect.layers],
+            job=job.name,
+            job_id=job.job_id,
+            vote=msgspec.to_builtins(effect.vote),
+            written_at=time.time(),
+            ftd_version=version("ftd"),
+        )
+    except (StorageError, ValueError) as error:
+        return CheckpointFailed(**said, detail=str(error))
+    pruned: tuple[int, ...] = ()
+    try:
+        pruned = store.prune(job.checkpoint.keep, newest=effect.step)
+    except StorageError as error:
+        # It is there; what is too old goes next time.
+        _log.warning("prune", url=job.checkpoint.url, reason=str(error))
+    return CheckpointWritten(**said, pruned=pruned)
+
+
+def abandon(effect: AbandonCheckpoint) -> None:
+    """A commit whose answer nobody heard stays: its files are the checkpoint's."""
+    job = effect.job
+    try:
+        store = _store(job)
+        if not any(_is_of(manifest, effect) for manifest in store.manifests()):
+            store.abandon(store.begin(effect.step, effect.attempt))
+    except StorageError as error:
+        _log.warning("abandon", url=job.checkpoint.url, reason=str(error))
+
+
+def _is_of(manifest: CheckpointManifest, effect: AbandonCheckpoint) -> bool:
+    if manifest.step != effect.step:
+        return False
+    return any(file.name.endswith(f"-{effect.attempt}.bin") for file in manifest.layers)
+
+
+def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
+    """The newest one that is complete and not known to be damaged."""
+    said: dict[str, Any] = {"at": at, "cause": effect.cause, "generation": effect.generation}
+    try:
+        found, skipped = newest_checkpoint(effect.job, effect.spoiled)
+    except StorageError as error:
+        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=str(error))
+    reason = "" if found is not None else f"{effect.job.checkpoint.url} has none of job {effect.job.name!r}"
+    return CheckpointFound(**said, checkpoint=found, skipped=skipped, reason=reason)
+
+
+def newest_checkpoint(
+    job: Job, spoiled: tuple[int, ...] = ()
+) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
+    """With what was passed over on the way to it.
+
+    :raises StorageError: the place cannot be read.
+    """
+    store = _store(job)
+    manifests = store.manifests()
+    skipped = [PassedOver(step=None, reason=problem) for problem in store.problems]
+    for manifest in manifests:
+        if manifest.step in spoiled:
+            skipped.append(PassedOver(step=manifest.step, reason="a node found it damaged"))
+        elif problem := _problem_of(store, manifest):
+            skipped.append(PassedOver(step=manifest.step, reason=problem))
+        else:
+            return _checkpoint(manifest), tuple(skipped)
+    return None, tuple(skipped)
+
+
+def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
+    """What can be seen without reading the layers."""
+    try:
+        _vote(manifest)
+        if fingerprint_of(store.open(manifest.step).headers()) != manifest.fingerprint:
+            return "the model's fingerprint is not that of its layers"
+    except (StorageError, msgspec.ValidationError) as error:
+        return str(error)
+    return ""
+
+
+def _vote(manifest: CheckpointManifest) -> Vote:
+    """:raises msgspec.ValidationError: it names none."""
+    return msgspec.convert(manifest.vote, Vote)
+
+
+def _checkpoint(manifest: CheckpointManifest) -> Checkpoint:
+    return Checkpoint(
+        step=manifest.step,
+        vote=_vote(manifest),
+        layers=len(manifest.layers),
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def first_checkpoint(job: Job) -> Checkpoint | None:
+    """What a submitted job begins from; makes the directory where it is not there yet.
+
+    :raises ConfigurationError: the place cannot be used, or holds what the job would mix with.
+    """
+    policy = job.checkpoint
+    if not policy.url:
+        return None
+    try:
+        _store(job, create=True)
+        begin, skipped = newest_checkpoint(job)
+    except StorageError as error:
+        raise ConfigurationError(
+            str(error),
+            field="checkpoint.url",
+            remedy="the coordinator and every node must be able to write there, under the same name",
+        ) from None
+    if begin is not None and not policy.resume:
+        raise ConfigurationError(
+            f"{policy.url} holds checkpoints of a job {job.name!r}, the newest of step {begin.step}",
+            field="checkpoint.resume",
+            remedy="write true to go on from it; or give this job another url or another name",
+        )
+    for passed in skipped:
+        _log.warning("skipped", url=policy.url, step=passed.step, reason=passed.reason)
+    return begin

@@ -1,0 +1,102 @@
+"""What the cluster machine knows of a job's snapshots and checkpoints: parts of ``state.Cluster``."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.intervals import SnapshotCost
+from statemachine.messages import SnapshotCompleted
+from statemachine.values import Checkpoint, LayerOnDisk, Snapshot
+
+
+@dataclass(slots=True, kw_only=True)
+class Underway:
+    """A snapshot from its order until it is complete everywhere, or given up."""
+
+    generation: int
+    behind: int
+    """It is of a later step than this: the newest committed one when it was ordered."""
+    began_at: float
+    last: bool = False
+    """Of the last step, whose trainers are done."""
+    step: int | None = None
+    """Of which it is; known when the first node began."""
+    completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
+
+
+def _recent(most: int) -> Callable[[], deque[float]]:
+    return lambda: deque(maxlen=most)
+
+
+@dataclass(slots=True, kw_only=True)
+class SnapshotCosts:
+    """Seconds measured under the present generation, for ``intervals``."""
+
+    plain_s: deque[float] = field(default_factory=_recent(32))
+    """Of steps without a snapshot."""
+    copying_s: deque[float] = field(default_factory=_recent(8))
+    """Of steps beside which one was copied."""
+    stall_s: deque[float] = field(default_factory=_recent(8))
+    """That training waited for one."""
+    last: int = 0
+    """Step of the last snapshot that began."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Keeping:
+    """The job's snapshots, for ``snapshots`` and ``rollback``."""
+
+    newest: Snapshot | None = None
+    """Complete everywhere."""
+    underway: Underway | None = None
+    behind: int = 0
+    """The newest committed step when the last one was ordered."""
+    over: int = 0
+    """Step of the last one given up under this generation."""
+    urgent: bool = False
+    """None was ordered under this generation."""
+    asked: bool = False
+    """A user wants one now."""
+    costs: SnapshotCosts = field(default_factory=SnapshotCosts)
+    measured: SnapshotCost | None = None
+    """What the interval was last chosen for, by this process."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Writing:
+    """A snapshot that is being written to the disk, from the order to the commit."""
+
+    record: Snapshot
+    attempt: str
+    shares: dict[str, tuple[int, ...]]
+    """Layers by the node that writes them."""
+    incarnations: dict[str, int]
+    """Of those nodes: a new one knows nothing of the order."""
+    sources: dict[str, str]
+    """``Persist.sources``."""
+    began_at: float
+    files: dict[str, tuple[LayerOnDisk, ...]] = field(default_factory=dict)
+    """By the nodes that are done."""
+    committing: bool = False
+    """All are done, and the manifest is being written."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Persisting:
+    """The job's persistent checkpoints, for ``persisting`` and ``rollback``."""
+
+    newest: Checkpoint | None = None
+    """Last committed, or gone on from."""
+    writing: Writing | None = None
+    tried: int = 0
+    """Step of the last snapshot of which one was begun."""
+    done: bool = False
+    """The last step's was given up: the job ends without it."""
+    spoiled: set[int] = field(default_factory=set)
+    """Steps of those that turned out to be damaged."""
+    impatient: bool = False
+    """Nobody came who may hold a later state: the next one is gone on from."""
+
+    @property
+    def last_step(self) -> int:
+        return self.newest.step if self.newest is not None else 0

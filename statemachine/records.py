@@ -1,0 +1,123 @@
+"""The durable state as the journal has it: ``durable`` writes it, field by field, and reads it back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.values import Device, Plan, StatePart
+from statemachine.values import (
+    Checkpoint,
+    ClusterPhase,
+    CommittedStep,
+    HeldPart,
+    HeldSnapshot,
+    Job,
+    NodeFacts,
+    NodeState,
+    Profiled,
+    QuiesceMode,
+    Restore,
+    Snapshot,
+    Vote,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    incarnation: int
+    facts: NodeFacts
+    state: NodeState
+    prepared: bool
+    unfit: str | None
+    draining: str | None
+    leaving: bool
+    released: bool
+    returning: bool
+    counted_in: int
+    obeyed: int
+    lost_after: int
+    gone: bool
+    retired: tuple[int, ...]
+    speed: float = 1.0
+    snapshots: tuple[HeldSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    generation: int
+    mode: QuiesceMode
+    expected: tuple[str, ...]
+    members: tuple[str, ...]
+    kept: tuple[str, ...]
+    resume_sent: bool
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecord:
+    cause: str
+    nodes: tuple[str, ...]
+    detected_how: str | None
+    detected_at: float
+    tried: int
+    recomputed_steps: int
+    pipelines_before: list[dict[str, Any]]
+    rolled_back_steps: int = 0
+    tier: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureRecord:
+    failures: int = 0
+    node_s: float = 0.0
+    nodes: int = 0
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistingRecord:
+    newest: Checkpoint | None = None
+    tried: int = 0
+    done: bool = False
+    spoiled: tuple[int, ...] = ()
+    attempt: str = ""
+    """Of what is being written; empty: nothing is."""
+    record: Snapshot | None = None
+    """Which is this."""
+    writers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    schema: int
+    phase: ClusterPhase
+    generation: int
+    outcome: str
+    lacking: str
+    giving_up: bool
+    raised: int
+    last_failure: str
+    job: Job | None
+    profiled: Profiled | None
+    known: CommittedStep | None
+    told: int
+    loss: float | None
+    step_s: float
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    attempt: AttemptRecord | None = None
+    recovery: RecoveryRecord | None = None
+    resumed_generation: int = 0
+    resumed_step: int = 0
+    resumed_vote: Vote | None = None
+    resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
+    plan: Plan | None = None
+    templates_for: int = 0
+    exposure: ExposureRecord = ExposureRecord()
+    snapshot: Snapshot | None = None
+    snapshot_behind: int = 0
+    lineage: int = 0
+    resumed_lineage: int = 0
+    resumed_restore: Restore | None = None
+    resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
+    resumed_held_parts: tuple[HeldPart, ...] = ()
+    untold: dict[str, Any] | None = None
+    persisting: PersistingRecord = PersistingRecord()
