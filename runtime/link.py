@@ -51,6 +51,8 @@ class Mailbox:
         self._communicator: Communicator | None = None
         self._snap = 0
         """Generation that a snapshot was ordered in; 0: none is."""
+        self._last_snap: Snap | None = None
+        """The order of the snapshot behind the last step."""
         self.keep: Callable[[int, int], None] | None = None
         """Given the two steps of each KeepSnapshot, on the control thread."""
 
@@ -72,6 +74,8 @@ class Mailbox:
                         self._resume = instruction
                 case Quiesce():
                     self._deliver_quiesce(instruction)
+                case Snap(generation=generation, last=True):
+                    self._last_snap = instruction
                 case Snap(generation=generation):
                     self._snap = generation
                 case KeepSnapshot(step=step, pinned=pinned):
@@ -94,7 +98,7 @@ class Mailbox:
 
     # --- main thread -----------------------------------------------------------------------------
 
-    def next(self) -> Prepare | Quiesce | Resume:
+    def next(self) -> Prepare | Quiesce | Resume | Snap:
         """Wait for something to do."""
         while True:
             with self._condition:
@@ -107,6 +111,10 @@ class Mailbox:
                     resume, self._resume = self._resume, None
                     self._resumed = resume.generation
                     return resume
+                if self._last_snap is not None:
+                    snap, self._last_snap = self._last_snap, None
+                    if snap.generation == self._resumed:
+                        return snap
                 with self._pace.idle():
                     self._condition.wait()
             self._pace.tick()  # Outside of the lock: chaos may make it sleep.

@@ -153,6 +153,8 @@ class Snap(Frame, frozen=True, kw_only=True):
     """Have everybody take a snapshot behind the next step; ignored in another generation."""
 
     generation: int
+    last: bool = False
+    """All steps are done, and there is no next one: take it at once, as everybody is told to."""
 
 
 class KeepSnapshot(Frame, frozen=True, kw_only=True):

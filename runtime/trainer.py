@@ -27,6 +27,7 @@ from runtime.protocol import (
     Raised,
     Resume,
     Resumed,
+    Snap,
     Snapping,
     SnapshotFailed,
     Stepped,
@@ -61,6 +62,8 @@ class Trainer:
                         self._report(instruction)
                     case Resume():
                         self._resume(instruction)
+                    case Snap():
+                        self._snap_last(instruction)
         except TrainingError as error:
             self._link.send(Raised(where=where, detail=str(error)))
         except Exception:
@@ -196,6 +199,14 @@ class Trainer:
             self._link.send(SnapshotFailed(generation=generation, step=step, detail=detail))
         else:
             engine.begin_snapshot(generation)
+
+    def _snap_last(self, snap: Snap) -> None:
+        """All steps are done: nothing is left to copy it beside."""
+        engine = self._engine
+        if engine is not None and engine.owned and engine.committed_step >= engine.data.steps:
+            self._snap(engine, snap.generation)
+            if engine.snapshots is not None:
+                engine.snapshots.finish()
 
     def _close(self) -> None:
         if self._communicator is not None:

@@ -279,7 +279,9 @@ class NodeDaemon:
             case effects.TrainerResume():
                 self._resume(wanted)
             case effects.TrainerSnap():
-                self._supervisor.send(wanted.device, protocol.Snap(generation=wanted.generation))
+                self._supervisor.send(
+                    wanted.device, protocol.Snap(generation=wanted.generation, last=wanted.last)
+                )
             case effects.TrainerKeepSnapshot():
                 kept = protocol.KeepSnapshot(step=wanted.step, pinned=wanted.pinned)
                 self._supervisor.send(wanted.device, kept)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, node_table
-from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, number
+from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, number, size
 
 _MEANINGS = {
     "WAITING": "no job is running",
@@ -53,6 +53,8 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("plan", f"generation {state['generation']}")
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
+    if checkpoint := state.get("checkpoint"):
+        grid.add_row("checkpoint", _checkpoint(checkpoint))
     parts: list[RenderableType] = [grid]
     if state.get("nodes"):
         parts += ["", table]
@@ -68,6 +70,13 @@ def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
     words = f"step {snapshot['step']}, {duration(max(0.0, age_s))} old, {snapshot['protection']}, "
     lost = f" ({owners - present} gone)" if present < owners else ""
     return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
+
+
+def _checkpoint(checkpoint: JsonMap) -> str:
+    """``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
+    step, writing = checkpoint["step"], checkpoint["writing_step"]
+    there = "none yet" if step is None else f"step {step}, {size(checkpoint['size_bytes'])}"
+    return f"{there}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
 
 
 def _time(stamp: str) -> datetime:
