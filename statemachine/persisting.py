@@ -20,8 +20,8 @@ from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
-    """Names the draft; no other job's, and no other state of this step's, is called the same."""
-    return f"{record.generation}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
+    """Names the draft; no other job's, and no other state of the job's, is called the same."""
+    return f"{record.generation}_{record.step}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
 
 
 def shared(record: Snapshot, owners: tuple[str, ...], profile: ModelProfile) -> dict[str, tuple[int, ...]]:
