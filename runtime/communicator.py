@@ -101,6 +101,13 @@ class Communicator(ABC):
         """Sum ``tensor`` in place over ``members``, one of the groups given to ``form``."""
 
     @abstractmethod
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        """``target`` becomes the members' ``source``, one behind the other; all have the same length.
+
+        :param members: more than one, one of the groups given to ``form``.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """The main thread is through with it, aborted or not. Returns at once."""
 
@@ -179,6 +186,9 @@ class SoloCommunicator(Communicator):
         pending.done = True
         return pending
 
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        raise ValueError("a world of one rank has nobody to gather from")
+
     def close(self) -> None:
         pass
 
@@ -224,8 +234,8 @@ class GlooCommunicator(Communicator):
     """gloo over TCP: a full mesh for the world and one for each further group.
 
     ``send`` is a rendezvous in gloo (even 16 bytes wait for the receiver), hence posted. Sends to a peer,
-    receives from a peer and all-reduces each have a lane of their own, so that nothing is noticed late
-    because something else, that may depend on it in a roundabout way, is slow.
+    receives from a peer, all-reduces and all-gathers each have a lane of their own, so that nothing is
+    noticed late because something else, that may depend on it in a roundabout way, is slow.
     """
 
     def __init__(
@@ -295,6 +305,12 @@ class GlooCommunicator(Communicator):
             pending.done = True
             return pending
         return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
+
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        # The work itself keeps ``source``.
+        return self._post(
+            ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
+        )
 
     def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work]) -> Pending:
         self.check()

@@ -6,6 +6,9 @@ is what a quiesced trainer reports and what a recovery builds on:
 * it holds the layers ``complete`` at ``committed_step``, and nothing else is worth anything;
 * it also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE);
 * or it is inside APPLY, which nothing interrupts.
+
+Under ZeRO-1 (``sharding``) the rank also keeps parts of layers at ``committed_step``, whether these are
+complete or not: parameters are gathered behind the commit.
 """
 
 import math
@@ -26,11 +29,13 @@ from runtime.optimizer import Optimization
 from runtime.pace import Pace
 from runtime.protocol import Resume, TrainingData, VoteData
 from runtime.sampling import Sampler
+from runtime.sharded_optimizer import ShardedOptimization
+from runtime.sharding import Diverged, Sharding
 from runtime.snapshot_groups import groups_of
 from runtime.snapshot_writer import SnapshotWriter
 from runtime.state import LayerStates
 from runtime.training import load_training
-from runtime.transfer import Exchange
+from runtime.transfer import Exchange, WholeLayers
 from runtime.world import check_world, owners_of_layer, seat_of
 from storage.buckets import derive_buckets
 
@@ -59,6 +64,7 @@ class StepResult:
     bubble_s: float
     microbatch_ms: float
     """Computing alone, for one microbatch; 0 where this rank has none."""
+    diverged: tuple[Diverged, ...] = ()
 
 
 class Engine:
@@ -70,7 +76,12 @@ class Engine:
         self.pace = pace
         self.model = Model(training, data, device)
         pace.tick()
-        self.optimization = Optimization(self.model)
+        if data.zero1:
+            self.model.make_contiguous()
+        self.optimization = ShardedOptimization(self.model) if data.zero1 else Optimization(self.model)
+        self.sharding: Sharding | None = None
+        if isinstance(self.optimization, ShardedOptimization):
+            self.sharding = Sharding(self.model, self.optimization, pace)
         self.states = LayerStates(self.model, self.optimization)
         self._sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
         self.committed_step = 0
@@ -104,7 +115,7 @@ class Engine:
         elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
                 raise EngineError(f"step {step} is to be applied, but its vote is missing")
-            self._apply(vote)
+            self._apply(vote, gather=False)
         elif self.committed_step == step:
             self._discard()
         else:
@@ -118,11 +129,14 @@ class Engine:
         :raises OSError, StateError: a file cannot be read, or is none of this model's.
         """
         self._start_anew(resume.step, resume.vote)
-        for layer in seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers:
+        layers = seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers
+        for layer in layers:
             self.pace.tick()
             header = (directory / f"layer-{layer}.header").read_bytes()
             self.states.unpack(layer, header, _mapped(directory / f"layer-{layer}.payload"))
             self.complete.add(layer)
+        if self.sharding is not None:
+            self.sharding.restored(layers)
 
     def enter(self, resume: Resume, communicator: Communicator) -> Entered:
         """Meet the others, get the state that is missing, and be ready for ``step``.
@@ -139,15 +153,18 @@ class Engine:
         with self.pace.idle():
             communicator.form(sorted({bucket.owners for bucket in buckets}))
         formed = time.monotonic()
-        exchange = Exchange(
-            world.transfers,
-            states=self.states,
-            communicator=communicator,
-            pace=self.pace,
-            device=self.model.device,
-            complete=self.complete,
-        )
-        exchange.run()
+        if self.sharding is not None:
+            received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)
+        else:
+            exchange = Exchange(
+                world.transfers,
+                packer=WholeLayers(self.states, self.complete),
+                communicator=communicator,
+                pace=self.pace,
+                device=self.model.device,
+            )
+            exchange.run()
+            received_bytes = exchange.received_bytes
         missing = set(seat.layers) - self.complete
         if missing:
             raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
@@ -167,7 +184,7 @@ class Engine:
             pace=self.pace,
         )
         return Entered(
-            bytes_moved=exchange.received_bytes,
+            bytes_moved=received_bytes,
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
@@ -187,6 +204,8 @@ class Engine:
             raise EngineError("no generation was entered")
         started, self.pace.bubble_s = time.monotonic(), 0.0
         self._keep_buffers()
+        if self.sharding is not None:
+            self.sharding.begin()
         loss = executor.run(self.committed_step + 1)
         gradients.finish(self.pace)
         self.ready_step = self.committed_step + 1
@@ -195,6 +214,7 @@ class Engine:
         if self.snapshots is not None:
             self.snapshots.finish()
         self._apply(vote)
+        diverged = self.sharding.check(self.committed_step) if self.sharding is not None else ()
         step_s = time.monotonic() - started
         if self.snapshots is not None:
             self.snapshots.committed(step_s, bubble_s)
@@ -205,6 +225,7 @@ class Engine:
             step_s=step_s,
             bubble_s=bubble_s,
             microbatch_ms=executor.microbatch_ms(),
+            diverged=diverged,
         )
 
     def begin_snapshot(self, generation: int) -> None:
@@ -236,21 +257,34 @@ class Engine:
         )
         return vote, stops > 0, snaps > 0
 
-    def _apply(self, vote: VoteData) -> None:
-        """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this."""
+    def _apply(self, vote: VoteData, *, gather: bool = True) -> None:
+        """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this.
+
+        Under ZeRO-1 the parameters of other owners come behind the commit, where they can be gathered.
+
+        :raises CommunicationError: they cannot; the layers are not complete here.
+        """
         assert self.ready_step is not None and self._gradients is not None
         self.pace.tick()
         clip = self.data.clip_gradient_norm
         if clip is not None and vote.gradient_norm > clip and not vote.skipped:
             self._gradients.scale(clip / vote.gradient_norm)
-        self.optimization.step(self.owned, skipped=vote.skipped)
+        if self.sharding is not None:
+            self.sharding.update(self.owned, skipped=vote.skipped)
+        else:
+            self.optimization.step(self.owned, skipped=vote.skipped)
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
         self._buffers = []
-        if self.complete != self.owned:
+        if self.model.held != self.owned:
             # The first commit of a generation: what others own now is out of date here.
             self.complete = set(self.owned)
             self.model.drop(set(range(self.model.layer_count)) - self.owned)
         self.pace.tick()
+        if self.sharding is not None and not vote.skipped:
+            self.complete = set()
+            if gather:
+                self.sharding.gather()
+                self.complete = set(self.owned)
 
     # --- undoing ---------------------------------------------------------------------------------
 
@@ -268,6 +302,8 @@ class Engine:
         self._discard()
         self.model.drop(range(self.model.layer_count))
         self.complete = set()
+        if self.sharding is not None:
+            self.sharding.forget()
         self.committed_step, self.vote = step, vote
 
     def _discard(self) -> None:
@@ -282,6 +318,8 @@ class Engine:
         """The generation is over: fresh buffers for the next, as a stuck thread may write into these."""
         if self._gradients is not None:
             self._gradients.close()
+        if self.sharding is not None:
+            self.sharding.leave()
         self._communicator = self._gradients = self._executor = None
 
 

@@ -122,6 +122,13 @@ class Model:
 
     # --- what is held ---------------------------------------------------------------------------
 
+    def make_contiguous(self) -> None:
+        """Have every trainable parameter row-major in memory, so that ranges of it are ranges of elements."""
+        for tensor in self._trainable:
+            if not tensor.value.is_contiguous():
+                tensor.replace(tensor.value.detach().contiguous())
+                self._version += 1
+
     def drop(self, layers: Collection[int]) -> None:
         """Free the memory of ``layers``; what they share with a layer that stays is kept."""
         self._held -= frozenset(layers)

@@ -118,6 +118,10 @@ class NcclCommunicator(Communicator):
             return pending
         return self._issue(self._groups[members].allreduce([tensor]))
 
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        self.check()
+        return self._issue(self._groups[members]._allgather_base(target, source))
+
     def _issue(self, work: Work) -> Pending:
         return _Issued(work)
 

@@ -162,14 +162,17 @@ def everything(world: WorldData) -> tuple[PartData, ...]:
 def contributions(shape: Shape, bucket: Bucket, world: WorldData) -> dict[int, list[Range]]:
     """For each owner of the bucket the ranges of it that this rank sends behind an update.
 
-    Together they are the bucket, each element once: the ranks of a stage share out what they all have.
+    Together they are the bucket, each element once: the ranks of a stage share out what they all have. Empty
+    where all owners have all of it.
     """
     found: dict[int, list[Range]] = {rank: [] for rank in bucket.owners}
     homes = {name: vector for vector in shape.vectors for name in vector.names}
-    for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+    owning = [stages_of_layer(world, homes[name].layer) for name in bucket.parameters]
+    if all(len(stages) == 1 and set(stages[0].ranks) == set(bucket.owners) for stages in owning):
+        return {}
+    for name, offset, stages in zip(bucket.parameters, bucket.offsets, owning, strict=True):
         vector = homes[name]
         first, last = vector.place(name)
-        stages = stages_of_layer(world, vector.layer)
         for number, stage in enumerate(stages):
             low, high = vector.part(number, len(stages))
             for index, rank in enumerate(stage.ranks):

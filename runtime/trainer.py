@@ -25,6 +25,7 @@ from runtime.protocol import (
     Quiesce,
     Quiesced,
     Raised,
+    ReplicaDiverged,
     Resume,
     Resumed,
     Snap,
@@ -126,6 +127,7 @@ class Trainer:
                 vote=engine.vote,
                 held=tuple(sorted(engine.complete)),
                 lineage=engine.lineage,
+                parts=() if engine.sharding is None else engine.sharding.parts(),
             )
             if engine.snapshots is not None:
                 engine.snapshots.hurry()
@@ -184,6 +186,15 @@ class Trainer:
                     microbatch_ms=result.microbatch_ms,
                 )
             )
+            for one in result.diverged:
+                self._link.send(
+                    ReplicaDiverged(
+                        generation=generation,
+                        step=engine.committed_step,
+                        layer=one.layer,
+                        detail=one.detail,
+                    )
+                )
             if result.snap:
                 self._snap(engine, generation)
             if result.stop:

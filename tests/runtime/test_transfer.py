@@ -10,7 +10,7 @@ from runtime.communicator import Aborted, GlooCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
 from runtime.protocol import TransferData
-from runtime.transfer import Exchange, TransferError
+from runtime.transfer import Exchange, TransferError, WholeLayers
 from tests.runtime.harness import formed_world
 from tests.runtime.support import gpt_data
 
@@ -31,14 +31,15 @@ def engine_at(step: int) -> Engine:
     return engine
 
 
-def exchange(engine: Engine, communicator: GlooCommunicator, transfers: list[TransferData]) -> Exchange:
+def exchange(
+    engine: Engine, communicator: GlooCommunicator, transfers: list[TransferData]
+) -> Exchange[TransferData]:
     return Exchange(
         transfers,
-        states=engine.states,
+        packer=WholeLayers(engine.states, engine.complete),
         communicator=communicator,
         pace=engine.pace,
         device=CPU,
-        complete=engine.complete,
     )
 
 
