@@ -45,6 +45,8 @@ class SnapshotProtection:
     node_bytes: int | None
     """Shards of one snapshot on the fullest node; ``None`` where the profile has no bytes."""
     groups: tuple[ProtectedGroup, ...]
+    reason: str = ""
+    """Why this scheme, where it was not asked for."""
 
     @property
     def guarantee(self) -> int:
@@ -69,7 +71,7 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
     """
     sizes = seen.instantiation.sizes
     owners = len(sizes)
-    code = _code(scheme, owners)
+    code = code_for(scheme, owners)
     guarantee = _guarantee(code, scheme)
     templates = [seen.templates[size] for size in set(sizes)]
     cuts = sorted({0, *(stage.end_layer for template in templates for stage in template.stages)})
@@ -110,8 +112,10 @@ def _fullest_bytes(seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...]
     return fullest
 
 
-def _code(scheme: str, owners: int) -> Code:
-    """:raises ValueError: no such scheme, or too many owners for it."""
+def code_for(scheme: str, owners: int) -> Code:
+    """``make_code``, where it takes no longer than a second.
+
+    :raises ValueError: no such scheme, or too many owners for it."""
     parts = parse_scheme(scheme)
     copies = min(sum(count for _, count in parts), owners - 1)
     cells = owners if any(name in {"aec", "aec2"} for name, _ in parts) else 1

@@ -44,7 +44,7 @@ from statemachine.events import (
 from statemachine.membership import inquire
 from statemachine.state import GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
-from statemachine.values import Checkpoint, ClusterPhase, Snapshot
+from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 ClusterEvent = (
     TimerFired
@@ -117,6 +117,11 @@ class ClusterMachine:
     @property
     def phase(self) -> ClusterPhase:
         return self._c.phase
+
+    @property
+    def job(self) -> Job | None:
+        """The job under way, or the last one; its snapshot policy as it is now."""
+        return self._c.job
 
     @property
     def job_id(self) -> str | None:

@@ -32,6 +32,7 @@ def _node(node: NodeMachine) -> dict[str, Any]:
             "rendezvous_port": facts.rendezvous_port,
             "chaos_allowed": facts.chaos_allowed,
             "snapshot_port": facts.snapshot_port,
+            "snapshot_bytes": facts.snapshot_bytes,
         },
         "state": str(node.state),
         "prepared": node.prepared,
@@ -118,6 +119,8 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "plan": _plain(c, "plan", resumption.plan),
         "resumed_lineage": resumption.lineage,
         "resumed_restore": _plain(c, "restore", resumption.restore),
+        "resumed_protection": resumption.protection,
+        "resumed_wish": resumption.wish,
         "resumed_ready_parts": [
             msgspec.to_builtins((device, parts)) for device, parts in resumption.ready_parts.items()
         ],
@@ -229,6 +232,8 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             restore=journal.resumed_restore,
             ready_parts=dict(journal.resumed_ready_parts),
             held_parts=journal.resumed_held_parts,
+            protection=journal.resumed_protection or _given(journal),
+            wish=journal.resumed_wish,
         )
     if journal.attempt is not None:
         past = journal.attempt
@@ -255,6 +260,11 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             tier=old.tier,
             pipelines_before=old.pipelines_before,
         )
+
+
+def _given(journal: Journal) -> str:
+    """By the job, where an older program wrote the journal."""
+    return journal.job.snapshot.protection if journal.job is not None else "none"
 
 
 def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:

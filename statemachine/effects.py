@@ -9,7 +9,16 @@ from typing import Any
 
 from planner.values import Situation
 from statemachine.messages import Command, Persist, Resume, Signal
-from statemachine.values import Job, LayerOnDisk, NodeState, Profiled, QuiesceMode, Snapshot, Vote
+from statemachine.values import (
+    Job,
+    LayerOnDisk,
+    NodeState,
+    Profiled,
+    ProtectionWish,
+    QuiesceMode,
+    Snapshot,
+    Vote,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,8 @@ class ComputePlan(Effect):
 
     generation: int
     situation: Situation
+    protection: ProtectionWish | None = None
+    """Of its snapshots; PlanReady says what they get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

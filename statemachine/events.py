@@ -18,6 +18,7 @@ from statemachine.values import (
     LayerOnDisk,
     NodeFacts,
     PassedOver,
+    ProtectionChoice,
     Vote,
 )
 
@@ -99,6 +100,8 @@ class SnapshotRequested(Event):
     now: bool = False
     every_steps: int | Literal["auto"] | None = None
     """0: none for now."""
+    protection: str | None = None
+    """A scheme that the owners can have, or ``auto``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,8 @@ class TemplatesFailed(Event):
 class PlanReady(Event):
     generation: int
     plan: Plan
+    protection: ProtectionChoice | None = None
+    """Of its snapshots; ``None``: as the job says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,11 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     policy = job.snapshot
     cost = SnapshotCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)
     choice = choose_interval(
-        cost, present=policy.every_steps, most=job.steps, cheap_share=policy.cheap_share, settled=settled
+        cost,
+        present=policy.every_steps,
+        most=min(job.steps, job.checkpoint.every_steps or job.steps),  # Checkpoints are made of snapshots.
+        cheap_share=policy.cheap_share,
+        settled=settled,
     )
     c.keeping.measured = cost
     if choice.every_steps == policy.every_steps and settled:

@@ -13,6 +13,7 @@ from statemachine.membership import healthy, misfit, reject
 from statemachine.messages import Prepare, Prepared, Stop
 from statemachine.node import NodeEvent, NodeMachine
 from statemachine.phases import PhaseEvent
+from statemachine.protections import overdue, wish_of
 from statemachine.recovery import note_cause, reconfigure
 from statemachine.state import (
     GIVE_UP,
@@ -306,6 +307,7 @@ def pursue(c: Cluster) -> None:
             if c.phase is ClusterPhase.RUNNING:
                 release_idle(c)
                 want_join(c)
+                change_protection(c)
                 snapshots.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
@@ -336,6 +338,14 @@ def leavers(c: Cluster) -> list[NodeMachine]:
 def want_join(c: Cluster) -> None:
     if JOIN not in c.due and (newcomers(c) or leavers(c)):
         c.set_timer(JOIN, c.timing.join_settle_s)
+
+
+def change_protection(c: Cluster) -> None:
+    """Another one was asked for than the group under way was planned with: a boundary, and the same plan."""
+    if c.recovery is not None or JOIN in c.due or not overdue(c):
+        return
+    note_cause(c, "protection_changed", [])
+    reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
 
 
 def join(c: Cluster) -> None:

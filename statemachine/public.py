@@ -95,7 +95,8 @@ def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
     return {
         "every_steps": 0 if policy.paused else policy.every_steps,
         "auto_interval": policy.auto_interval,
-        "protection": policy.protection,
+        "protection": c.resumption.protection if c.resumption is not None else policy.protection,
+        "auto_protection": policy.auto_protection,
     }
 
 

@@ -117,6 +117,8 @@ class Journal:
     lineage: int = 0
     resumed_lineage: int = 0
     resumed_restore: Restore | None = None
+    resumed_protection: str = ""
+    resumed_wish: str = ""
     resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
     resumed_held_parts: tuple[HeldPart, ...] = ()
     untold: dict[str, Any] | None = None

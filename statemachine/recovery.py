@@ -17,6 +17,7 @@ from statemachine.membership import fence, lose
 from statemachine.messages import Prepare, Quiesce, Quiesced, Resume
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
+from statemachine.protections import settled, wanted, wish_of
 from statemachine.public import considered, pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.sharding import held_parts, only_replicas
@@ -200,7 +201,15 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
     )
     c.publish()
     if c.templates_ready:
-        c.out.append(ComputePlan(cause=c.cause, generation=attempt.generation, situation=attempt.situation))
+        attempt.wish = wish_of(c)
+        c.out.append(
+            ComputePlan(
+                cause=c.cause,
+                generation=attempt.generation,
+                situation=attempt.situation,
+                protection=wanted(c, usable),
+            )
+        )
 
 
 def _parts(
@@ -266,6 +275,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
         lineage=c.lineage,
         restore=_restore(c, attempt),
+        protection=settled(c, event.protection),
+        wish=attempt.wish,
     )
     attempt.resume_sent = True
     c.keeping.urgent = True
@@ -347,7 +358,7 @@ def resume_command(c: Cluster) -> Resume | None:
         hosts=hosts,
         rendezvous=f"{first.host}:{first.rendezvous_port}",
         lineage=resumption.lineage,
-        protection=job.snapshot.protection,
+        protection=resumption.protection,
         restore=resumption.restore,
         held_parts=resumption.held_parts,
     )

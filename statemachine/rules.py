@@ -53,6 +53,10 @@ class Resumption:
     """Generation of the last rollback; 0: none."""
     restore: Restore | None = None
     """The snapshot that the state of ``step`` comes from."""
+    protection: str = "none"
+    """Of this generation's snapshots."""
+    wish: str = ""
+    """What was asked for when it was planned: a scheme, or ``auto``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""What users want of a running job's snapshots: one now, another interval."""
+"""What users want of a running job's snapshots: one now, another interval, another protection."""
 
 from dataclasses import replace
 
 from statemachine.events import SnapshotRequested
 from statemachine.jobs import answer
+from statemachine.protections import AUTO
 from statemachine.state import Cluster
 
 
@@ -13,7 +14,8 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
     if job is None or not c.active:
         answer(c, event.request, False, "no job is under way")
         return
-    if job.snapshot.every_steps < 1:
+    replicas_alone = job.training.get("zero1") and not event.now and event.every_steps is None
+    if job.snapshot.every_steps < 1 and not replicas_alone:
         answer(
             c,
             event.request,
@@ -25,6 +27,8 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
     said: list[str] = []
     if event.every_steps is not None:
         said.append(_set_interval(c, event.every_steps))
+    if event.protection is not None:
+        said.append(_set_protection(c, event.protection))
     if event.now:
         c.keeping.asked, c.dirty = True, True
         said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
@@ -57,6 +61,21 @@ def _set_interval(c: Cluster, every: int | str) -> str:
         )
         c.publish()
     return f"snapshots: {words}"
+
+
+def _set_protection(c: Cluster, scheme: str) -> str:
+    """Met at the next boundary (``jobs.change_protection``)."""
+    assert c.job is not None, "a job is under way"
+    before = c.job.snapshot
+    auto = scheme == AUTO
+    after = replace(before, auto_protection=auto, protection=before.protection if auto else scheme)
+    if after == before:
+        return f"protection: it is {scheme} already"
+    c.job = replace(c.job, snapshot=after)
+    c.dirty = True
+    c.persist()
+    c.publish()
+    return f"protection: {'what suits the plan' if auto else scheme}, from the next step boundary on"
 
 
 def _steps(count: int) -> str:

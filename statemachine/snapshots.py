@@ -200,7 +200,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         step=signal.step,
         generation=signal.generation,
         vote=signal.vote,
-        groups=groups_of(resumption.plan, job.snapshot.protection),
+        groups=groups_of(resumption.plan, resumption.protection),
         size_bytes=sum(one.size_bytes for one in said),
         at=c.at,
     )
@@ -216,7 +216,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         f"the state behind step {record.step} is in the memory of {', '.join(record.owners)}",
         step=record.step,
         generation=record.generation,
-        protection=job.snapshot.protection,
+        protection=resumption.protection,
         size_bytes=record.size_bytes,
         copy_s=max(one.copy_s for one in said),
         stall_s=max(one.stall_s for one in said),

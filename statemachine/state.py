@@ -70,6 +70,8 @@ class Attempt:
     decision: Decision | None = None
     situation: Situation | None = None
     """What the planner is (to be) asked."""
+    wish: str = ""
+    """The protection that the planner is asked for: a scheme, or ``auto``."""
     kept: frozenset[str] = frozenset()
     """Nodes that wait for their release and that the plan had to use nevertheless."""
     why_lost: str = ""

@@ -68,6 +68,8 @@ class SnapshotPolicy:
     """Of a step: automatically, a snapshot that costs no more is taken behind every step."""
     paused: bool = False
     """None is taken for now, unless it is asked for."""
+    auto_protection: bool = False
+    """``protection`` is what was chosen last; every plan chooses anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,26 @@ class CheckpointPolicy:
     """So many complete ones stay."""
     resume: bool = True
     """Begin from the newest one there; otherwise refuse a place that holds some of this job's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtectionWish:
+    """What a plan is asked to protect its snapshots with."""
+
+    scheme: str | None
+    """``None``: the cheapest that withstands ``losses``."""
+    losses: int
+    zero1: bool = False
+    limits: dict[str, int] = field(default_factory=dict)
+    """Bytes that snapshots may take, of each node that said so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtectionChoice:
+    scheme: str
+    reason: str
+    fallback: bool = False
+    """What was wished for is not to be had with this plan's owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +170,8 @@ class NodeFacts:
     chaos_allowed: bool = False
     snapshot_port: int = 0
     """Where it serves what it keeps of snapshots; 0: nowhere."""
+    snapshot_bytes: int = 0
+    """That snapshots may take here, all devices together; 0: it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -322,6 +322,7 @@ def _protection_json(told: "SnapshotProtection") -> dict[str, Any]:
 
     return {
         "scheme": told.scheme,
+        "reason": told.reason,
         "guarantee": told.guarantee,
         "overhead": told.overhead,
         "node_bytes": told.node_bytes,

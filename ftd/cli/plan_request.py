@@ -56,7 +56,8 @@ class PlanRequest:
     profile: "ModelProfile"
     policy: "Policy"
     protection: str | None = None
-    """Scheme of the snapshots (``storage.codes``); ``None``: there are none, and nobody asked."""
+    """Scheme of the snapshots (``storage.codes``), or auto; ``None``: there are none, and nobody asked."""
+    zero1: bool = False
 
     def other_objective(self) -> "PlanRequest":
         """The same question under the objective that was not asked for."""
@@ -92,8 +93,20 @@ class PlanRequest:
             return None
         from ftd.protection import protection_of
 
+        layers = self.profile.layers
         try:
-            return protection_of(seen, self.profile.layers, self.protection)
+            if self.protection != "auto":
+                return protection_of(seen, layers, self.protection)
+            from ftd.protection_choice import choose
+
+            choice = choose(
+                len(seen.instantiation.sizes),
+                self.policy.tolerate,
+                zero1=self.zero1,
+                fullest_bytes=lambda scheme: protection_of(seen, layers, scheme).node_bytes,
+                limit_bytes=None,
+            )
+            return replace(protection_of(seen, layers, choice.scheme), reason=choice.reason)
         except ValueError as error:
             raise ConfigurationError(
                 str(error),
@@ -167,12 +180,14 @@ def requested(options: PlanOptions) -> PlanRequest:
     memory_bytes = None if options.memory is None else size_bytes(options.memory, field="--memory")
     protection = _checked_scheme(options.protection)
     job = known = None
+    zero1 = False
     if options.job is not None:
         data = load_job_data(options.job)
         job = job_from_data(data, job_id=data.name, devices_per_node=options.devices_per_node)
         known = profile_from_data(data)
+        zero1 = bool(job.training.get("zero1"))
         if protection is None and job.snapshot.every_steps:
-            protection = job.snapshot.protection
+            protection = "auto" if job.snapshot.auto_protection else job.snapshot.protection
     profile = _profile(options, job, known)
     policy = _policy_of_job(job, options) if job is not None else _policy_alone(profile, options)
     policy = replace(
@@ -187,12 +202,14 @@ def requested(options: PlanOptions) -> PlanRequest:
     file = options.job or options.profile
     assert file is not None, "one of the two was given"
     name = job.name if job is not None else file.name
-    return PlanRequest(options=options, name=name, profile=profile, policy=policy, protection=protection)
+    return PlanRequest(
+        options=options, name=name, profile=profile, policy=policy, protection=protection, zero1=zero1
+    )
 
 
 def _checked_scheme(scheme: str | None) -> str | None:
     """:raises ConfigurationError: there is no such protection."""
-    if scheme is not None:
+    if scheme is not None and scheme != "auto":
         from storage.codes import parse_scheme
 
         try:

@@ -1,4 +1,4 @@
-"""``ftd snapshot``: one now, another interval, for the job under way."""
+"""``ftd snapshot``: one now, another interval, another protection, for the job under way."""
 
 from typing import Annotated
 
@@ -56,6 +56,27 @@ def every(
         )
     steps = "auto" if written == "auto" else int(written)
     _say(ask_cluster(address_of(broker, cluster, config), SnapshotRequest, every_steps=steps), as_json)
+
+
+@snapshot.command("protect")
+def protect(
+    scheme: Annotated[
+        str,
+        typer.Argument(help="none, arc:k, aec, aec2, joined by +; auto.", metavar="SCHEME|auto"),
+    ],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Protect snapshots so from the next step boundary on; nothing is computed again and nothing moves.
+
+    Example: ftd snapshot protect aec2
+    """
+    from ftd.wire.public import SnapshotRequest
+
+    address = address_of(broker, cluster, config)
+    _say(ask_cluster(address, SnapshotRequest, protection=scheme.strip().lower()), as_json)
 
 
 def _say(detail: str, as_json: bool) -> None:

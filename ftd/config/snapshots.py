@@ -8,6 +8,7 @@ from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
 from ftd.wire.public import SnapshotData
 from statemachine.intervals import FIRST_EVERY_STEPS
+from statemachine.protections import AUTO
 from statemachine.values import SnapshotPolicy
 from storage.codes import parse_scheme
 
@@ -18,7 +19,8 @@ class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     every_steps: int | Literal["auto"] = 0
     """A snapshot in the nodes' memory behind every so many steps; 0: none; auto: as it costs."""
     protection: str | None = None
-    """none, arc:k, aec, aec2, aor, joined by ``+`` (``storage.codes``); left out: aec, or aor with zero1."""
+    """none, arc:k, aec, aec2, aor, joined by ``+`` (``storage.codes``), or auto: the cheapest that withstands
+    ``tolerance.failures``; left out: aec, or aor with zero1."""
     cheap_share: float = 0.01
     """Of a step: with auto, a snapshot that costs no more is taken behind every step."""
 
@@ -33,35 +35,38 @@ def check_snapshot(told: SnapshotTable | SnapshotData, *, zero1: bool) -> None:
     check_interval(told.every_steps, "snapshot.every_steps")
     require_positive(told.cheap_share, "snapshot.cheap_share")
     protection = protection_or_default(told.protection, zero1=zero1)
-    try:
-        parse_scheme(protection)
-    except ValueError as error:
-        raise ConfigurationError(str(error), field="snapshot.protection") from None
-    _check_sharding(protection, zero1=zero1)
+    if protection != AUTO:
+        check_protection(protection, zero1=zero1, field="snapshot.protection")
 
 
-def _check_sharding(protection: str, *, zero1: bool) -> None:
+def check_protection(protection: str, *, zero1: bool, field: str) -> None:
     """Codes are over what all owners hold alike; with ZeRO-1 each has its own part, and with ``aor`` the next
-    owner's, which is what a copy can be made of."""
-    parts = parse_scheme(protection)
+    owner's, which is what a copy can be made of.
+
+    :raises ConfigurationError: there is no such scheme, or it does not go with how state is kept.
+    """
+    try:
+        parts = parse_scheme(protection)
+    except ValueError as error:
+        raise ConfigurationError(str(error), field=field, remedy="or auto") from None
     names, copies = [name for name, _ in parts], sum(count for _, count in parts)
     if not zero1 and "aor" in names:
         raise ConfigurationError(
             "aor keeps replicas of the parts of ZeRO-1",
-            field="snapshot.protection",
+            field=field,
             remedy="set training.zero1 = true, or leave aor out",
         )
     unfit = [name for name in names if name in {"aec", "aec2"}]
     if zero1 and unfit:
         raise ConfigurationError(
             f"{unfit[0]} is made of what all owners hold, and with training.zero1 each holds its own part",
-            field="snapshot.protection",
+            field=field,
             remedy="write aor: replicas of the parts, kept current, survive the loss of a node",
         )
     if zero1 and copies > ("aor" in names):
         raise ConfigurationError(
             f"{protection} copies parts that an owner does not have with training.zero1",
-            field="snapshot.protection",
+            field=field,
             remedy="write arc:1+aor: the copy is made of the replica",
         )
 
@@ -85,7 +90,8 @@ def snapshot_policy(data: SnapshotData, *, zero1: bool) -> SnapshotPolicy:
     auto = data.every_steps == "auto"
     return SnapshotPolicy(
         every_steps=FIRST_EVERY_STEPS if data.every_steps == "auto" else data.every_steps,
-        protection=data.protection,
+        protection="none" if data.protection == AUTO else data.protection,
+        auto_protection=data.protection == AUTO,
         auto_interval=auto,
         cheap_share=data.cheap_share,
     )

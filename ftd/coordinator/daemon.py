@@ -106,6 +106,7 @@ class Coordinator:
             journal=self._journal,
             checkpoints=self._checkpoints,
             public_state=self._public_state,
+            job=lambda: self._machine.job,
         )
 
     async def run(self) -> None:

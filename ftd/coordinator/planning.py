@@ -22,6 +22,7 @@ from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
 from ftd.driver import Driver
 from ftd.errors import PeerError
+from ftd.protection_choice import protect
 from planner.errors import (
     InfeasibleError,
     PlanningError,
@@ -256,8 +257,14 @@ class PlanningService:
         try:
             if self._planner is not None:
                 plan = first_or_next_plan(self._planner, effect.situation)
-                now = self._driver.now()
-                return PlanReady(at=now, cause=effect.cause, generation=effect.generation, plan=plan)
+                wish, layers = effect.protection, self._planner.profile.layers
+                return PlanReady(
+                    at=self._driver.now(),
+                    cause=effect.cause,
+                    generation=effect.generation,
+                    plan=plan,
+                    protection=None if wish is None else protect(plan, layers, wish),
+                )
         except PlanningError as error:
             reason = explain(error)
             if isinstance(error, TooFewNodesError):

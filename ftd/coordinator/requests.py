@@ -10,12 +10,13 @@ import structlog
 
 from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
-from ftd.config.snapshots import check_interval
+from ftd.config.snapshots import check_interval, check_protection
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.mqtt.session import MqttSession
+from ftd.protection import code_for
 from ftd.wire.public import (
     Answer,
     AnyRequest,
@@ -58,6 +59,7 @@ class Requests:
         journal: Journal,
         checkpoints: Checkpoints,
         public_state: Callable[[], dict[str, Any]],
+        job: Callable[[], Job | None],
     ) -> None:
         self._topics = topics
         self._session = session
@@ -65,6 +67,7 @@ class Requests:
         self._journal = journal
         self._checkpoints = checkpoints
         self._public_state = public_state
+        self._job = job
         self._waiting: dict[str, str] = {}
         """Request id → client id, until the machine's ``AnswerRequest``."""
         self._answered: OrderedDict[str, Answer] = OrderedDict()
@@ -124,6 +127,7 @@ class Requests:
                 self._driver.feed(DrainRequested(at=at, cause=cause, request=number, node=node))
             case SnapshotRequest(request=number):
                 check_interval(request.every_steps, "every")
+                self._check_protection(request.protection)
                 self._driver.feed(
                     SnapshotRequested(
                         at=at,
@@ -131,6 +135,7 @@ class Requests:
                         request=number,
                         now=request.now,
                         every_steps=request.every_steps,
+                        protection=request.protection,
                     )
                 )
             case StatusRequest(request=number):
@@ -156,6 +161,18 @@ class Requests:
             self._checkpoints.begin(job, submit)
         else:
             submit(None, "")
+
+    def _check_protection(self, scheme: str | None) -> None:
+        """:raises ConfigurationError: there is no such protection, or not for this job and its owners."""
+        job = self._job()
+        if scheme is None or scheme == "auto" or job is None:
+            return
+        check_protection(scheme, zero1=bool(job.training.get("zero1")), field="protect")
+        owners = len(self._public_state()["pipelines"])
+        try:
+            code_for(scheme, max(1, owners))
+        except ValueError as error:
+            raise ConfigurationError(str(error), field="protect", remedy="auto takes the best one") from None
 
     def _history(self, request: HistoryRequest) -> dict[str, Any]:
         page = self._journal.events if request.what == "events" else self._journal.steps

@@ -73,6 +73,11 @@ class Arenas:
         """Of one device's arena."""
         return None if self._limit_bytes is None else self._limit_bytes // self._devices
 
+    @property
+    def size_bytes(self) -> int:
+        """What the arenas of the node may take together: the limit, else what their file system has."""
+        return shutil.disk_usage(self.root).total if self._limit_bytes is None else self._limit_bytes
+
     def open(self) -> None:
         """Make the directory and check that there is room for what is allowed.
 

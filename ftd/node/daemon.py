@@ -197,6 +197,7 @@ class NodeDaemon:
             rendezvous_port=self._rendezvous.port,
             chaos_allowed=self._config.chaos,
             snapshot_port=self._snapshots.port,
+            snapshot_bytes=self._snapshots.size_bytes,
         )
         log.info("begin_incarnation", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))

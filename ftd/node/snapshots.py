@@ -82,6 +82,11 @@ class Snapshots:
     def port(self) -> int:
         return self._server.port
 
+    @property
+    def size_bytes(self) -> int:
+        """That arenas may take, all devices together."""
+        return self._arenas.size_bytes
+
     async def start(self) -> None:
         """Own the arenas and listen.
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
+from ftd.protection_choice import protect
 from ftd.sim.network import COORDINATOR, Network
 from ftd.sim.world import TIMING, World
 from planner.errors import PlanningError, StateLostError, TooFewNodesError
@@ -37,6 +38,7 @@ from statemachine.events import (
     PlanReady,
     PlanWeighed,
     SignalArrived,
+    SnapshotRequested,
     StopRequested,
     TemplatesReady,
     TimerFired,
@@ -183,6 +185,9 @@ class SimCoordinator:
     def drain(self, node: str) -> None:
         self.feed(DrainRequested(at=self.world.now, cause="drain", request="drain", node=node))
 
+    def ask_snapshots(self, **wants: Any) -> None:
+        self.feed(SnapshotRequested(at=self.world.now, cause="ask", request="ask", **wants))
+
     def stop(self, job: str) -> None:
         self.feed(StopRequested(at=self.world.now, cause="stop", request="stop", job=job))
 
@@ -295,4 +300,8 @@ class SimCoordinator:
                 )
             )
         else:
-            self.feed(PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan))
+            wish, layers = effect.protection, self.planner.profile.layers
+            choice = None if wish is None else protect(plan, layers, wish)
+            self.feed(
+                PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)
+            )

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from ftd.sim.node import SimNode
     from ftd.sim.run import Simulation
 
+PROTECTIONS = ("none", "aec", "aec", "arc:1", "aec2", "aec+arc:1")
+
 Fault = Callable[["Simulation"], None]
 
 PHASES = (
@@ -222,6 +224,19 @@ def stop_job(sim: "Simulation") -> None:
         sim.coordinator.stop(sim.job.job_id)
 
 
+def switch_protection(sim: "Simulation") -> None:
+    """A user wants another one; or changes their mind at once."""
+    for scheme in sim.world.rng.choices(("auto", *PROTECTIONS), k=sim.world.rng.choice((1, 1, 2))):
+        sim.log(f"protect {scheme}")
+        sim.coordinator.ask_snapshots(protection=scheme)
+
+
+def change_interval(sim: "Simulation") -> None:
+    every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
+    sim.log(f"snapshots every {every}")
+    sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
+
+
 FAULTS: tuple[tuple[int, Fault], ...] = (
     (6, crash_node),
     (3, crash_two),
@@ -246,6 +261,8 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (3, add_node),
     (2, restart_node),
     (1, stop_job),
+    (4, switch_protection),
+    (2, change_interval),
 )
 """With weights."""
 
@@ -255,7 +272,7 @@ _WEIGHTS = [weight for weight, _ in FAULTS]
 
 _DURING_A_ROLLBACK: tuple[Fault, ...] = (
     exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
-    fail_all_trainers,
+    fail_all_trainers, switch_protection,
 )  # fmt: skip
 
 
@@ -279,6 +296,8 @@ def draw(sim: "Simulation", until_s: float) -> None:
     reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 6))
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
     pending += _draw_rollback(sim)
+    if sim.world.chance(0.3):
+        pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
     commits = [
         (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
     ]

@@ -23,6 +23,8 @@ class Invariants:
         self.layers = len(profile.layers)
         self.nodes: dict[str, Any] = {}
         self.groups: dict[int, Group] = {}
+        self.protected: dict[int, str] = {}
+        """What each generation was told to protect its snapshots with."""
         self.told: dict[int, int] = {}
         """Version of each step that the world was told is committed."""
         self.newest_told = 0
@@ -125,6 +127,10 @@ class Invariants:
             self.broken(
                 f"the snapshot of step {record.step} counts, and {sorted(missing)} did not complete it"
             )
+        written = self.protected.get(record.generation)
+        counted = {group.protection for group in record.groups}
+        if counted != {written}:
+            self.broken(f"the snapshot of step {record.step} is {written}, and counts as {sorted(counted)}")
         if self.told.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.broken(f"the snapshot of step {record.step} is of another step than was told")
 
@@ -136,6 +142,12 @@ class Invariants:
                 self.broken(f"step {command.step} is to be kept, and the journal names {durable}")
         if not isinstance(command, Quiesce | Resume):
             return
+        if isinstance(command, Resume):
+            scheme = self.protected.setdefault(command.generation, command.protection)
+            if scheme != command.protection:
+                self.broken(
+                    f"generation {command.generation} is told to protect by {scheme} and {command.protection}"
+                )
         if journal is None or journal["generation"] < command.generation:
             self.broken(f"generation {command.generation} was published before it was persisted")
         if isinstance(command, Resume):
@@ -183,10 +195,18 @@ class Invariants:
             case "JobFailed":
                 self.failed_job = event.reason
                 self._may_fail()
+            case "RecoveryCompleted":
+                self._switched(event.details["recovery"])
             case "ReplicasDiverged":
                 self.broken(f"replicas diverged: {event.details}")
             case _:
                 pass
+
+    def _switched(self, recovery: dict[str, Any]) -> None:
+        """Another protection alone costs no step."""
+        alone = recovery["cause"] == "protection_changed" and recovery["generations_tried"] == 1
+        if alone and recovery["recomputed_steps"] + recovery["rolled_back_steps"]:
+            self.broken("the protection is switched, and steps are done again")
 
     def _told(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])

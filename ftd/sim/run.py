@@ -46,9 +46,6 @@ SHAPES = (
 )
 
 
-PROTECTIONS = ("none", "aec", "aec", "arc:1", "aec2", "aec+arc:1")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     seed: int
@@ -105,7 +102,10 @@ class Simulation:
             full=world.rng.choice((0.0, 0.0, 0.05)),
         )
         self.snapshot = SnapshotPolicy(
-            every_steps=world.rng.choice((0, 1, 2, 3, 5)), protection=world.rng.choice(PROTECTIONS)
+            every_steps=world.rng.choice((0, 1, 2, 3, 5)),
+            protection=world.rng.choice(faults.PROTECTIONS),
+            auto_interval=world.chance(0.2),
+            auto_protection=world.chance(0.2),
         )
         self.faults: list[str] = []
         self.healed = False

@@ -87,8 +87,8 @@ class Recovery:
 
     cause: str
     """``start``, ``node_lost``, ``trainer_lost``, ``connection_lost``, ``node_joined``, ``node_returned``,
-    ``node_drained``, ``speed_changed``,
-    or ``resumed`` (enough nodes again after a pause)."""
+    ``node_drained``, ``speed_changed``, ``protection_changed``, or ``resumed`` (enough nodes again after a
+    pause)."""
     node: str | None
     """The first of ``nodes``."""
     nodes: tuple[str, ...]

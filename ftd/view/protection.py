@@ -34,7 +34,8 @@ def render_protection(told: SnapshotProtection) -> RenderableType:
 
 
 def _sentences(told: SnapshotProtection) -> list[str]:
-    lines = [_guarantee_line(told)]
+    lines = [f"chosen: {told.reason}"] if told.reason else []
+    lines.append(_guarantee_line(told))
     if told.node_bytes is not None and told.arena_bytes is not None and told.arena_peak_bytes is not None:
         lines.append(
             f"{size(told.node_bytes)} a snapshot on the fullest node; its arenas take "

@@ -31,6 +31,7 @@ _CHANGE_HOW = {
     "node_returned": "prepared",
     "node_drained": "request",
     "speed_changed": "measured",
+    "protection_changed": "request",
     "resumed": "prepared",
 }
 """What sets a change in motion that is no failure."""

@@ -69,6 +69,7 @@ CAUSE_WORDS = {
     "node_returned": "came back",
     "node_drained": "drained",
     "speed_changed": "changed speed",
+    "protection_changed": "another protection",
     "resumed": "enough nodes again",
 }
 

@@ -133,6 +133,8 @@ class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
     """One behind the step in flight."""
     every_steps: int | Literal["auto"] | None = None
     """0: none for now."""
+    protection: str | None = None
+    """A scheme of ``storage.codes``, or auto."""
 
 
 class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):

@@ -166,6 +166,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     # 6,000 bytes in six cells of 1,024 bytes, of which each of three owners keeps three.
     assert told == {
         "scheme": "aec",
+        "reason": "",
         "guarantee": 1,
         "overhead": 0.5,
         "node_bytes": 3072,
@@ -174,6 +175,9 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
         "groups": [{"first_layer": 0, "end_layer": 2, "owners": 3, "bucket_bytes": 6000, "guarantee": 1}],
     }
     assert not {name for name in (*told, *told["groups"][0]) if f"`{name}`" not in PAGE}
+    auto = protection_in(*alone, "--protection", "auto")
+    assert auto["scheme"] == "aec" and auto["reason"].startswith("aec: any 1 of 3 owners may be lost")
+    assert "chosen: aec: any 1 of 3" in ftd(*alone, "--protection", "auto")
     page = ftd(*alone, "--protection", "aec")
     assert "aec, 1 group of 3 owners" in page and "any 1 node of a group may be lost" in page
     assert "3.0 KiB a snapshot on the fullest node; its arenas take 6.0 KiB, and 9.0 KiB while" in page

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from ftd.sim.run import run_seed
-from statemachine import agent_commands, agent_snapshots, recovery, rules, signals, snapshots
+from statemachine import (
+    agent_commands,
+    agent_snapshots,
+    jobs,
+    recovery,
+    rules,
+    signals,
+    snapshots,
+)
 from statemachine.messages import Prepare
 from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger
@@ -139,7 +147,7 @@ def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest
         underway = c.keeping.underway
         if underway is not None and underway.completed and c.resumption is not None and c.job is not None:
             one = next(iter(underway.completed.values()))
-            groups = snapshots.groups_of(c.resumption.plan, c.job.snapshot.protection)
+            groups = snapshots.groups_of(c.resumption.plan, c.resumption.protection)
             c.keeping.newest = Snapshot(
                 step=one.step, generation=one.generation, vote=one.vote, groups=groups
             )
@@ -170,3 +178,23 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
     found("")
+
+
+def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the job file says, and not as the plan's owners were told."""
+
+    def complete(c: Cluster, *others: Any) -> None:
+        if c.resumption is not None and c.job is not None and c.job.snapshot.auto_protection:
+            c.resumption = replace(c.resumption, protection="none")
+        real(c, *others)
+
+    real = snapshots.complete
+    monkeypatch.setattr(snapshots, "complete", complete)
+    found("counts as")
+
+
+def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "reconfigure", lambda c, why, mode: recovery.reconfigure(c, why, "abort"))
+    found("is switched, and steps are done again")

@@ -77,7 +77,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     assert shapes == set(SHAPES)
     assert set(causes) == {
         "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "resumed",
-        "connection_lost", "speed_changed",
+        "connection_lost", "speed_changed", "protection_changed",
     }  # fmt: skip
     assert set(decisions) == {"start", "boundary", "redo", "roll_forward"}
     assert {
@@ -91,8 +91,11 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
         "terminate",
         "restart",
         "slow",
+        "protect",
+        "snapshots",
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
+    assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
     assert tiers == {"memory", "decoded"}
     assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(

@@ -4,12 +4,13 @@ import json
 
 import pytest
 from test_snapshots import HELD, Snapshots
-from transcripts import committed
+from transcripts import PROFILE, committed, report
 
+from ftd.protection_choice import protect
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import AnswerRequest, Effect, EmitEvent
-from statemachine.events import BrokerConnected, SnapshotRequested
-from statemachine.messages import Heartbeat, Snap, Snapping, SnapshotCompleted, Stepped
+from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
+from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
+from statemachine.messages import Heartbeat, Quiesce, Resume, Snap, Snapping, SnapshotCompleted, Stepped
 from statemachine.timing import Timing
 from statemachine.values import Vote
 
@@ -139,3 +140,108 @@ def test_a_job_without_snapshots_says_how_to_have_some() -> None:
     s = Policies()
     s.feed(BrokerConnected)
     assert s.ask(now=True).detail == "no job is under way"
+
+
+# --- the protection ------------------------------------------------------------------------------
+
+
+class Protections(Policies):
+    """The planner's answer comes with what protects the plan's snapshots."""
+
+    def plan(self) -> list[Effect]:
+        asked: ComputePlan = self.one(ComputePlan)
+        assert asked.protection is not None
+        plan = self.planner.plan(asked.situation)
+        choice = protect(plan, PROFILE.layers, asked.protection)
+        return self.feed(PlanReady, generation=asked.generation, plan=plan, protection=choice)
+
+    def stop_and_go_on(self, generation: int) -> list[Resume]:
+        """Behind the step in flight."""
+        self.step += 1
+        for name in HELD:
+            self.quiesced(name, generation, report(self.step, held=HELD[name]))
+        self.plan()
+        return [sent.command for sent in self.commands(Resume)]
+
+    @property
+    def protection(self) -> str:
+        scheme: str = self.machine.public_state()["snapshot_policy"]["protection"]
+        return scheme
+
+
+def protected(**policy: object) -> Protections:
+    s = Protections()
+    s.begin(**policy)  # type: ignore[arg-type]
+    for name in HELD:
+        s.beat(name)
+    return s
+
+
+def test_another_protection_takes_a_boundary_and_the_same_plan() -> None:
+    s = protected(every_steps=30)
+    s.train(3)
+    answer = s.ask(protection="arc:1")
+    assert answer.detail == "protection: arc:1, from the next step boundary on"
+    assert {sent.command.mode for sent in s.commands(Quiesce)} == {"boundary"}
+    assert s.protection == "aec"
+    resumes = s.stop_and_go_on(2)
+    assert {resume.protection for resume in resumes} == {"arc:1"}
+    assert all(not resume.plan.transfers and resume.plan.method == "unchanged" for resume in resumes)
+    (told,) = s.events("ProtectionChanged")
+    assert (told.details["before"], told.details["protection"], told.details["by"]) == (
+        "aec",
+        "arc:1",
+        "user",
+    )
+    for name in HELD:
+        s.resumed(name, 2)
+    s.say("node-0", Stepped(generation=2, steps=(committed(s.step + 1),), step_s=0.1))
+    (done,) = s.events("RecoveryCompleted")
+    recovery = done.details["recovery"]
+    assert (recovery["cause"], recovery["recomputed_steps"], recovery["bytes_moved"]) == (
+        "protection_changed",
+        0,
+        0,
+    )
+    assert s.commands(Snap), "the newest snapshot is still protected as before"
+
+
+def test_a_wish_during_a_recovery_is_met_behind_it() -> None:
+    s = protected(every_steps=30)
+    s.train(2)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.step += 1
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(s.step, held=HELD[name]))
+    asked: ComputePlan = s.one(ComputePlan)
+    s.ask(protection="arc:1")
+    s.ask(protection="none")
+    assert not s.commands(Quiesce)
+    s.took([asked])
+    s.plan()
+    assert {sent.command.protection for sent in s.commands(Resume)} == {"aec"}
+    for name in s.machine.public_state()["nodes"]:
+        if name != "node-3":
+            s.resumed(name, 2)
+    s.say("node-0", Stepped(generation=2, steps=(committed(s.step + 1),), step_s=0.1))
+    assert {sent.command.generation for sent in s.commands(Quiesce)} == {3}
+
+
+def test_automatically_every_plan_has_its_own() -> None:
+    s = protected(every_steps=30, protection="none", auto_protection=True)
+    assert s.protection == "arc:1"  # Of two owners.
+    assert s.ask(protection="auto").detail == "protection: it is auto already"
+    assert not s.commands(Quiesce)
+
+
+def test_a_protection_holds_over_a_restart_also_one_that_is_not_met_yet() -> None:
+    s = protected(every_steps=30)
+    s.train(2)
+    s.ask(protection="arc:1")
+    journal = json.loads(json.dumps(s.machine.durable_state()))
+    s.machine, _ = ClusterMachine.restore(Timing(), journal, s.now, "restart")
+    s.feed(BrokerConnected)
+    assert [sent.command.mode for sent in s.commands(Quiesce)] or s.machine.generation >= 2
+    assert s.machine.job is not None and s.machine.job.snapshot.protection == "arc:1"
+    journal = json.loads(json.dumps(s.machine.durable_state()))
+    assert journal["resumed_protection"] == "aec"

@@ -25,7 +25,15 @@ from statemachine.events import (
 )
 from statemachine.messages import FromNode, Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, SnapshotPolicy, Vote
+from statemachine.values import (
+    CommittedStep,
+    DeviceReport,
+    Job,
+    NodeFacts,
+    ProtectionWish,
+    SnapshotPolicy,
+    Vote,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
@@ -101,6 +109,8 @@ def short(value: Any) -> str:
             return f"{value.node}/{value.index}"
         case Vote():
             return f"{value.loss:.3g}"
+        case ProtectionWish():
+            return value.scheme or "auto"
         case CommittedStep():
             return f"{value.step}:{value.vote.loss:.3g}"
         case DeviceReport():

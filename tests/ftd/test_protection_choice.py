@@ -1,0 +1,110 @@
+"""The cheapest protection, against every scheme that there is; memory, ZeRO-1, what owners cannot have."""
+
+import pytest
+
+from ftd.protection import code_for, stated_guarantee
+from ftd.protection_choice import choose, protect
+from planner.planner import Planner
+from planner.values import LayerProfile, ModelProfile, Plan, Policy
+from statemachine.values import ProtectionChoice, ProtectionWish
+from storage.codes import parse_scheme
+
+ALL = ["none", *(f"arc:{k}" for k in range(1, 5)), "aec", "aec2"]
+ALL += [f"{parity}+arc:{k}" for parity in ("aec", "aec2") for k in range(1, 4)]
+
+
+def chosen(
+    owners: int, losses: int, *, zero1: bool = False, limit_bytes: int | None = None
+) -> ProtectionChoice:
+    """A bucket of 1200 bytes."""
+
+    def fullest(scheme: str) -> int:
+        return round(1200 / owners * (1 + code_for(scheme, owners).overhead))
+
+    return choose(owners, losses, zero1=zero1, fullest_bytes=fullest, limit_bytes=limit_bytes)
+
+
+def touched(scheme: str, owners: int) -> float:
+    """Bytes kept and read for what is kept, per byte of the bucket."""
+    code = code_for(scheme, owners)
+    read = sum(len(cells) for extra in code.extra for cells in extra)
+    return code.overhead + read / (code.owners * code.cells)
+
+
+@pytest.mark.parametrize("owners", [2, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("losses", [1, 2, 3])
+def test_nothing_that_withstands_as_much_is_cheaper(owners: int, losses: int) -> None:
+    scheme = chosen(owners, losses).scheme
+    wanted = min(losses, owners - 1)
+    assert stated_guarantee(scheme, owners) == wanted
+    enough = [one for one in ALL if stated_guarantee(one, owners) >= wanted]
+    assert touched(scheme, owners) == min(touched(one, owners) for one in enough)
+
+
+@pytest.mark.parametrize(
+    ("owners", "losses", "scheme"),
+    [(1, 2, "none"), (2, 0, "arc:1"), (2, 3, "arc:1"), (3, 1, "aec"), (3, 2, "arc:2"), (4, 2, "aec2")],
+)
+def test_choices_by_hand(owners: int, losses: int, scheme: str) -> None:
+    assert chosen(owners, losses).scheme == scheme
+
+
+def test_more_owners_than_aec2_is_for_get_copies() -> None:
+    assert chosen(16, 2).scheme == "aec2"
+    assert chosen(17, 2).scheme == "arc:2"
+
+
+def test_the_reason_compares() -> None:
+    assert chosen(3, 1).reason == (
+        "aec: any 1 of 3 owners may be lost, for 50% more bytes; cheaper to make than arc:1 (100%)"
+    )
+    assert "one owner" in chosen(1, 1).reason
+
+
+def test_what_does_not_fit_into_memory_gives_way() -> None:
+    # Of 1200 bytes each of four owners keeps 300, 400 with a parity, 600 with two; in three slots.
+    assert chosen(4, 2, limit_bytes=1800).scheme == "aec2"
+    less = chosen(4, 2, limit_bytes=1799)
+    assert less.scheme == "aec" and less.reason.startswith("aec2 would take")
+    assert chosen(4, 2, limit_bytes=1000).scheme == "none"
+    assert chosen(4, 2, limit_bytes=10).scheme == "none"
+
+
+def test_with_zero1_the_replica_is_what_can_be_copied() -> None:
+    assert chosen(4, 1, zero1=True).scheme == chosen(4, 3, zero1=True).scheme == "arc:1+aor"
+    assert chosen(4, 1, zero1=True, limit_bytes=1000).scheme == "aor"
+    assert chosen(1, 1, zero1=True).scheme == "aor"
+
+
+def plan_of(pipelines: int) -> tuple[Plan, tuple[LayerProfile, ...]]:
+    layer = LayerProfile(
+        forward_ms=1.0,
+        backward_ms=2.0,
+        parameter_bytes=400,
+        gradient_bytes=400,
+        optimizer_bytes=800,
+        activation_bytes=10,
+        output_bytes=10,
+    )
+    profile = ModelProfile(layers=(layer,), microbatch_rows=1)
+    policy = Policy(global_batch=pipelines, microbatch_rows=1, tolerate=0)
+    planner = Planner(profile, policy)
+    plan = planner.plan(planner.fresh([f"n{i}" for i in range(pipelines)]))
+    assert len(plan.pipelines) == pipelines
+    return plan, profile.layers
+
+
+def test_a_wish_is_granted_where_the_owners_can_have_it() -> None:
+    plan, layers = plan_of(4)
+    assert protect(plan, layers, ProtectionWish(scheme="aec2", losses=1)).scheme == "aec2"
+    auto = ProtectionWish(scheme=None, losses=1, limits={"n0": 10**9, "n3": 3 * 399})
+    assert protect(plan, layers, auto).scheme == "none"
+    assert protect(plan, layers, ProtectionWish(scheme=None, losses=1, limits={})).scheme == "aec"
+
+
+def test_a_wish_that_they_cannot_have_is_replaced_by_what_withstands_as_much() -> None:
+    plan, layers = plan_of(17)
+    choice = protect(plan, layers, ProtectionWish(scheme="aec2", losses=1))
+    assert (choice.scheme, choice.fallback) == ("arc:2", True)
+    assert choice.reason.startswith("aec2 is for groups of up to 16 owners, not 17; arc:2: any 2 of 17")
+    assert parse_scheme(choice.scheme)
