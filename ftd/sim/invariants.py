@@ -180,6 +180,7 @@ class Invariants:
             self.broken("a device is in the plan twice")
 
     def public_event(self, event: EmitEvent) -> None:
+        """What the world is told must be so."""
         match event.name:
             case "GenerationStarted":
                 assert event.generation is not None
