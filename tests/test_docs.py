@@ -66,7 +66,8 @@ def test_every_topic_is_documented() -> None:
 
     topics = Topics(cluster="c")
     names = [topics.cluster_state, topics.events, topics.request]
-    names += [t("<node>") for t in (topics.node_state, topics.node_signal, topics.node_command, topics.chaos)]
+    of_a_node = (topics.node_state, topics.node_signal, topics.node_command, topics.node_echo, topics.chaos)
+    names += [topic("<node>") for topic in of_a_node]
     names.append(topics.reply("<client>"))
     assert [n for n in names if n.removeprefix(f"{topics.root}/") not in table_rows("events.md")] == []
 

@@ -14,6 +14,7 @@ from ftd.cli import (
     client,
     config,
     coordinator,
+    doctor,
     install,
     local,
     node,
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _RUNNING = (local, coordinator, node, client, snapshot, chaos)
-for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, install, sim):
+for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, install, doctor, sim):
     module.register(app)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, assert_never, cast
 
 import msgspec
@@ -305,6 +306,7 @@ class Coordinator:
             **state,
             "planning": progress and {"done": progress[0], "total": progress[1]},
             "schema": SCHEMA,
+            "version": version("ftd"),
             "coordinator": self._incarnation,
             "at": timestamp(),
         }

@@ -74,6 +74,8 @@ def _node(topics: Topics, name: str) -> list[str]:
     return [
         *(f"read {topic}" for topic in reads),
         f"readwrite {topics.node_state(name)}",
+        f"readwrite {topics.node_echo(name)}",
+        f"read {topics.cluster_state}",
         *(f"write {topic}" for topic in writes),
     ]
 

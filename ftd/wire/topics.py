@@ -40,6 +40,10 @@ class Topics:
         """msgpack ToNode."""
         return f"{self.root}/node/{node}/command"
 
+    def node_echo(self, node: str) -> str:
+        """What ``ftd doctor`` says to itself on a node's host, to see whether it may."""
+        return f"{self.root}/node/{node}/echo"
+
     def chaos(self, node: str) -> str:
         """JSON chaos requests to a node."""
         return f"{self.root}/chaos/{node}"

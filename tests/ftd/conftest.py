@@ -9,6 +9,7 @@ import pytest
 from ftd.config.address import BrokerAddress
 from ftd.mqtt.embedded import await_ready, embedded_command
 from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
+from tests.ftd.secure_broker import SecureBroker
 
 
 class RunningBroker:
@@ -71,3 +72,15 @@ def broker(request: pytest.FixtureRequest, start_broker: Callable[[str], Running
 @pytest.fixture
 def mosquitto(start_broker: Callable[[str], RunningBroker]) -> RunningBroker:
     return start_broker("mosquitto")
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
+    made = SecureBroker(tmp_path_factory.mktemp("secure"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def port(secure: SecureBroker) -> int:
+    return secure.start("localhost")

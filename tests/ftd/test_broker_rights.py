@@ -2,93 +2,23 @@
 
 import asyncio
 import contextlib
-import os
-import pwd
-import shutil
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
-import trustme
 from structlog.testing import capture_logs
 
 from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import ConfigurationError, Unreachable
-from ftd.mqtt.acl import Users, acl_text
-from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port
+from ftd.mqtt.acl import Users
 from ftd.mqtt.session import MqttSession, Will
 from ftd.wire.topics import Topics
+from tests.ftd.secure_broker import PATIENCE_S, USERS, SecureBroker, needs_mosquitto
 
-PATIENCE_S = 30.0
+pytestmark = needs_mosquitto
+
 T = Topics(cluster="lab")
-USERS = Users(nodes=["host-a", "host-b"], operators=["alice"], tools=["grafana"], chaos=["mallory"])
-NAMES = (USERS.coordinator, *USERS.nodes, *USERS.operators, *USERS.tools, *USERS.chaos)
-
-pytestmark = pytest.mark.skipif(
-    find_mosquitto() is None or shutil.which("mosquitto_passwd") is None, reason="mosquitto is not installed"
-)
-
-
-class SecureBroker:
-    """Certificates are made by an authority of the test's own; passwords are names, reversed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.authority = trustme.CA()
-        self.authority.cert_pem.write_to_path(directory / "ca.pem")
-        self.ports: list[int] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
-        (directory / "acl").write_text(acl_text("lab", USERS))
-        for file in ("acl", "passwords"):
-            (directory / file).touch(mode=0o600)
-        for name in NAMES:
-            command = ["mosquitto_passwd", "-b", str(directory / "passwords"), name, name[::-1]]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-    def start(self, *identities: str, expires: datetime | None = None) -> int:
-        """A broker with a certificate for these names; its port."""
-        port = free_port()
-        here = self.directory / str(port)
-        here.mkdir()
-        certificate = self.authority.issue_cert(*identities, not_after=expires)
-        certificate.private_key_pem.write_to_path(here / "key.pem")
-        for blob in certificate.cert_chain_pems:
-            blob.write_to_path(here / "cert.pem", append=True)
-        (here / "mosquitto.conf").write_text(
-            f"listener {port} 127.0.0.1\n"
-            f"certfile {here}/cert.pem\nkeyfile {here}/key.pem\n"
-            f"allow_anonymous false\npassword_file {self.directory}/passwords\n"
-            f"acl_file {self.directory}/acl\n"
-            f"user {pwd.getpwuid(os.getuid()).pw_name}\nlog_dest none\n"
-        )
-        binary = str(find_mosquitto())
-        self.processes.append(subprocess.Popen([binary, "-c", str(here / "mosquitto.conf")]))
-        await_listening("127.0.0.1", port, PATIENCE_S)
-        return port
-
-    def address(self, user: str, port: int) -> BrokerAddress:
-        tls = Tls(ca_file=self.directory / "ca.pem")
-        return BrokerAddress(host="localhost", port=port, username=user, password=user[::-1], tls=tls)
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
-    made = SecureBroker(tmp_path_factory.mktemp("secure"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def port(broker: SecureBroker) -> int:
-    return broker.start("localhost")
 
 
 class Member:
@@ -160,17 +90,17 @@ DENIED = [
 ]
 
 
-def test_everybody_may_do_their_part_and_nothing_else(broker: SecureBroker, port: int) -> None:
+def test_everybody_may_do_their_part_and_nothing_else(secure: SecureBroker, port: int) -> None:
     async def scene() -> None:
         async with contextlib.AsyncExitStack() as stack:
             readers = {
-                name: await stack.enter_async_context(joined(broker.address(name, port), *topics))
+                name: await stack.enter_async_context(joined(secure.address(name, port), *topics))
                 for name, topics in READS.items()
             }
             for denied in (True, False):
                 # What is denied goes first: if it arrived, it would stand before what is allowed.
                 for writer, topic, _ in DENIED if denied else WRITES:
-                    async with joined(broker.address(writer, port)) as member:
+                    async with joined(secure.address(writer, port)) as member:
                         member.session.publish(topic, b"denied" if denied else f"by {writer}".encode())
                         await member.session.flush(PATIENCE_S)
             for writer, topic, reader in WRITES:
@@ -183,7 +113,7 @@ def test_everybody_may_do_their_part_and_nothing_else(broker: SecureBroker, port
 
 
 def test_a_node_with_another_nodes_credentials_says_so(
-    broker: SecureBroker, port: int, monkeypatch: pytest.MonkeyPatch
+    secure: SecureBroker, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mosquitto tells nobody that it drops what they say: who does not hear himself suspects it."""
     monkeypatch.setattr("ftd.mqtt.session.ECHO_S", 1.0)
@@ -191,7 +121,7 @@ def test_a_node_with_another_nodes_credentials_says_so(
 
     async def unheard(user: str) -> bool:
         session = MqttSession(
-            broker.address(user, port),
+            secure.address(user, port),
             client_id=f"test-{user}",
             subscriptions=(topic,),
             will=Will(topic=topic, payload=b"gone"),
@@ -212,18 +142,18 @@ def test_a_node_with_another_nodes_credentials_says_so(
 
 @pytest.mark.parametrize(("user", "password"), [("host-a", "wrong"), ("nobody", "x"), (None, None)])
 def test_who_cannot_prove_who_he_is_stays_out(
-    broker: SecureBroker, port: int, user: str | None, password: str | None
+    secure: SecureBroker, port: int, user: str | None, password: str | None
 ) -> None:
-    address = replace(broker.address("host-a", port), username=user, password=password)
+    address = replace(secure.address("host-a", port), username=user, password=password)
     assert "authori" in asyncio.run(problem_of(address)).lower()
 
 
-def test_a_broker_that_is_somebody_else_is_not_believed(broker: SecureBroker, port: int) -> None:
+def test_a_broker_that_is_somebody_else_is_not_believed(secure: SecureBroker, port: int) -> None:
     async def scene() -> None:
-        there = broker.address("host-a", port)
-        wrong_name = broker.start("other.example")
+        there = secure.address("host-a", port)
+        wrong_name = secure.start("other.example")
         assert "use the name" in await problem_of(replace(there, port=wrong_name))
-        expired = broker.start("localhost", expires=datetime.now(UTC) - timedelta(days=1))
+        expired = secure.start("localhost", expires=datetime.now(UTC) - timedelta(days=1))
         assert "renew the broker's certificate" in await problem_of(replace(there, port=expired))
         assert "broker.ca_file" in await problem_of(replace(there, tls=Tls()))
 

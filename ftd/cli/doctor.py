@@ -1,0 +1,62 @@
+"""``ftd doctor``: before a host joins."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftd.cli.options import JsonOption, print_json, run_async
+
+_MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="ftd.toml of this host; without it, the defaults and the environment.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check whether this host can run a node: memory, ports, names, torch, broker, credentials, rights.
+
+    A line for each check: ok, or what is wrong and the remedy. Exit code 1 when something failed. It does
+    not disturb a node that is running here.
+
+    Example: ftd doctor --config /etc/ftd/ftd.toml
+    """
+    from ftd.config.daemon import load_daemon_config
+    from ftd.doctor.cluster import check_cluster
+    from ftd.doctor.finding import Finding, failed, ok
+    from ftd.doctor.host import check_host
+    from ftd.errors import ConfigurationError
+
+    loaded = load_daemon_config(config)
+    findings: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            remedy = f"\n{'':9}→ {finding.remedy}" if finding.remedy else ""
+            typer.echo(f"{_MARKS[finding.verdict]}  {finding.check}: {finding.detail}{remedy}")
+
+    try:
+        loaded.require_secret()
+        note(ok("configuration", f"cluster {loaded.cluster}, node {loaded.node}"))
+    except ConfigurationError as error:
+        note(failed("configuration", f"{error.field}: {error.problem}", error.remedy or ""))
+    for finding in check_host(loaded):
+        note(finding)
+
+    async def ask() -> None:
+        async for finding in check_cluster(loaded):
+            note(finding)
+
+    run_async(ask())
+    if as_json:
+        fields = ("check", "verdict", "detail", "remedy")
+        print_json([{name: getattr(finding, name) for name in fields} for finding in findings])
+    if any(finding.verdict == "failed" for finding in findings):
+        raise typer.Exit(1)
