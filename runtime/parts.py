@@ -20,6 +20,7 @@ from storage.buckets import Bucket, ParameterSize
 from storage.layerstate import DTYPE_BYTES
 
 What = Literal["parameters", "optimizer", "rest"]
+_WORDS = {"parameters": "parameters", "optimizer": "optimizer's state"}
 Range = tuple[int, int]
 """Elements ``[start, end)``."""
 
@@ -233,8 +234,8 @@ def moves_of(shape: Shape, world: WorldData, held: Sequence[PartData], *, replic
                     candidates = holdings.holders(start, end)
                     if not candidates:
                         raise PartsError(
-                            f"nobody has the {what} of elements {start}–{end} of layer {vector.layer} "
-                            f"({vector.dtype}), which rank {rank} needs"
+                            f"nobody has the {_WORDS[what]} of elements {start}–{end} of layer "
+                            f"{vector.layer} ({vector.dtype}), which rank {rank} needs"
                         )
                     move = Move(
                         source=-1,

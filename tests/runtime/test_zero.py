@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from runtime import protocol as p
-from tests.runtime.harness import Cluster, pipeline
+from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import gpt_data
-from tests.runtime.test_engine import finish, losses_of, replicas_agree
+from tests.runtime.test_engine import TWO_AND_TWO, finish, losses_of, replicas_agree
 from tests.runtime.zero import Sharded
 
 
@@ -50,4 +50,58 @@ def test_losses_do_not_depend_on_the_layout(
     for trainer in trainers:
         assert losses_of(trainer, 1, 5) == pytest.approx(expected, rel=1e-9)
     replicas_agree(trainers)
+    finish(trainers)
+
+
+LEFT = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=1, microbatches=3),
+    pipeline((0, 4, [2]), first_microbatch=0, microbatches=1),
+)
+THREE_OWNERS = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+    pipeline((0, 4, [2]), first_microbatch=2, microbatches=1),
+    pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
+)
+
+
+def test_kills_and_joins_with_replicas(cluster: Cluster) -> None:
+    """Kills wherever they fall in a step roll nothing back; a join makes three owners of two."""
+    steps = 18
+    job = data(steps=steps)
+    expected, _ = reference_run(load(job), job, steps)
+    sharded = Sharded(cluster=cluster, job=job, protection="aor")
+    trainers = sharded.join(4)
+    sharded.start(trainers, TWO_AND_TWO)
+    seen: dict[int, float] = {}
+
+    def watch(trainer: TrainerHandle, last: int) -> None:
+        while min(last, steps) not in seen:
+            stepped = trainer.take(p.Stepped)
+            seen[stepped.step] = stepped.vote.loss
+
+    watch(trainers[0], 3)
+    for plan in (TWO_AND_TWO, THREE_OWNERS):
+        trainers[3].kill()
+        survivors = trainers[:3]
+        committed = max(seen)
+        step, vote = sharded.quiesce(survivors)
+        assert step >= committed
+        if vote is not None:
+            seen[step] = vote.loss
+        sharded.resume(survivors, LEFT, step, vote)
+        assert max(report.bytes_moved for report in cluster.resumed(survivors)) > 0
+        watch(survivors[0], step + 2)
+        joiner = sharded.join(1)
+        step, vote = sharded.quiesce([*survivors, *joiner], mode="boundary")
+        assert vote is not None
+        seen[step] = vote.loss
+        trainers = [*survivors, *joiner]
+        sharded.resume(trainers, plan, step, vote)
+        assert cluster.resumed(trainers)[3].bytes_moved > 0
+        watch(trainers[0], min(step + 2, steps))
+    watch(trainers[0], steps)
+    replicas_agree(trainers)
+    assert [seen[step] for step in sorted(seen)] == pytest.approx(
+        [expected[step - 1] for step in sorted(seen)], rel=1e-9
+    )
     finish(trainers)

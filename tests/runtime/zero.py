@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -44,52 +45,47 @@ class Sharded:
         pipelines: Pipelines,
         step: int,
         vote: p.VoteData | None,
-        **more: object,
+        **more: Any,
     ) -> None:
-        held = [part for rank, trainer in enumerate(ranks) for part in self._held(rank, trainer, step)]
+        before = {trainer.device: rank for rank, trainer in enumerate(self.ranks)}
+        held = [
+            part
+            for rank, trainer in enumerate(ranks)
+            for part in held_of(
+                self.reports[trainer.device], rank, step, self.pipelines, before.get(trainer.device, -1)
+            )
+        ]
         for rank, trainer in enumerate(ranks):
             frame = self.cluster.resume_frame(rank, len(ranks), pipelines, step, vote)
-            trainer.send(replaced(frame, held, protection=self.protection, **more))
+            world = msgspec.structs.replace(frame.world, held_parts=tuple(held))
+            trainer.send(msgspec.structs.replace(frame, world=world, protection=self.protection, **more))
         self.ranks, self.pipelines = list(ranks), pipelines
 
     def start(self, ranks: Sequence[TrainerHandle], pipelines: Pipelines) -> None:
         self.resume(ranks, pipelines, *self.quiesce(ranks))
 
-    def _held(self, rank: int, trainer: TrainerHandle, step: int) -> list[p.PartData]:
-        report = self.reports[trainer.device]
-        if report.committed_step == step:
-            return [part_data(rank, part, part.layer in report.held) for part in report.parts]
-        if report.ready_step != step:
-            return []
+
+def held_of(report: p.Quiesced, rank: int, step: int, pipelines: Pipelines, was: int) -> list[p.PartData]:
+    """What the trainer, rank ``was`` of ``pipelines``, has at ``step`` as rank ``rank`` of the next world."""
+    if report.committed_step == step:
+        counted, held = list(report.parts), set(report.held)
+    elif report.ready_step == step:
         # It applies what it holds the gradients of: its layers under the last plan, as that shares them out.
-        world = p.WorldData(pipelines=self.pipelines, transfers=(), hosts=())
-        parts = len(self.pipelines)
-        part = pipeline_of(world, self.ranks.index(trainer))
+        part = pipeline_of(p.WorldData(pipelines=pipelines, transfers=(), hosts=()), was)
+        parts = len(pipelines)
         owned = {(part, parts, False), ((part + 1) % parts, parts, True)}
-        return [
-            part_data(rank, one, whole=False)
-            for one in report.parts
-            if (one.part, one.parts, one.replica) in owned
-        ]
-
-    def covered(self) -> bool:
-        """Whether those who reported have all of every layer."""
-        have: dict[int, set[tuple[int, int]]] = {}
-        for report in self.reports.values():
-            for part in report.parts:
-                have.setdefault(part.layer, set()).add((part.part, part.parts))
-        return all(
-            any({(n, parts) for n in range(parts)} <= having for _, parts in having)
-            for having in have.values()
+        counted = [one for one in report.parts if (one.part, one.parts, one.replica) in owned]
+        held = set()
+    else:
+        return []
+    return [
+        p.PartData(
+            rank=rank,
+            layer=one.layer,
+            part=one.part,
+            parts=one.parts,
+            replica=one.replica,
+            whole=one.layer in held,
         )
-
-
-def part_data(rank: int, part: p.StatePartData, whole: bool) -> p.PartData:
-    return p.PartData(
-        rank=rank, layer=part.layer, part=part.part, parts=part.parts, replica=part.replica, whole=whole
-    )
-
-
-def replaced(frame: p.Resume, held: Sequence[p.PartData], **more: object) -> p.Resume:
-    world = msgspec.structs.replace(frame.world, held_parts=tuple(held))
-    return msgspec.structs.replace(frame, world=world, **more)
+        for one in counted
+    ]

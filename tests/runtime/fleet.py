@@ -1,0 +1,140 @@
+"""Engines of several ranks in one process, a thread each, over real gloo: any phase of a step can be hit."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from runtime import protocol as p
+from runtime.communicator import Aborted, Communicator, make_communicator
+from runtime.engine import Engine, StepResult
+from runtime.pace import Pace
+from runtime.store import Rendezvous
+from tests.runtime.harness import PATIENCE_S, TOKEN, ServerThread
+from tests.runtime.zero import Pipelines, held_of
+
+CPU = torch.device("cpu")
+
+
+class Fleet:
+    """``engines`` are those that live, in the order of their ranks once ``enter`` was called."""
+
+    def __init__(self, job: p.TrainingData, count: int, protection: str = "aor") -> None:
+        self.job = job
+        self.protection = protection
+        self.engines: list[Engine] = []
+        self.pipelines: Pipelines = ()
+        self.generation = 0
+        self.losses: dict[int, float] = {}
+        self._communicators: dict[Engine, Communicator] = {}
+        self._server = ServerThread()
+        self._pool = ThreadPoolExecutor(16)
+        self.join(count)
+
+    def join(self, count: int) -> list[Engine]:
+        with torch.random.fork_rng(devices=[]):
+            new = [Engine(self.job, CPU, Pace()) for _ in range(count)]
+        self.engines += new
+        return new
+
+    def enter(self, engines: Sequence[Engine], pipelines: Pipelines) -> int:
+        """All of these go on under a new plan; the others are gone. Returns the step that they go on from."""
+        reports = [report_of(engine) for engine in engines]
+        best = max(reports, key=lambda report: report.committed_step)
+        ranks = {engine: rank for rank, engine in enumerate(self.engines)}
+        held = [
+            part
+            for rank, (engine, report) in enumerate(zip(engines, reports, strict=True))
+            for part in held_of(report, rank, best.committed_step, self.pipelines, ranks[engine])
+        ]
+        self.generation += 1
+        self.engines, self.pipelines = list(engines), pipelines
+        world = p.WorldData(
+            pipelines=pipelines,
+            transfers=(),
+            hosts=("127.0.0.1",) * len(engines),
+            held_parts=tuple(held),
+        )
+        self.each(lambda rank, engine: self._enter(rank, engine, world, best.committed_step, best.vote))
+        if best.vote is not None:
+            self.losses[best.committed_step] = best.vote.loss
+        return best.committed_step
+
+    def _enter(
+        self, rank: int, engine: Engine, world: p.WorldData, step: int, vote: p.VoteData | None
+    ) -> None:
+        rendezvous = Rendezvous(
+            host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
+        )
+        engine.settle(step, vote)
+        communicator = make_communicator("gloo", rendezvous, rank, world.hosts, CPU)
+        self._communicators[engine] = communicator
+        engine.enter(
+            p.Resume(
+                generation=self.generation,
+                step=step,
+                vote=vote,
+                rank=rank,
+                world=world,
+                rendezvous_host="",
+                rendezvous_port=0,
+                token=TOKEN,
+                protection=self.protection,
+            ),
+            communicator,
+        )
+
+    def steps(self, count: int) -> list[StepResult]:
+        """All make so many steps; the last results."""
+        results: list[StepResult] = []
+        for _ in range(count):
+            results = self.each(lambda rank, engine: engine.step(lambda: False))
+            self.losses[self.engines[0].committed_step] = results[0].vote.loss
+        return results
+
+    def broken_step(self) -> None:
+        """A step in which somebody calls ``abort``; nobody finishes it."""
+
+        def run(rank: int, engine: Engine) -> bool:
+            try:
+                engine.step(lambda: False)
+            except Aborted:
+                return True
+            return False
+
+        assert all(self.each(run))
+
+    def abort(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.abort()
+
+    def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
+        futures = [self._pool.submit(run, rank, engine) for rank, engine in enumerate(self.engines)]
+        return [future.result(PATIENCE_S) for future in futures]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+        for engine, communicator in self._communicators.items():
+            if engine.sharding is not None:
+                engine.sharding.forget()
+            communicator.close()
+        self._pool.shutdown()
+        self._server.close()
+
+
+def report_of(engine: Engine) -> p.Quiesced:
+    return p.Quiesced(
+        generation=0,
+        committed_step=engine.committed_step,
+        ready_step=engine.ready_step,
+        vote=engine.vote,
+        held=tuple(sorted(engine.complete)),
+        parts=() if engine.sharding is None else engine.sharding.parts(),
+    )

@@ -1,0 +1,264 @@
+"""ZeRO-1 where a trainer dies in a chosen moment of a step; and replicas, element by element."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import protocol as p
+from runtime import sharding as sharding_module
+from runtime.communicator import Aborted
+from runtime.engine import Engine
+from runtime.parts import PartsError
+from runtime.training import TrainingError
+from tests.runtime.fleet import Fleet, report_of
+from tests.runtime.harness import pipeline
+from tests.runtime.reference import load, reference_run
+from tests.runtime.support import data_for, gpt_data, script
+
+TWO_AND_TWO = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+    pipeline((0, 1, [2]), (1, 4, [3]), first_microbatch=2, microbatches=2),
+)
+TWO_AND_ONE = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=1, microbatches=3),
+    pipeline((0, 4, [2]), first_microbatch=0, microbatches=1),
+)
+THREE = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+    pipeline((0, 4, [2]), first_microbatch=2, microbatches=1),
+    pipeline((0, 3, [3]), (3, 4, [4]), first_microbatch=3, microbatches=1),
+)
+STEPS = 9
+
+
+def job() -> p.TrainingData:
+    return gpt_data(steps=STEPS, global_batch=16, microbatch_rows=4, clip_gradient_norm=1.0, zero1=True)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return reference_run(load(job()), job(), STEPS)[0]
+
+
+def in_compute(fleet: Fleet, victim: Engine) -> None:
+    """Before it has computed anything."""
+    victim.step = die(fleet)  # type: ignore[method-assign]
+
+
+def in_vote(fleet: Fleet, victim: Engine) -> None:
+    """The others have complete gradients and wait for its ballot."""
+    victim._ask = die(fleet)  # type: ignore[method-assign]
+
+
+def behind_vote(fleet: Fleet, victim: Engine) -> None:
+    """It and all others have committed; one of these but learns of it from the coordinator."""
+    late = fleet.engines[0]
+    ask = late._ask
+
+    def asked(*arguments: object) -> object:
+        ask(*arguments)  # type: ignore[arg-type]
+        raise Aborted
+
+    late._ask = asked  # type: ignore[method-assign,assignment]
+    in_gather(fleet, victim)
+
+
+def in_gather(fleet: Fleet, victim: Engine) -> None:
+    """Its own part is updated, and nobody has got it."""
+    assert victim.sharding is not None
+    victim.sharding.gather = die(fleet)  # type: ignore[method-assign]
+
+
+def die(fleet: Fleet) -> Callable[..., None]:
+    def died(*_: object) -> None:
+        fleet.abort()
+        raise Aborted
+
+    return died
+
+
+@pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote, in_gather])
+def test_with_replicas_a_death_rolls_nothing_back(
+    expected: list[float], phase: Callable[[Fleet, Engine], None]
+) -> None:
+    """Two pipelines of two, cut differently; one dies, three go on; two join; another dies."""
+    with Fleet(job(), 4) as fleet:
+        assert fleet.enter(fleet.engines, TWO_AND_TWO) == 0
+        fleet.steps(2)
+        survivors, victim = fleet.engines[:3], fleet.engines[3]
+        phase(fleet, victim)
+        fleet.broken_step()
+        committed = 3 if phase in (behind_vote, in_gather) else 2
+        if phase is in_gather:
+            assert [report_of(engine).held for engine in survivors] == [(), (), ()]
+        fleet.engines[0].__dict__.pop("_ask", None)
+        assert fleet.enter(survivors, TWO_AND_ONE) == committed
+        fleet.steps(2)
+        survivors = list(fleet.engines)
+        assert fleet.enter([*survivors, *fleet.join(2)], THREE) == committed + 2
+        fleet.steps(1)
+        phase(fleet, fleet.engines[2])
+        fleet.broken_step()
+        fleet.engines[0].__dict__.pop("_ask", None)
+        left = [engine for number, engine in enumerate(fleet.engines) if number != 2]
+        assert fleet.enter(left, TWO_AND_TWO) == committed + 3 + (phase in (behind_vote, in_gather))
+        fleet.steps(STEPS - fleet.engines[0].committed_step)
+        digests = [engine.digests() for engine in fleet.engines]
+        assert digests[0] | digests[1] == digests[2] | digests[3]
+        assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("phase", [in_compute, in_gather])
+def test_without_replicas_the_reports_show_the_hole(phase: Callable[[Fleet, Engine], None]) -> None:
+    with Fleet(job(), 4, protection="none") as fleet:
+        fleet.enter(fleet.engines, TWO_AND_TWO)
+        fleet.steps(1)
+        phase(fleet, fleet.engines[3])
+        fleet.broken_step()
+        parts = {(part.layer, part.part) for e in fleet.engines[:3] for part in report_of(e).parts}
+        assert parts == {(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)}
+        with pytest.raises(PartsError, match=r"nobody has the .* of elements \d+–\d+ of layer 1 "):
+            fleet.enter(fleet.engines[:3], TWO_AND_ONE)
+
+
+def test_a_generation_without_a_commit_changes_nothing(expected: list[float]) -> None:
+    """What was kept is still there when the next plan fails before its first commit, beside what it made."""
+    with Fleet(job(), 4) as fleet:
+        fleet.enter(fleet.engines, TWO_AND_TWO)
+        fleet.steps(2)
+        before = report_of(fleet.engines[0])
+        fleet.enter([*fleet.engines, *fleet.join(1)], THREE)
+        assert set(report_of(fleet.engines[0]).parts) > set(before.parts)
+        in_vote(fleet, fleet.engines[4])
+        fleet.broken_step()
+        assert fleet.enter(fleet.engines[:4], TWO_AND_TWO) == 2
+        fleet.steps(1)
+        assert report_of(fleet.engines[0]).parts == before.parts
+        fleet.enter([*fleet.engines, *fleet.join(1)], THREE)
+        in_gather(fleet, fleet.engines[4])
+        fleet.broken_step()
+        assert fleet.enter(fleet.engines[:4], TWO_AND_TWO) == 4
+        fleet.steps(1)
+        assert [fleet.losses[step] for step in range(1, 6)] == pytest.approx(expected[:5], rel=1e-9)
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+OPTIMIZERS = """
+def factory(name):
+    def make(named):
+        ps = [{"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0}]
+        ps += [{"params": [p for n, p in named if "bias" not in n]}]
+        return {
+            "sgd": lambda: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+            "adam": lambda: torch.optim.Adam(ps, lr=0.01, weight_decay=0.02, amsgrad=True),
+            "adamw": lambda: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+            "adagrad": lambda: torch.optim.Adagrad(ps, lr=0.01, initial_accumulator_value=0.1),
+            "adafactor": lambda: torch.optim.Adafactor(ps),
+        }[name]()
+    return make
+
+def build(name):
+    tail = nn.Sequential(nn.Tanh(), nn.Linear(5, 1))
+    layers = [nn.Linear(3, 7), nn.Sequential(nn.Tanh(), nn.Linear(7, 5)), tail]
+    return Training(layers=layers, loss=functional.mse_loss, optimizer=factory(name), dataset=Rows(),
+        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, 0.1, total_steps=20, cycle_momentum=name in ("sgd", "adamw")))
+"""
+PAIR = (
+    pipeline((0, 2, [0]), (2, 3, [1]), first_microbatch=0, microbatches=1),
+    pipeline((0, 1, [2]), (1, 3, [3]), first_microbatch=1, microbatches=1),
+)
+
+
+def small(directory: Path, name: str, **changes: object) -> p.TrainingData:
+    script(directory, OPTIMIZERS)
+    fields = {
+        "global_batch": 8,
+        "microbatch_rows": 4,
+        "clip_gradient_norm": 0.05,
+        "zero1": True,
+        "dtype": "float32",
+        "arguments": {"name": name},
+    }
+    return data_for("mine.py:build", directory, **(fields | changes))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_replicas_are_their_owners_bit_for_bit(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight decay by group, a schedule, clipping, and a step that is skipped."""
+    monkeypatch.setattr(sharding_module, "CHECK_STEPS", 3)
+    data = small(tmp_path, name)
+    expected, _ = reference_run(load(data), data, 4)
+    with Fleet(data, 4) as fleet:
+        fleet.enter(fleet.engines, PAIR)
+        for _ in range(4):
+            assert all(result.diverged == () for result in fleet.steps(1))
+        assert [fleet.losses[step] for step in range(1, 5)] == pytest.approx(expected, rel=1e-5)
+        assert_replicas_agree(fleet)
+        before = [engine.digests() for engine in fleet.engines]
+        spoil(fleet)
+        assert all(result.vote.skipped and not result.diverged for result in fleet.steps(1))
+        assert [engine.digests() for engine in fleet.engines] == before
+        fleet.engines[0]._gradients.__dict__.pop("squared_norm")
+        assert not any(result.vote.skipped for result in fleet.steps(2))
+        assert_replicas_agree(fleet)
+
+
+def spoil(fleet: Fleet) -> None:
+    """The next step's gradients are not finite on one rank, so everybody skips it."""
+    gradients = fleet.engines[0]._gradients
+    assert gradients is not None
+    norm = gradients.squared_norm
+    gradients.squared_norm = lambda: (norm()[0], 1)  # type: ignore[method-assign]
+
+
+def assert_replicas_agree(fleet: Fleet) -> None:
+    own, replicas = {}, {}
+    for engine in fleet.engines:
+        assert engine.sharding is not None
+        engine.sharding.parts()
+        for part in engine.sharding.states.kept:
+            target = replicas if part.replica else own
+            target[part.layer, part.part] = engine.sharding.states.digest(part)
+            assert all(one.state for one in part.slices)
+    assert own == replicas and len(own) == 6
+
+
+def test_a_replica_that_differs_is_told_and_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding_module, "CHECK_STEPS", 2)
+    with Fleet(small(tmp_path, "adamw"), 4) as fleet:
+        fleet.enter(fleet.engines, PAIR)
+        fleet.steps(1)
+        sharding = fleet.engines[3].sharding
+        assert sharding is not None and sharding.replica is not None
+        sharding.replica.finish()
+        moment = sharding.replica.parts[1].slices[0].state["exp_avg"]
+        assert isinstance(moment, torch.Tensor)
+        moment[0] += 1.0
+        results = fleet.steps(1)
+        assert [[one.layer for one in result.diverged] for result in results] == [[], [], [], [2]]
+        assert "part 0 of 2 differed" in results[3].diverged[0].detail
+        assert_replicas_agree(fleet)
+        assert all(result.diverged == () for result in fleet.steps(2))
+        # A thread that ended is no replica; the next check makes another.
+        sharding.replica._apply = lambda options: 1 / 0  # type: ignore[method-assign,assignment]
+        fleet.steps(1)
+        assert not any(part.replica for part in sharding.parts())
+        assert [one.layer for one in fleet.steps(1)[3].diverged] == [1, 2]
+        assert_replicas_agree(fleet)
+
+
+def test_an_optimizer_that_looks_across_elements_is_refused(tmp_path: Path) -> None:
+    data = small(tmp_path, "adafactor")
+    with (
+        torch.random.fork_rng(devices=[]),
+        pytest.raises(TrainingError, match=r"Adafactor is not known.*AdamW"),
+    ):
+        Fleet(data, 1)
