@@ -10,7 +10,7 @@ from itertools import pairwise
 from planner.preview import Preview
 from planner.values import LayerProfile
 from storage.arena import SLOTS
-from storage.codes import Code, make_code, parse_scheme
+from storage.codes import Code, has_buddy, make_code, parse_scheme
 from storage.shards import ShardLayout
 
 KEPT_SLOTS = SLOTS - 1
@@ -32,7 +32,7 @@ class ProtectedGroup:
     bucket_bytes: int | None
     """Parameters and optimizer of its layers; ``None`` where the profile has no bytes."""
     guarantee: int
-    """So many owners, whichever, may be lost at once."""
+    """So many owners, whichever, may be lost at once; under ``buddy``, so many of the owner and its buddy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class SnapshotProtection:
     node_bytes: int | None
     """Shards of one snapshot on the fullest node; ``None`` where the profile has no bytes."""
     groups: tuple[ProtectedGroup, ...]
+    buddy: bool = False
+    """Groups have one owner, and another node keeps a copy of each."""
     reason: str = ""
     """Why this scheme, where it was not asked for."""
 
@@ -72,7 +74,9 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
     sizes = seen.instantiation.sizes
     owners = len(sizes)
     code = code_for(scheme, owners)
-    guarantee = _guarantee(code, scheme)
+    # With one pipeline every group has one owner; a node beside it can keep a copy.
+    buddy = owners == 1 and seen.nodes > 1 and has_buddy(scheme)
+    guarantee = 1 if buddy else _guarantee(code, scheme)
     templates = [seen.templates[size] for size in set(sizes)]
     cuts = sorted({0, *(stage.end_layer for template in templates for stage in template.stages)})
     known = any(layer.state_bytes for layer in layers)
@@ -88,14 +92,17 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
     )
     return SnapshotProtection(
         scheme=scheme,
-        overhead=code.overhead,
-        node_bytes=_fullest_bytes(seen, code, groups) if known else None,
+        overhead=1.0 if buddy else code.overhead,
+        node_bytes=_fullest_bytes(seen, code, groups, buddy=buddy) if known else None,
         groups=groups,
+        buddy=buddy,
     )
 
 
-def _fullest_bytes(seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...]) -> int:
-    """The shards of all stages of a node, on the node with the most."""
+def _fullest_bytes(
+    seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...], *, buddy: bool = False
+) -> int:
+    """The shards of all stages of a node, and its copies, on the node with the most."""
     layouts = {
         group.first_layer: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups
     }
@@ -108,6 +115,9 @@ def _fullest_bytes(seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...]
             for first, layout in layouts.items():
                 if stage.first_layer <= first < stage.end_layer:
                     nodes[stage.node_offset] += layout.shard_bytes(owner)
+        if buddy:
+            nodes += [0] if seen.nodes > size else []
+            nodes = [own + copy for own, copy in zip(nodes, [nodes[-1], *nodes[:-1]], strict=True)]
         fullest = max(fullest, *nodes)
     return fullest
 

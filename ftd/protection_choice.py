@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ftd.protection import code_for, stated_guarantee
 from planner.values import LayerProfile, Plan
+from statemachine.buddies import buddies_of
 from statemachine.snapshots import groups_of
 from statemachine.values import ProtectionChoice, ProtectionWish
 from storage.arena import SLOTS
@@ -44,7 +45,14 @@ def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) 
         return _fullest_bytes(plan, layers, scheme)
 
     if wish.scheme is None:
-        return choose(owners, wish.losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
+        return choose(
+            owners,
+            wish.losses,
+            zero1=wish.zero1,
+            fullest_bytes=fullest,
+            limit_bytes=limit,
+            nodes=len({*plan.nodes, *plan.idle_nodes}),
+        )
     try:
         code_for(wish.scheme, owners)
     except ValueError as error:
@@ -61,13 +69,25 @@ def choose(
     zero1: bool,
     fullest_bytes: FullestBytes,
     limit_bytes: int | None,
+    nodes: int = 1,
 ) -> ProtectionChoice:
     """The cheapest scheme under which any ``losses`` of so many owners may be lost, at least one of several.
 
     :param limit_bytes: that a node's arenas may take, for all their slots.
+    :param nodes: that are there: a single owner of everything needs another one beside it.
     """
     wanted = min(max(1, losses), owners - 1)
     too_large = ""
+    if owners == 1 and nodes > 1:
+        scheme = "aor+buddy" if zero1 else "buddy"
+        takes = fullest_bytes(scheme)
+        if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+            why = f"{scheme}: every group has one owner, and another node keeps a copy, for 100% more bytes"
+            return ProtectionChoice(scheme=scheme, reason=why)
+        too_large = (
+            f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which may give "
+            f"{_mib(limit_bytes)}; "
+        )
     for withstood in range(wanted, -1, -1):
         candidates = sorted(_candidates(withstood, owners, zero1=zero1), key=lambda one: one.touched)
         for one in candidates:
@@ -121,11 +141,14 @@ def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str) ->
     if not any(layer.state_bytes for layer in layers):
         return None
     nodes: Counter[str] = Counter()
+    buddies = buddies_of(plan, scheme, {*plan.nodes, *plan.idle_nodes})
     for group in groups_of(plan, scheme):
         state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
         layout = ShardLayout(code=code_for(scheme, len(group.owners)), bucket_bytes=state_bytes)
         for owner, node in enumerate(group.owners):
             nodes[node] += layout.shard_bytes(owner)
+            if node in buddies:
+                nodes[buddies[node]] += layout.shard_bytes(owner)
     return max(nodes.values())
 
 

@@ -37,6 +37,9 @@ from statemachine.events import (
     BrokerConnected,
     BrokerLost,
     CommandArrived,
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
     HeldSnapshots,
     LayersFailed,
     LayersWritten,
@@ -89,6 +92,9 @@ AgentEvent = (
     | TrainerSnapped
     | TrainerSnapshotFailed
     | HeldSnapshots
+    | CopiesHeld
+    | CopyCommitted
+    | CopyFailed
     | RestoringFailed
     | LayersWritten
     | LayersFailed
@@ -148,6 +154,8 @@ class AgentMachine:
                 agent_snapshots.found(a, event)
                 if a.active and a.connected:
                     hello(a)
+            case CopiesHeld():
+                agent_snapshots.hold(a, event)
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():
@@ -161,6 +169,10 @@ class AgentMachine:
                 self._terminate(event)
             case TrainerFailed():
                 self._trainer_failed(event)
+            case CopyCommitted():
+                agent_snapshots.sent(a, event)
+            case CopyFailed():
+                agent_snapshots.failed(a, event)
             case RestoringFailed():
                 if self._in_group(event.generation):
                     failed = RestoreFailed(

@@ -4,11 +4,25 @@ What the node's memory holds outlives trainers and daemons. Of what is not the k
 is reckoned with: a new one may be written over an older (``storage.arena``).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from statemachine.agent_state import BUILT, Agent, TrainerPhase
-from statemachine.effects import RemoveSnapshots, TrainerKeepSnapshot, TrainerSnap
-from statemachine.events import HeldSnapshots, TrainerSnapped, TrainerSnapping, TrainerSnapshotFailed
+from statemachine.effects import (
+    KeepCopies,
+    RemoveSnapshots,
+    SendCopy,
+    TrainerKeepSnapshot,
+    TrainerSnap,
+)
+from statemachine.events import (
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
+    HeldSnapshots,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
+)
 from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
 from statemachine.values import HeldSnapshot, NodeState
 
@@ -19,6 +33,8 @@ class Underway:
 
     snapping: Snapping
     shards: dict[int, TrainerSnapped] = field(default_factory=dict)
+    written: SnapshotCompleted | None = None
+    """Complete in this node's own memory; what to say once the buddy has it, too."""
     completed: SnapshotCompleted | None = None
 
 
@@ -51,6 +67,7 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
         for held in a.snapshots
         if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
     ]
+    a.out.append(KeepCopies(cause=a.cause, job_id=command.job_id, step=command.step))
     for trainer in a.trainers:
         if trainer.phase in BUILT:
             tell_kept(a, trainer.device)
@@ -90,6 +107,12 @@ def found(a: Agent, event: HeldSnapshots) -> None:
     a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
 
 
+def hold(a: Agent, event: CopiesHeld) -> None:
+    """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
+    a.snapshots = [held for held in a.snapshots if not held.owner]
+    found(a, HeldSnapshots(at=event.at, cause=event.cause, snapshots=event.snapshots))
+
+
 def say_snapshot(a: Agent) -> None:
     """Where the snapshot under way stands here."""
     if a.underway is not None:
@@ -121,21 +144,22 @@ def began(a: Agent, event: TrainerSnapping) -> None:
         return
     if a.underway is not None and event.step <= a.underway.snapping.step:
         return
-    mine = [held for held in a.snapshots if held.job_id == a.job.job_id and held.step != event.step]
+    own = [held for held in a.snapshots if held.job_id == a.job.job_id and not held.owner]
+    mine = [held for held in own if held.step != event.step]
     pinned = a.pinned if a.pinned != a.kept else 0
     others = [held for held in mine if (held.step == pinned if pinned else held.step != a.kept)]
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.kept}
-    a.snapshots = [held for held in a.snapshots if held.job_id != a.job.job_id or held in spared]
+    a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
     a.underway = Underway(snapping=Snapping(generation=event.generation, step=event.step))
     a.say(a.underway.snapping)
     a.publish(NodeState.SNAP, f"a snapshot of step {event.step}")
 
 
 def wrote(a: Agent, event: TrainerSnapped) -> None:
-    """With the last of the trainers that have a rank the node's part is complete."""
+    """With the last of the trainers that have a rank the node's part is complete, here at least."""
     underway = a.underway
-    if underway is None or a.resume is None or a.job is None or underway.completed is not None:
+    if underway is None or a.resume is None or a.job is None or underway.written is not None:
         return
     if (event.generation, event.step) != (underway.snapping.generation, underway.snapping.step):
         return
@@ -147,7 +171,7 @@ def wrote(a: Agent, event: TrainerSnapped) -> None:
     a.snapshots.append(
         HeldSnapshot(job_id=a.job.job_id, step=event.step, generation=event.generation),
     )
-    underway.completed = SnapshotCompleted(
+    underway.written = SnapshotCompleted(
         generation=event.generation,
         step=event.step,
         vote=committed.vote,
@@ -155,15 +179,48 @@ def wrote(a: Agent, event: TrainerSnapped) -> None:
         copy_s=max(shard.copy_s for shard in shards),
         stall_s=max(shard.stall_s for shard in shards),
     )
-    a.say(underway.completed)
-    a.publish(NodeState.COMPLETED, f"the snapshot of step {event.step} is complete here")
+    buddy = a.resume.buddies.get(a.name)
+    if buddy is None:
+        complete(a, underway.written)
+        return
+    a.out.append(
+        SendCopy(
+            cause=a.cause,
+            job_id=a.job.job_id,
+            step=event.step,
+            generation=event.generation,
+            buddy=buddy,
+        )
+    )
 
 
-def failed(a: Agent, event: TrainerSnapshotFailed) -> None:
+def sent(a: Agent, event: CopyCommitted) -> None:
+    """The buddy has it: now the node's part is safe from this host's end."""
     underway = a.underway
-    if underway is None or (event.generation, event.step) != (
-        underway.snapping.generation,
-        underway.snapping.step,
+    if underway is None or underway.written is None or underway.completed is not None:
+        return
+    written = underway.written
+    if (event.generation, event.step) == (written.generation, written.step):
+        complete(a, replace(written, size_bytes=written.size_bytes + event.size_bytes))
+
+
+def complete(a: Agent, part: SnapshotCompleted) -> None:
+    assert a.underway is not None, "a snapshot is under way"
+    a.underway.completed = part
+    a.say(part)
+    a.publish(NodeState.COMPLETED, f"the snapshot of step {part.step} is complete here")
+
+
+def failed(a: Agent, event: TrainerSnapshotFailed | CopyFailed) -> None:
+    underway = a.underway
+    if (
+        underway is None
+        or underway.completed is not None
+        or (event.generation, event.step)
+        != (
+            underway.snapping.generation,
+            underway.snapping.step,
+        )
     ):
         return
     a.say(SnapshotFailed(generation=event.generation, step=event.step, detail=event.detail))

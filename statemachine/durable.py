@@ -48,8 +48,8 @@ def _node(node: NodeMachine) -> dict[str, Any]:
         "retired": list(node.retired),
         "speed": node.speed,
         "snapshots": [
-            {"job_id": held.job_id, "step": held.step, "generation": held.generation}
-            for held in sorted(node.snapshots, key=lambda held: (held.generation, held.step))
+            {"job_id": held.job_id, "step": held.step, "generation": held.generation, "owner": held.owner}
+            for held in sorted(node.snapshots, key=lambda held: (held.generation, held.step, held.owner))
         ],
     }
 
@@ -125,6 +125,7 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
             msgspec.to_builtins((device, parts)) for device, parts in resumption.ready_parts.items()
         ],
         "resumed_held_parts": _plain(c, "held_parts", resumption.held_parts),
+        "resumed_buddies": dict(resumption.buddies),
     }
 
 
@@ -234,6 +235,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             held_parts=journal.resumed_held_parts,
             protection=journal.resumed_protection or _given(journal),
             wish=journal.resumed_wish,
+            buddies=journal.resumed_buddies,
         )
     if journal.attempt is not None:
         past = journal.attempt

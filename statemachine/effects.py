@@ -10,6 +10,7 @@ from typing import Any
 from planner.values import Situation
 from statemachine.messages import Command, Persist, Resume, Signal
 from statemachine.values import (
+    Buddy,
     Job,
     LayerOnDisk,
     NodeState,
@@ -122,6 +123,8 @@ class CheckRestore(Effect):
     record: Snapshot
     present: tuple[str, ...]
     """Nodes that are here and hold their part."""
+    copied: tuple[str, ...] = ()
+    """Nodes of whose part a buddy that is here holds a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +261,24 @@ class StopPersisting(Effect):
     """End what ``PersistLayers`` began, if it is still at it; nobody waits for its answer."""
 
     attempt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCopy(Effect):
+    """Send this node's part of a snapshot to its buddy: CopyCommitted or CopyFailed. The last one counts."""
+
+    job_id: str
+    step: int
+    generation: int
+    buddy: Buddy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepCopies(Effect):
+    """The snapshot of ``step`` is complete everywhere: copies of older ones may be written over."""
+
+    job_id: str
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,7 +161,8 @@ class RestoreChecked(Event):
     reason: str
     """For people: what is decoded, or what is missing."""
     tier: str = "memory"
-    """``memory``: every shard is there; ``decoded``: some are made from parity."""
+    """``memory``: every shard is there; ``decoded``: some are made from parity; ``buddy``: some are copies
+    that their owner's buddy kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +311,30 @@ class HeldSnapshots(Event):
     """What the node's memory holds complete and verified: after a start of the daemon."""
 
     snapshots: tuple[HeldSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesHeld(Event):
+    """All that this node keeps for others now: it has changed."""
+
+    snapshots: tuple[HeldSnapshot, ...]
+    """Each with its ``owner``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyCommitted(Event):
+    """The buddy holds all of this node's part of the snapshot, verified."""
+
+    generation: int
+    step: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFailed(Event):
+    generation: int
+    step: int
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The training group of a generation: it resumes, commits its first step, finishes; then drained nodes go."""
 
+from statemachine.buddies import present_buddies
 from statemachine.messages import Finished, Released, Resumed
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
@@ -101,7 +102,7 @@ def release_drained(c: Cluster) -> None:
     """Nodes that were to leave and that no plan needs may go."""
     if c.active and c.ledger.told < c.ledger.known_step:
         return  # one of them may be the only one that knows the missing votes
-    planned = set(c.planned)
+    planned = {*c.planned, *present_buddies(c).values()}
     for node in c.alive():
         if node.draining is not None and not node.released and node.name not in planned:
             release(c, node)

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 from statemachine import persisting, snapshots
+from statemachine.buddies import lost_buddies, present_buddies
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.group import follow_group, release, release_drained
@@ -308,6 +309,9 @@ def pursue(c: Cluster) -> None:
                 release_idle(c)
                 want_join(c)
                 change_protection(c)
+            if c.phase is ClusterPhase.RUNNING:
+                mend_buddies(c)
+            if c.phase is ClusterPhase.RUNNING:
                 snapshots.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
@@ -328,10 +332,10 @@ def newcomers(c: Cluster) -> list[NodeMachine]:
 
 
 def leavers(c: Cluster) -> list[NodeMachine]:
-    """Draining nodes in the plan that this generation did not try to do without."""
+    """Draining nodes, planned or a buddy, that this generation did not try to do without."""
     if c.phase is not ClusterPhase.RUNNING or c.attempt is None:
         return []
-    planned = set(c.planned) - c.attempt.kept
+    planned = {*c.planned, *present_buddies(c).values()} - c.attempt.kept
     return [node for node in c.alive() if node.draining is not None and node.name in planned]
 
 
@@ -346,6 +350,14 @@ def change_protection(c: Cluster) -> None:
         return
     note_cause(c, "protection_changed", [])
     reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
+
+
+def mend_buddies(c: Cluster) -> None:
+    """A node that keeps copies is gone: others must have one. Planned ones are missed before this."""
+    lost = lost_buddies(c)
+    if lost and c.recovery is None:
+        note_cause(c, "node_lost", lost)
+        reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")
 
 
 def join(c: Cluster) -> None:

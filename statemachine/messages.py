@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from planner.values import ModelProfile, Plan
 from statemachine.values import (
+    Buddy,
     CommittedStep,
     DeviceReport,
     FailureCause,
@@ -39,8 +40,7 @@ class Hello:
     training: bool
     """Its trainers are running under ``generation`` (not quiesced, not idle)."""
     quiesced: bool = False
-    """Its trainers stopped under ``generation`` and wait for its Resume. Neither this nor ``training``:
-    they are fresh, or idle."""
+    """They stopped under ``generation`` and wait for its Resume. Neither: they are fresh, or idle."""
     snapshots: tuple[HeldSnapshot, ...] = ()
     """What its memory holds complete, also of trainers and daemons that are gone."""
 
@@ -52,8 +52,7 @@ class Heartbeat:
     generation: int
     committed: CommittedStep | None
     microbatch_ms: tuple[float, ...] | None = None
-    """For each device: how long it computes on one microbatch (median of recent steps under ``generation``),
-    0 where that is not known. ``None`` while it is known of none."""
+    """For each device: median computing time of a microbatch under ``generation``; 0, ``None``: unknown."""
     lineage: int = 0
     """That of ``committed``: of the last Resume obeyed."""
     kept: int = 0
@@ -157,7 +156,7 @@ class Snapping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCompleted:
-    """Every shard of this node is complete in host memory."""
+    """Every shard of this node is complete in host memory, and in its buddy's where it has one."""
 
     generation: int
     step: int
@@ -171,7 +170,7 @@ class SnapshotCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFailed:
-    """A trainer here cannot finish the snapshot; training goes on."""
+    """A trainer here cannot finish the snapshot, or this node's buddy has no copy; training goes on."""
 
     generation: int
     step: int
@@ -282,6 +281,8 @@ class Resume:
     """Where the state of ``step`` comes from; ``None``: from those who hold it."""
     held_parts: tuple[HeldPart, ...] = ()
     """Under ZeRO-1 and without ``restore``: who among the planned devices has what."""
+    buddies: dict[str, Buddy] = field(default_factory=dict)
+    """Node → who keeps a copy of its part of this generation's snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ commit. A failure at any moment starts it again with the next generation. Which 
 """
 
 from planner.values import Device, Situation, StatePart
+from statemachine.buddies import able, buddies_of
 from statemachine.effects import ComputePlan
 from statemachine.events import PlanReady
 from statemachine.horizon import failed, horizon_s, plan_began, plan_ended
@@ -23,7 +24,7 @@ from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.sharding import held_parts, only_replicas
 from statemachine.snapshots import interrupt
 from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
-from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode, Restore
+from statemachine.values import Buddy, ClusterPhase, CommittedStep, NodeFacts, QuiesceMode, Restore
 
 
 def next_generation(c: Cluster) -> int:
@@ -265,6 +266,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     decision, plan = attempt.decision, event.plan
     sharded = c.job is not None and c.job.policy.zero1
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
+    protection = settled(c, event.protection)
     c.resumption = Resumption(
         generation=attempt.generation,
         step=decision.step,
@@ -275,8 +277,9 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
         lineage=c.lineage,
         restore=_restore(c, attempt),
-        protection=settled(c, event.protection),
+        protection=protection,
         wish=attempt.wish,
+        buddies=buddies_of(plan, protection, able(c, attempt.members)),
     )
     attempt.resume_sent = True
     c.keeping.urgent = True
@@ -332,8 +335,12 @@ def _restore(c: Cluster, attempt: Attempt) -> Restore | None:
         step=record.step,
         generation=record.generation,
         groups=record.groups,
-        sources={name: f"{fact.host}:{fact.snapshot_port}" for name, fact in facts.items()},
+        sources={name: _served_at(fact) for name, fact in facts.items()},
     )
+
+
+def _served_at(facts: NodeFacts) -> str:
+    return f"{facts.host}:{facts.snapshot_port}"
 
 
 def resume_limit_s(c: Cluster) -> float:
@@ -361,4 +368,9 @@ def resume_command(c: Cluster) -> Resume | None:
         protection=resumption.protection,
         restore=resumption.restore,
         held_parts=resumption.held_parts,
+        buddies={
+            owner: Buddy(node=name, address=_served_at(c.nodes[name].facts))
+            for owner, name in resumption.buddies.items()
+            if name in c.nodes
+        },
     )

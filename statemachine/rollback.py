@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from planner.values import Device, StatePart
 from statemachine import persisting
+from statemachine.buddies import copies, copy_of
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.keeping import Keeping
@@ -36,13 +37,27 @@ def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...
     if newest is None or not lost_layers or attempt.restoring is not None:
         return False
     attempt.why_lost = reason
-    _ask(c, attempt, newest, holders(c, newest))
+    _ask(c, attempt, newest)
     return True
 
 
-def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, present: tuple[str, ...]) -> None:
-    attempt.sources = present
-    c.out.append(CheckRestore(cause=c.cause, generation=attempt.generation, record=newest, present=present))
+def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
+    """Everybody who is here and holds a part of it, or a copy of one."""
+    kept = copies(c, newest, key_of(c, newest), failures=failures)
+    return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
+
+
+def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, failures: int = 0) -> None:
+    attempt.sources = _sources(c, newest, failures)
+    c.out.append(
+        CheckRestore(
+            cause=c.cause,
+            generation=attempt.generation,
+            record=newest,
+            present=holders(c, newest, failures=failures),
+            copied=tuple(sorted(copies(c, newest, key_of(c, newest), failures=failures))),
+        )
+    )
 
 
 def checked(c: Cluster, event: RestoreChecked) -> str | None:
@@ -58,10 +73,10 @@ def checked(c: Cluster, event: RestoreChecked) -> str | None:
     ):
         c.ignore("a check of a snapshot for an older generation")
         return None
-    others = holders(c, newest, failures=RESTORE_TRIES - 1)
+    others = _sources(c, newest, RESTORE_TRIES - 1)
     if not event.possible and others != attempt.sources:
         # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
-        _ask(c, attempt, newest, others)
+        _ask(c, attempt, newest, RESTORE_TRIES - 1)
         return None
     if not event.possible:
         reason = f"{attempt.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
@@ -81,7 +96,7 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
     newest = c.keeping.newest
     kept = [
         name
-        for name in (newest.owners if newest is not None else ())
+        for name in (_keepers(newest) if newest is not None else ())
         if name not in live and _may_hold(c, name, newest)
     ]
     if c.persisting.impatient or _as_good(c) or not (live or kept):
@@ -98,10 +113,20 @@ def _as_good(c: Cluster) -> bool:
     return c.persisting.newest is not None and c.ledger.known_step <= c.persisting.newest.step
 
 
+def _keepers(newest: Snapshot) -> list[str]:
+    return sorted({*newest.owners, *newest.buddies.values()})
+
+
 def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
-    """An owner that is away, or that is just back and has yet to find what its memory holds."""
+    """Somebody who kept a part or a copy and is away, or is just back and has yet to find what its memory
+    holds."""
     node = c.nodes.get(name)
-    return newest is not None and (node is None or not node.alive or key_of(c, newest) not in node.snapshots)
+    if newest is None or node is None or not node.alive:
+        return newest is not None
+    key = key_of(c, newest)
+    parts = [key] if name in newest.owners else []
+    parts += [copy_of(key, owner) for owner, buddy in newest.buddies.items() if buddy == name]
+    return any(part not in node.snapshots for part in parts)
 
 
 # --- persistent checkpoints ----------------------------------------------------------------------

@@ -57,6 +57,8 @@ class Resumption:
     """Of this generation's snapshots."""
     wish: str = ""
     """What was asked for when it was planned: a scheme, or ``auto``."""
+    buddies: dict[str, str] = field(default_factory=dict)
+    """Owner → the node that keeps a copy of its part of this generation's snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,11 @@ whoever dies or is slow. Heartbeats confirm ``KeepSnapshot``; before all of them
 ordered, since only three fit into a node's memory (``storage.arena``).
 """
 
+from collections.abc import Mapping
+
 from planner.values import Plan
 from statemachine import intervals
+from statemachine.buddies import copies, copy_of, present_buddies, same_snapshot
 from statemachine.keeping import Underway
 from statemachine.ledger import learn, tell
 from statemachine.messages import (
@@ -31,8 +34,13 @@ from statemachine.values import (
 )
 
 
-def groups_of(plan: Plan, protection: str) -> tuple[SnapshotGroup, ...]:
-    """Maximal runs of layers that the same stages own, one in each pipeline."""
+def groups_of(
+    plan: Plan, protection: str, buddies: Mapping[str, str] | None = None
+) -> tuple[SnapshotGroup, ...]:
+    """Maximal runs of layers that the same stages own, one in each pipeline.
+
+    :param buddies: owner → buddy, where there are any.
+    """
     layers = plan.pipelines[0].stages[-1].end_layer
     owners: list[tuple[tuple[str, int], ...]] = [()] * layers
     for pipeline in plan.pipelines:
@@ -46,6 +54,7 @@ def groups_of(plan: Plan, protection: str) -> tuple[SnapshotGroup, ...]:
             end_layer=end,
             owners=tuple(node for node, _ in owners[first]),
             protection=protection,
+            buddy=(buddies or {}).get(owners[first][0][0], ""),
         )
         for first, end in zip(begins, [*begins[1:], layers], strict=True)
     )
@@ -57,10 +66,16 @@ def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
 
 
 def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
-    """Nodes that are here and hold their part, which could not be had at most so many times."""
+    """Owners that are here and hold their part, which could not be had at most so many times."""
     key = key_of(c, record)
     here = [c.nodes[name] for name in record.owners if name in c.nodes]
     return tuple(n.name for n in here if n.alive and key in n.snapshots and n.spoiled[key] <= failures)
+
+
+def whole(c: Cluster, record: Snapshot) -> bool:
+    """Everybody who kept a part of it, or a copy of one, is here and has it."""
+    owners, kept = holders(c, record), copies(c, record, key_of(c, record))
+    return len(owners) == len(record.owners) and kept == record.buddies
 
 
 # --- ordering ------------------------------------------------------------------------------------
@@ -81,7 +96,8 @@ def pursue(c: Cluster) -> None:
     if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
         return
     newest = keeping.newest
-    planned = [c.nodes[name] for name in c.planned]
+    # Also an idle buddy: it has no more slots than others.
+    planned = [c.nodes[name] for name in {*c.planned, *present_buddies(c).values()} if name in c.nodes]
     kept = newest.step if newest is not None else 0
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
@@ -108,7 +124,7 @@ def _time(c: Cluster) -> bool:
     if keeping.asked or job.snapshot.paused:
         return keeping.asked
     newest = keeping.newest
-    if newest is not None and keeping.urgent and len(holders(c, newest)) < len(newest.owners):
+    if newest is not None and keeping.urgent and not whole(c, newest):
         return True
     return known >= keeping.behind + intervals.every_steps(c, job)
 
@@ -200,7 +216,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         step=signal.step,
         generation=signal.generation,
         vote=signal.vote,
-        groups=groups_of(resumption.plan, resumption.protection),
+        groups=groups_of(resumption.plan, resumption.protection, resumption.buddies),
         size_bytes=sum(one.size_bytes for one in said),
         at=c.at,
     )
@@ -209,20 +225,32 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     key = key_of(c, record)
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
-        node.snapshots &= {key}
+        node.snapshots = {held for held in node.snapshots if same_snapshot(held, key)}
         _say_keep(c, node, record)
+    for owner, buddy in record.buddies.items():
+        c.nodes[buddy].snapshots.add(copy_of(key, owner))
+    alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
     c.emit(
         "SnapshotCompleted",
-        f"the state behind step {record.step} is in the memory of {', '.join(record.owners)}",
+        f"the state behind step {record.step} is in the memory of {', '.join(record.owners)}{_but(alone)}",
         step=record.step,
         generation=record.generation,
         protection=resumption.protection,
+        buddies=record.buddies,
+        unprotected=[[group.first_layer, group.end_layer - 1] for group in alone],
         size_bytes=record.size_bytes,
         copy_s=max(one.copy_s for one in said),
         stall_s=max(one.stall_s for one in said),
         took_s=round(c.at - underway.began_at, 6),
     )
     intervals.note_snapshot(c, stall_s=max(one.stall_s for one in said))
+
+
+def _but(alone: list[SnapshotGroup]) -> str:
+    if not alone:
+        return ""
+    layers = ", ".join(f"{group.first_layer} to {group.end_layer - 1}" for group in alone)
+    return f"; layers {layers} are in one node's alone, unprotected"
 
 
 def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
@@ -303,7 +331,9 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     if node.snapshots == before:
         return False
     c.persist()
-    return newest is not None and key_of(c, newest) in node.snapshots - before
+    return newest is not None and any(
+        same_snapshot(held, key_of(c, newest)) for held in node.snapshots - before
+    )
 
 
 def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:

@@ -196,6 +196,8 @@ class HeldSnapshot:
     step: int
     generation: int
     """Under which it was taken: a step that was undone and done again is another state."""
+    owner: str = ""
+    """Node whose part it is, where this is a copy that its buddy keeps; empty: the node's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,8 @@ class SnapshotGroup:
     owners: tuple[str, ...]
     """Node names in the order of the pipelines; each keeps its shard."""
     protection: str
+    buddy: str = ""
+    """Where there is one owner: the node that keeps a copy of its shard; empty: nobody does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +230,20 @@ class Snapshot:
     def owners(self) -> tuple[str, ...]:
         return tuple(sorted({owner for group in self.groups for owner in group.owners}))
 
+    @property
+    def buddies(self) -> dict[str, str]:
+        """Owner → the node that keeps a copy of its part."""
+        return {group.owners[0]: group.buddy for group in self.groups if group.buddy}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buddy:
+    """Another node, as the one whose shards it is to keep reaches it."""
+
+    node: str
+    address: str
+    """host:port of its snapshot server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
@@ -237,7 +255,7 @@ class Restore:
     """Of the snapshot; 0: of a checkpoint."""
     groups: tuple[SnapshotGroup, ...]
     sources: dict[str, str]
-    """Node that holds its shards → host:port of its snapshot server."""
+    """Node that holds shards of it, its own or copies → host:port of its snapshot server."""
     url: str = ""
     """Where the checkpoint of ``step`` lies; then there are neither groups nor sources."""
     job_name: str = ""

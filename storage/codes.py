@@ -10,6 +10,7 @@ one method: solve for the lost cells over GF(2), then XOR.
     aec     one cell for every other owner's segment, rotated as in RAID-5: one loss, 1/(m·(m − 1)) extra
     aec2    row-diagonal parity, rotated: any two losses, 2/(m·(m − 2)) extra
     aor     nothing here: under ZeRO-1 a replica of the next owner's part is kept current (runtime.replica)
+    buddy   no code: where a bucket has one owner, another host is sent a copy of its shard
 
 Row-diagonal parity is after Corbett et al. (FAST 2004): XOR only, so it runs at the speed of memory.
 """
@@ -22,6 +23,8 @@ from math import lcm
 
 Cells = frozenset[int]
 """Cells of a bucket by number: segment i has cells ``i·c … (i + 1)·c − 1``."""
+
+BUDDY = "buddy"
 
 MOST_OWNERS_AEC2 = 16
 """More owners would need thousands of cells a segment."""
@@ -116,8 +119,9 @@ def _sum_of(code: Code, sources: Sequence[tuple[Cells, Stored]], made: int, cell
 
 
 def make_code(scheme: str, owners: int) -> Code:
-    """The code that ``scheme`` (``none``, ``arc:k``, ``aec``, ``aec2``, or several joined by ``+``) is for so
-    many owners; where there are too few for it, the best that there is: ``aec2`` of two owners is a copy.
+    """The code that ``scheme`` (``none``, ``arc:k``, ``aec``, ``aec2``, ``buddy``, or several joined by
+    ``+``) is for so many owners; where there are too few for it, the best that there is: ``aec2`` of two
+    owners is a copy, and what ``buddy`` keeps elsewhere is no part of it.
 
     :raises ValueError: no such scheme; says which there are.
     """
@@ -134,16 +138,24 @@ def parse_scheme(scheme: str) -> list[tuple[str, int]]:
         name, colon, count = part.strip().partition(":")
         if name == "arc" and colon and count.isdecimal() and int(count) >= 1:
             parts.append((name, int(count)))
-        elif name in {"none", "aec", "aec2", "aor"} and not colon:
+        elif name in {"none", "aec", "aec2", "aor", BUDDY} and not colon:
             parts.append((name, 0))
         else:
             raise ValueError(
                 f"{part.strip()!r} is no protection; "
-                "there are none, arc:k (k ≥ 1), aec, aec2, aor, joined by '+'"
+                "there are none, arc:k (k ≥ 1), aec, aec2, aor, buddy, joined by '+'"
             )
     if len(parts) > 1 and ("none", 0) in parts:
         raise ValueError(f"{scheme!r}: none cannot be joined with others")
     return parts
+
+
+def has_buddy(scheme: str) -> bool:
+    """Does it have another host keep the shards of groups with one owner?
+
+    :raises ValueError: no such scheme.
+    """
+    return (BUDDY, 0) in parse_scheme(scheme)
 
 
 @cache
@@ -171,7 +183,7 @@ Part = tuple[int, list[list[Cells]]]
 
 
 def _parity(name: str, owners: int) -> Part:
-    if name == "none" or owners == 1:
+    if name in {"none", BUDDY} or owners == 1:
         return 1, [[] for _ in range(owners)]
     if name == "aec" or owners == 2:
         return _aec(owners)

@@ -125,7 +125,7 @@ ProtectionOption = Annotated[
     str | None,
     typer.Option(
         metavar="SCHEME",
-        help="Of snapshots: none, arc:k, aec, aec2, joined by +.",
+        help="Of snapshots: none, arc:k, aec, aec2, buddy, joined by +.",
         show_default="the job's, if it takes snapshots",
     ),
 ]
@@ -328,5 +328,6 @@ def _protection_json(told: "SnapshotProtection") -> dict[str, Any]:
         "node_bytes": told.node_bytes,
         "arena_bytes": told.arena_bytes,
         "arena_peak_bytes": told.arena_peak_bytes,
+        "buddy": told.buddy,
         "groups": msgspec.to_builtins(told.groups),
     }

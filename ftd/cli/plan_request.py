@@ -105,6 +105,7 @@ class PlanRequest:
                 zero1=self.zero1,
                 fullest_bytes=lambda scheme: protection_of(seen, layers, scheme).node_bytes,
                 limit_bytes=None,
+                nodes=seen.nodes,
             )
             return replace(protection_of(seen, layers, choice.scheme), reason=choice.reason)
         except ValueError as error:

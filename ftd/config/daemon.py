@@ -68,7 +68,7 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     snapshot_port: int = 0
     """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
     snapshot_rate_mib_s: int | None = None
-    """At most so much is sent to them in a second; left out: what the network gives."""
+    """At most so much is sent to them in a second, copies too; left out: what the network gives."""
     checkpoint_rate_mib_s: int | None = None
     """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
 

@@ -19,8 +19,8 @@ class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     every_steps: int | Literal["auto"] = 0
     """A snapshot in the nodes' memory behind every so many steps; 0: none; auto: as it costs."""
     protection: str | None = None
-    """none, arc:k, aec, aec2, aor, joined by ``+`` (``storage.codes``), or auto: the cheapest that withstands
-    ``tolerance.failures``; left out: aec, or aor with zero1."""
+    """none, arc:k, aec, aec2, aor, buddy, joined by ``+`` (``storage.codes``), or auto: the cheapest that
+    withstands ``tolerance.failures``; left out: aec, or aor with zero1."""
     cheap_share: float = 0.01
     """Of a step: with auto, a snapshot that costs no more is taken behind every step."""
 

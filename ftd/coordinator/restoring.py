@@ -2,31 +2,42 @@
 
 from statemachine.effects import CheckRestore
 from statemachine.events import RestoreChecked
+from statemachine.values import SnapshotGroup
 from storage.codes import make_code, recipe
 
 
 def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
-    """Every group must be decodable from the shards of those of its owners who are present."""
+    """Every group must be decodable from the shards of those of its owners who are present, or copied."""
     present = frozenset(effect.present)
     decoded: list[str] = []
+    copied: list[str] = []
     for group in effect.record.groups:
         lost = frozenset(i for i, owner in enumerate(group.owners) if owner not in present)
         if not lost:
             continue
         absent = ", ".join(group.owners[i] for i in sorted(lost))
         layers = f"layers {group.first_layer} to {group.end_layer - 1}"
+        if group.buddy and group.owners[0] in effect.copied:
+            copied.append(f"{layers} from the copy of {absent} at {group.buddy}")
+            continue
         code = make_code(group.protection, len(group.owners))
         # Without a shard there is nobody either who has the small part, which every owner keeps whole.
         if len(lost) == len(group.owners) or recipe(code, lost) is None:
             reason = (
                 f"{layers} cannot be made without {absent}: {group.protection} of {len(group.owners)} owners "
-                f"withstands the loss of any {code.guarantee}"
+                f"withstands the loss of any {code.guarantee}{_buddy_too(group)}"
             )
             return _answer(effect, at, possible=False, reason=reason)
         decoded.append(f"{layers} without {absent}")
+    if copied:
+        return _answer(effect, at, possible=True, reason="; ".join(copied), tier="buddy")
     if decoded:
         return _answer(effect, at, possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
     return _answer(effect, at, possible=True, reason="every shard is in its owner's memory")
+
+
+def _buddy_too(group: SnapshotGroup) -> str:
+    return f", and {group.buddy}, which had a copy, is not here with it" if group.buddy else ""
 
 
 def _answer(

@@ -2,7 +2,8 @@
 
 ``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write them; the daemon owns them: it names the
 directories, reads what is complete, serves it to other nodes, and removes what belongs to a job that is
-over. They outlive trainers and daemons. While trainers run nothing here changes an arena.
+over. They outlive trainers and daemons. While trainers run nothing here changes an arena. Beside them,
+``copy-<d>-<owner>`` is what this node keeps for another one, written by ``ftd.node.copies``.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from storage.manifest import Manifest, Part, check_parts, digest_of, read_record
 log = structlog.get_logger("ftd.node")
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
-_DEVICE = re.compile(r"device-\d{1,4}", re.ASCII)
+_DEVICE = re.compile(r"device-(\d{1,4})()", re.ASCII)
+_COPY = re.compile(r"copy-(\d{1,4})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})", re.ASCII)
+_GONE = ".gone-"
 _STAGING = "staging-"
 _REMOVALS = 5
 _REMOVAL_PAUSE_S = 0.1
@@ -49,6 +52,8 @@ class Held:
 
     manifest: Manifest
     directory: Path
+    owner: str = ""
+    """Of a copy: the node whose part it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +182,42 @@ class Arenas:
             raise ValueError(f"{job_id[:80]!r} cannot name a directory")
         return self.root / job_id
 
+    # --- copies for other nodes --------------------------------------------------------------------
+
+    def copy_directory(self, job_id: str, owner: str, device: int) -> Path:
+        """:raises ValueError: they cannot name a directory."""
+        path = self._job(job_id) / f"copy-{device}-{owner}"
+        if not _COPY.fullmatch(path.name):
+            raise ValueError(f"{owner[:80]!r} and {device} cannot name a directory")
+        return path
+
+    def taken_bytes(self, job_id: str) -> int:
+        """By all slots of the job: own ones and copies."""
+        return sum(slot.stat().st_size for slot in self._job(job_id).glob("*/slot-*"))
+
+    def copy_directories(self, job_id: str) -> dict[Path, str]:
+        """Those that are there, with their owners."""
+        return {path: owner for path, owner in self._arenas(self._job(job_id)) if owner}
+
+    def put_away(self, directory: Path) -> Path:
+        """Take a directory of copies out of use; its memory is yet to be given back."""
+        for slot in [slot for slot in self._maps if directory in slot.parents]:
+            with contextlib.suppress(BufferError):
+                self._maps.pop(slot).memory.close()
+        gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")
+        directory.rename(gone)
+        return gone
+
     # --- what they hold --------------------------------------------------------------------------
 
-    def take_stock(self) -> tuple[list[tuple[str, int, int]], list[Damage]]:
-        """Before any trainer runs: (job, step, generation) of what is complete and sound, and what is not.
+    def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Damage]]:
+        """Before any trainer runs: what is complete and sound, and what is not.
 
-        Reads everything. Drafts and manifests that are damaged are put away.
+        The former as (job, step, generation, owner); the owner is empty where it is this node.
+
+        Reads everything. Drafts and manifests that are damaged are put away, and damaged copies.
         """
-        held: list[tuple[str, int, int]] = []
+        held: list[tuple[str, int, int, str]] = []
         problems: list[Damage] = []
         if not self.own():
             return held, problems
@@ -192,23 +225,26 @@ class Arenas:
             if not job.is_dir() or not _JOB.fullmatch(job.name):
                 continue
             self.remove_staging(job.name)
-            whole: dict[tuple[int, int], bool] = {}
-            for directory in self._arenas(job):
+            self._remove_gone(job)
+            whole: dict[tuple[int, int, str], bool] = {}
+            for directory, owner in self._arenas(job):
                 arena = Arena.open(directory)
                 problems += [
                     Damage(job_id=job.name, step=None, part="manifest", detail=p) for p in arena.problems
                 ]
                 for manifest in arena.snapshots:
-                    key = manifest.step, manifest.generation
+                    key = manifest.step, manifest.generation, owner
                     damaged = _damage(manifest, directory, arena.damaged(manifest))
                     problems += damaged
+                    if damaged and owner:
+                        arena.release([manifest.step])
                     whole[key] = whole.get(key, True) and not damaged and manifest.job_id == job.name
                 arena.close()
             held += [(job.name, *key) for key, sound in sorted(whole.items()) if sound]
         return held, problems
 
     def find(self, job_id: str, step: int) -> tuple[Held, ...]:
-        """What is complete here of a job's snapshot: for each device that wrote one, in their order.
+        """What is complete here of a job's snapshot: for each device that wrote one, in order; then copies.
 
         Nothing of ``job_id`` is ever joined to a path.
         """
@@ -216,7 +252,7 @@ class Arenas:
         if job is None or not _JOB.fullmatch(job_id):
             return ()
         held = []
-        for directory in self._arenas(job):
+        for directory, owner in self._arenas(job):
             try:
                 manifest = read_record(directory / f"step-{step:012d}.json", Manifest)
                 if (manifest.job_id, manifest.step) != (job_id, step):
@@ -227,7 +263,7 @@ class Arenas:
             except (DamagedError, OSError) as error:
                 log.warning("find", job=job_id, step=step, directory=str(directory), reason=str(error))
                 continue
-            held.append(Held(manifest=manifest, directory=directory))
+            held.append(Held(manifest=manifest, directory=directory, owner=owner))
         return tuple(held)
 
     def view(self, held: Held, part: Part) -> memoryview:
@@ -257,9 +293,19 @@ class Arenas:
             if digest_of(self.view(one, part)) != part.digest
         )
 
-    def _arenas(self, job: Path) -> list[Path]:
-        found = [path for path in self._entries(job) if _DEVICE.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    def _arenas(self, job: Path) -> list[tuple[Path, str]]:
+        """Own ones in the order of devices, then copies, each with its owner."""
+        found: list[tuple[str, int, Path]] = []
+        for path in self._entries(job):
+            match = _DEVICE.fullmatch(path.name) or _COPY.fullmatch(path.name)
+            if match is not None:
+                found.append((match[2], int(match[1]), path))
+        return [(path, owner) for owner, _, path in sorted(found)]
+
+    def _remove_gone(self, job: Path) -> None:
+        for path in self._entries(job):
+            if path.name.startswith(_GONE):
+                shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod
     def _entries(directory: Path) -> Iterator[Path]:

@@ -63,6 +63,8 @@ AgentEffect = (
     | effects.TrainerResume
     | effects.TrainerSnap
     | effects.TrainerKeepSnapshot
+    | effects.SendCopy
+    | effects.KeepCopies
     | effects.RemoveSnapshots
     | effects.PersistLayers
     | effects.StopPersisting
@@ -286,6 +288,10 @@ class NodeDaemon:
             case effects.TrainerKeepSnapshot():
                 kept = protocol.KeepSnapshot(step=wanted.step, pinned=wanted.pinned)
                 self._supervisor.send(wanted.device, kept)
+            case effects.SendCopy():
+                self._snapshots.send_copy(wanted)
+            case effects.KeepCopies():
+                self._snapshots.keep_copies(wanted.job_id, wanted.step)
             case effects.RemoveSnapshots():
                 self._snapshots.remove(wanted.job_id)
             case effects.PersistLayers():

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import structlog
 
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
+from ftd.node.group_layout import keepers_of, layout_of
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
@@ -46,21 +46,6 @@ class RestoreError(PeerError):
         super().__init__(detail)
 
 
-class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest's layout says of one group (``runtime`` writes it)."""
-
-    first_layer: int
-    end_layer: int
-    owners: tuple[str, ...]
-    owner: int
-    scheme: str
-    bucket_bytes: int
-
-
-class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    groups: tuple[GroupLayout, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """What a restore took."""
@@ -73,7 +58,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keeper:
-    """One owner of a group, with what it has of it that is sound."""
+    """One owner of a group, or its buddy, with what it has of it that is sound."""
 
     node: str
     owner: int
@@ -111,7 +96,7 @@ class Restorer:
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
         if missing := sorted(set(layers) - covered):
             raise RestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
-        manifests = await self._manifests({owner for group in groups for owner in group.owners})
+        manifests = await self._manifests({name for group in groups for name in keepers_of(group)})
         for group in groups:
             keepers = self._keepers(group, manifests)
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
@@ -151,11 +136,12 @@ class Restorer:
     def _keepers(
         self, group: SnapshotGroup, manifests: dict[str, list[tuple[Manifest, Held | None, set[str]]]]
     ) -> list[_Keeper]:
-        """Own memory first."""
+        """Own memory first, then owners', then their buddies'."""
         keepers = []
-        for owner, node in enumerate(group.owners):
+        for place, node in enumerate(keepers_of(group)):
+            owner = min(place, len(group.owners) - 1)
             for manifest, held, damaged in manifests.get(node, ()):
-                layout = _layout_of(manifest, group, owner)
+                layout = layout_of(manifest, group, owner)
                 if layout is not None:
                     parts = {part.name: part for part in manifest.parts if part.name not in damaged}
                     keepers.append(
@@ -192,18 +178,23 @@ class Restorer:
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
         )
-        usable = {
-            keeper.owner: keeper
-            for keeper in keepers
-            if keeper.shard is not None
-            and keeper.shard.size_bytes == layout.shard_bytes(keeper.owner)
-            and keeper.bucket_bytes == image.bucket_bytes
-        }
+        usable: dict[int, _Keeper] = {}
+        spare: list[_Keeper] = []
+        for keeper in keepers:
+            if (
+                keeper.shard is None
+                or keeper.shard.size_bytes != layout.shard_bytes(keeper.owner)
+                or keeper.bucket_bytes != image.bucket_bytes
+            ):
+                continue
+            if usable.setdefault(keeper.owner, keeper) is not keeper:
+                spare.append(keeper)
         if len(usable) < len(group.owners):
             self._decoded += 1
         for run in runs:
             first, last = image.layer(run[0]), image.layer(run[-1])
-            bucket = await self._bucket(group, layout, usable, first.offset, last.offset + last.size_bytes)
+            end = last.offset + last.size_bytes
+            bucket = await self._bucket(group, layout, usable, spare, first.offset, end)
             for layer in map(image.layer, run):
                 begin = layer.offset - first.offset
                 shared = bucket[begin : begin + layer.size_bytes]
@@ -238,9 +229,16 @@ class Restorer:
         return bytes(target)
 
     async def _bucket(
-        self, group: SnapshotGroup, layout: ShardLayout, usable: dict[int, _Keeper], first: int, end: int
+        self,
+        group: SnapshotGroup,
+        layout: ShardLayout,
+        usable: dict[int, _Keeper],
+        spare: list[_Keeper],
+        first: int,
+        end: int,
     ) -> Bytes:
-        """The bucket's bytes [first, end). Who fails on the way is left out of ``usable`` from then on.
+        """The bucket's bytes [first, end). Who fails on the way is left out of ``usable`` from then on; the
+        copy in ``spare`` takes its place.
 
         :raises RestoreError: too few are left.
         """
@@ -265,6 +263,9 @@ class Restorer:
             for owner, problem in failed:
                 keeper = usable.pop(owner)
                 self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
+                if spare:
+                    other = spare.pop(0)
+                    usable[other.owner] = other
         own = {owner for owner, keeper in usable.items() if keeper.held is not None}
         self._own_bytes += sum(len(r) for owner in own for r in ranges.get(owner, ()))
         self._fetched_bytes += sum(store.size_bytes for store in stores.values())
@@ -341,20 +342,6 @@ class _Store:
             if some.start <= offset and offset + size <= some.stop:
                 return memory[offset - some.start : offset - some.start + size]
         raise LookupError(f"bytes {offset} to {offset + size} were not asked for")
-
-
-def _layout_of(manifest: Manifest, group: SnapshotGroup, owner: int) -> GroupLayout | None:
-    """What the manifest says of the group, if it speaks of the very same one."""
-    try:
-        layout = msgspec.convert(manifest.layout, _Layout)
-    except msgspec.ValidationError as error:
-        log.warning("layout", step=manifest.step, reason=str(error))
-        return None
-    for found in layout.groups:
-        same = (found.first_layer, found.end_layer, found.owners, found.owner, found.scheme)
-        if same == (group.first_layer, group.end_layer, group.owners, owner, group.protection):
-            return found
-    return None
 
 
 def _runs(layers: Iterable[int]) -> list[list[int]]:

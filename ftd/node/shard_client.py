@@ -20,7 +20,7 @@ import xxhash
 from yarl import URL
 
 from ftd.errors import PeerError
-from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest
+from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, Meter, NodeManifest
 from storage.errors import DamagedError
 from storage.manifest import MAX_BYTES, Part, check_parts, decode_record, digest_of
 
@@ -31,8 +31,6 @@ BLOCK_BYTES = 64 * 1024 * 1024
 MOST_STREAMS = 8
 """At once, each from another node."""
 STALL_S = 10.0
-_STALL_BYTES = 64 * 1024
-"""Less than this within ``STALL_S`` is a stall, too."""
 _ATTEMPTS = 6
 """Connections for one block that may break or not come about."""
 _PAUSE_S = 0.1
@@ -97,7 +95,7 @@ class ShardClient:
         self._ways: dict[str, asyncio.Lock] = {}
 
     async def __aenter__(self) -> "ShardClient":
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
             connector=aiohttp.TCPConnector(limit=0),
@@ -111,14 +109,14 @@ class ShardClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def manifest(self, source: Source, job_id: str, step: int) -> NodeManifest | None:
         """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
 
         :raises PeerError: it cannot be reached, or does not answer as it should.
         """
-        body = await self._insist(source, lambda: self._read_manifest(source, _path(job_id, step)))
+        body = await self.insist(source, lambda: self._read_manifest(source, _path(job_id, step)))
         if body is None:
             return None
         try:
@@ -167,13 +165,13 @@ class ShardClient:
         # One after the other from the same node: side by side they would only share its way here.
         way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
         async with way, self._streams:
-            await self._insist(block.place.source, lambda: self._receive(block))
+            await self.insist(block.place.source, lambda: self._receive(block))
         if block.hasher is not None and block.hasher.hexdigest() != block.digest:
             raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
 
     # --- one request -----------------------------------------------------------------------------
 
-    async def _insist(self, source: Source, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def insist(self, source: Source, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try again where the connection is to blame. What the node itself did wrong is its last word.
 
         :raises PeerError: it was, or the connection broke too often.
@@ -183,24 +181,24 @@ class ShardClient:
         while True:
             try:
                 return await attempt()
-            except _Busy:
+            except Busy:
                 if time.monotonic() > busy_until:
                     raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 broken += 1  # TimeoutError is an OSError.
                 if broken == _ATTEMPTS:
-                    raise PeerError(f"{source}: {_words(error)}, {broken} times") from None
+                    raise PeerError(f"{source}: {words_of(error)}, {broken} times") from None
             except (aiohttp.ClientError, ValueError) as error:
-                raise PeerError(f"{source} sent what is no answer: {_words(error)}") from None
+                raise PeerError(f"{source} sent what is no answer: {words_of(error)}") from None
             await asyncio.sleep(_PAUSE_S * max(1, broken))
 
     async def _read_manifest(self, source: Source, path: str) -> bytes | None:
-        async with self._session.get(source.url(path), allow_redirects=False) as response:
+        async with self.session.get(source.url(path), allow_redirects=False) as response:
             if response.status == 404:
                 return None
-            _check_status(source, response, 200)
+            check_status(source, response, 200)
             body = bytearray()
-            meter = _Meter(self._stall_s)
+            meter = Meter(self._stall_s)
             async for chunk in response.content.iter_any():
                 body += chunk
                 meter.note(len(chunk))
@@ -218,8 +216,8 @@ class ShardClient:
         if block.hasher is not None:
             headers[WANT_DIGEST_HEADER] = "xxh3"
         url = source.url(f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
-        async with self._session.get(url, headers=headers, allow_redirects=False) as response:
-            _check_status(source, response, 206)
+        async with self.session.get(url, headers=headers, allow_redirects=False) as response:
+            check_status(source, response, 206)
             digest = response.headers.get(DIGEST_HEADER, "")
             said = response.headers.get("Content-Length"), response.headers.get("Content-Range")
             if said != (str(last + 1 - first), f"bytes {first}-{last}/{part.size_bytes}"):
@@ -231,7 +229,7 @@ class ShardClient:
             await self._take(response.content, block)
 
     async def _take(self, content: aiohttp.StreamReader, block: "_Block") -> None:
-        into, meter = block.into, _Meter(self._stall_s)
+        into, meter = block.into, Meter(self._stall_s)
         while chunk := await content.readany():
             end = block.received + len(chunk)
             if end > len(into):
@@ -245,26 +243,8 @@ class ShardClient:
             raise aiohttp.ClientPayloadError("it ended early")
 
 
-class _Busy(Exception):
+class Busy(Exception):
     """The node has as many readers as it wants: ask again."""
-
-
-class _Meter:
-    """Tells a stream that drips from one that flows."""
-
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._since = time.monotonic()
-        self._bytes = 0
-
-    def note(self, size_bytes: int) -> None:
-        """:raises TimeoutError: there was next to nothing for as long as a stall may last."""
-        self._bytes += size_bytes
-        now = time.monotonic()
-        if now - self._since > self._stall_s:
-            if self._bytes < _STALL_BYTES:
-                raise TimeoutError(f"{self._bytes} bytes in {self._stall_s:g} s")
-            self._since, self._bytes = now, 0
 
 
 class _Block:
@@ -277,10 +257,10 @@ class _Block:
         self.hasher = xxhash.xxh3_128() if hashed else None
 
 
-def _check_status(source: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
+def check_status(source: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
     match response.status:
         case 503:
-            raise _Busy
+            raise Busy
         case 401:
             raise PeerError(f"{source} does not accept our token: is the secret the same on all nodes?")
         case 404 | 412:
@@ -293,7 +273,7 @@ def _path(job_id: str, step: int) -> str:
     return f"/v1/{quote(job_id, safe='')}/{step}"
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 

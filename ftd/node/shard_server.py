@@ -1,4 +1,4 @@
-"""The snapshot server of a node: other nodes read from its arenas what it kept (design §7).
+"""The snapshot server of a node: other nodes read from its arenas what it kept (design §7), and send copies.
 
 aiohttp, streaming straight from the arena's memory. Untrusted input: nothing of a request is looked at
 before its token was compared (in constant time), jobs are looked up in a listing and parts in a manifest,
@@ -16,7 +16,9 @@ import structlog
 from aiohttp import web
 
 from ftd.node.arenas import Arenas, Held
-from ftd.node.shard_protocol import DIGEST_HEADER, STREAM_BYTES, WANT_DIGEST_HEADER, NodeManifest
+from ftd.node.copies import Copies
+from ftd.node.copy_server import CopyServer
+from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest, Rate
 from storage.manifest import Part, digest_of, encode_record
 
 log = structlog.get_logger("ftd.node")
@@ -28,36 +30,22 @@ STALL_S = 20.0
 GREETING_S = 10.0
 """A connection that made no valid request for so long is closed."""
 _HEADER_BYTES = 4096
+_LINGER_S = 1.0
+"""So long the rest of a refused body is read, so that its sender reads why."""
 _VERIFIED_S = 2.0
 """So long what was read and found sound is not read again: all nodes ask at the same time."""
-_RATED_BYTES = 128 * 1024
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _STEP = re.compile(r"\d{1,12}", re.ASCII)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Rate:
-    """A token bucket that all streams drink from; ``None`` bytes a second: as much as there is."""
-
-    def __init__(self, bytes_s: float | None) -> None:
-        self.bytes_s = bytes_s
-        self._spent_until = 0.0
-
-    async def take(self, size_bytes: int) -> None:
-        """Return when so many bytes may go."""
-        if self.bytes_s is None:
-            return
-        now = time.monotonic()
-        self._spent_until = max(self._spent_until, now) + size_bytes / self.bytes_s
-        await asyncio.sleep(self._spent_until - now)
-
-
 class ShardServer:
     """``await start()``, then ``port``; ``await close()``.
 
     :param port: 0 takes a free one.
-    :param rate_bytes_s: of all streams together.
+    :param rate_bytes_s: of all streams together that it sends.
+    :param copies: where there are none, none are taken.
     """
 
     def __init__(
@@ -71,12 +59,14 @@ class ShardServer:
         most_streams: int = MOST_STREAMS,
         stall_s: float = STALL_S,
         greeting_s: float = GREETING_S,
+        copies: Copies | None = None,
     ) -> None:
         self._arenas = arenas
+        self._copies = None if copies is None else CopyServer(copies, stall_s=stall_s)
         self._authorization = f"Bearer {token}".encode()
         self._host = host
         self._port = port
-        self._rate = Rate(rate_bytes_s)
+        self.rate = Rate(rate_bytes_s)
         self._most_streams = most_streams
         self._stall_s = stall_s
         self._greeting_s = greeting_s
@@ -97,11 +87,14 @@ class ShardServer:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/v1/{job}/{step}", self._manifest, allow_head=False)
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
+        if self._copies is not None:
+            self._copies.add_to(app)
         self._runner = web.AppRunner(
             app,
             access_log=None,
             handle_signals=False,
             shutdown_timeout=0.0,
+            lingering_time=_LINGER_S,
             max_line_size=_HEADER_BYTES,
             max_field_size=_HEADER_BYTES,
         )
@@ -202,21 +195,24 @@ class ShardServer:
 
     def _find_part(self, request: web.Request) -> tuple[Held, Part]:
         """:raises web.HTTPException: 404 where it is not there, 412 where it is another snapshot's."""
-        name = request.match_info["part"]
-        for held in self._held(request):
-            for part in held.manifest.parts:
-                if part.name == name:
-                    if request.headers.get("If-Match", f'"{part.digest}"') != f'"{part.digest}"':
-                        raise web.HTTPPreconditionFailed(text="this step's snapshot is another one by now")
-                    return held, part
-        raise web.HTTPNotFound(text="no such part in this snapshot")
+        name, wanted = request.match_info["part"], request.headers.get("If-Match")
+        # A copy of another generation may have a part of the same name as one's own.
+        found = [
+            (held, part) for held in self._held(request) for part in held.manifest.parts if part.name == name
+        ]
+        if not found:
+            raise web.HTTPNotFound(text="no such part in this snapshot")
+        for held, part in found:
+            if wanted in (None, f'"{part.digest}"'):
+                return held, part
+        raise web.HTTPPreconditionFailed(text="this step's snapshot is another one by now")
 
     async def _stream(self, request: web.Request, response: web.StreamResponse, memory: memoryview) -> None:
-        size = STREAM_BYTES if self._rate.bytes_s is None else _RATED_BYTES
+        size = self.rate.chunk_bytes
         await response.prepare(request)
         try:
             for first in range(0, len(memory), size):
-                await self._rate.take(min(size, len(memory) - first))
+                await self.rate.take(min(size, len(memory) - first))
                 async with asyncio.timeout(self._stall_s):
                     await response.write(memory[first : first + size])
             async with asyncio.timeout(self._stall_s):

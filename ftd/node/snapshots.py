@@ -8,6 +8,7 @@ writing of persistent checkpoints (``ftd.node.persist``).
 
 import asyncio
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -16,17 +17,21 @@ from typing import Any
 import structlog
 
 from ftd.config.daemon import DaemonConfig
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, PeerError
 from ftd.node.arenas import Arenas, Damage
+from ftd.node.copies import Copies
+from ftd.node.copy_sender import CopySender
 from ftd.node.persist import Persister, read_checkpoint
 from ftd.node.restore import DamageTold, RestoreError, Restorer, staged_in
-from ftd.node.shard_client import ShardClient
+from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
 from ftd.node.translation import layers_of
-from statemachine.events import Event, HeldSnapshots, RestoringFailed
+from statemachine.effects import SendCopy
+from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed
 from statemachine.messages import Persist, Resume
 from statemachine.values import HeldSnapshot, Job, Restore
+from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
 
@@ -54,12 +59,14 @@ class Snapshots:
         self._arenas = Arenas(
             config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
         )
+        self._copies = Copies(self._arenas, node=config.node, changed=self._say_copies)
         self._server = ShardServer(
             self._arenas,
             self._token,
             host=host,
             port=config.snapshot_port,
             rate_bytes_s=config.snapshot_rate_bytes_s,
+            copies=self._copies,
         )
         self._persister = Persister(
             node=config.node,
@@ -71,6 +78,7 @@ class Snapshots:
             tell=self._teller,
         )
         self._serving = False
+        self._sending: asyncio.Task[None] | None = None
         self._staging: asyncio.Task[None] | None = None
         self._staged_job: str | None = None
         self._waiting: list[Callable[[str], None]] = []
@@ -105,13 +113,14 @@ class Snapshots:
 
     async def close(self) -> None:
         """What the arenas hold stays."""
-        tasks = [*self._tasks, *([self._staging] if self._staging is not None else [])]
+        tasks = [*self._tasks, *(task for task in (self._staging, self._sending) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._persister.close()
         if self._serving:
             await self._server.close()
+        self._copies.end()
         self._arenas.close()
 
     async def take_stock(self) -> None:
@@ -122,8 +131,7 @@ class Snapshots:
             self._say_damaged(self._config.node, problem)
         if held:
             log.info("take_stock", snapshots=held, took_s=round(time.monotonic() - began, 3))
-            snapshots = tuple(HeldSnapshot(job_id=job, step=step, generation=g) for job, step, g in held)
-            self._feed(HeldSnapshots(**self._stamp(), snapshots=snapshots))
+            self._feed(HeldSnapshots(**self._stamp(), snapshots=_named(held)))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
@@ -136,12 +144,17 @@ class Snapshots:
             self._tell("SnapshotsUnavailable", reason, {"device": device})
             return "", None
         self._arenas.remove_others(job.job_id)
-        return str(self._arenas.directory(job.job_id, device)), self._arenas.limit_bytes
+        self._copies.begin(job.job_id, self._config.snapshot_limit_bytes)
+        own_bytes = self._arenas.limit_bytes
+        if own_bytes is not None and (has_buddy(job.snapshot.protection) or job.snapshot.auto_protection):
+            own_bytes //= 2  # The other half is for another node's copy.
+        return str(self._arenas.directory(job.job_id, device)), own_bytes
 
     def remove(self, job_id: str) -> None:
         """The job is over for good."""
         self.abandon()
         self._persister.stop()
+        self._copies.end()
         self._run(asyncio.to_thread(self._arenas.remove, job_id))
 
     # --- persistent checkpoints ------------------------------------------------------------------
@@ -152,6 +165,45 @@ class Snapshots:
 
     def stop_persisting(self, attempt: str) -> None:
         self._persister.stop(attempt)
+
+    # --- copies ------------------------------------------------------------------------------------
+
+    def keep_copies(self, job_id: str, step: int) -> None:
+        """Release what is older, and give back what nobody uses any more."""
+        for directory in self._copies.keep(job_id, step):
+            self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+
+    def send_copy(self, order: SendCopy) -> None:
+        """Feed CopyCommitted or CopyFailed; an order that is under way is over."""
+        if self._sending is not None:
+            self._sending.cancel()
+        self._sending = asyncio.ensure_future(self._send_copy(order))
+
+    async def _send_copy(self, order: SendCopy) -> None:
+        began = time.monotonic()
+        said: dict[str, Any] = {"generation": order.generation, "step": order.step}
+        held = [
+            one
+            for one in self._arenas.find(order.job_id, order.step)
+            if not one.owner and one.manifest.generation == order.generation
+        ]
+        to = Source(node=order.buddy.node, address=order.buddy.address)
+        try:
+            if not held:
+                raise PeerError("what was written is not in this node's memory")
+            async with ShardClient(self._token) as client:
+                sender = CopySender(client, self._arenas, owner=self._config.node, rate=self._server.rate)
+                size = await sender.send(held, to)
+        except (PeerError, OSError, ValueError) as error:
+            detail = f"no copy at its buddy {order.buddy.node}: {error}"
+            log.warning("send_copy", reason=detail, **said)
+            self._feed(CopyFailed(**self._stamp(), **said, detail=detail))
+        else:
+            log.info("send_copy", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
+            self._feed(CopyCommitted(**self._stamp(), **said, size_bytes=size))
+
+    def _say_copies(self) -> None:
+        self._feed(CopiesHeld(**self._stamp(), snapshots=_named(self._copies.held())))
 
     # --- a rollback ------------------------------------------------------------------------------
 
@@ -175,8 +227,11 @@ class Snapshots:
                 self.clear()
 
     def abandon(self) -> None:
-        """A newer generation, or the end: nobody waits for what is being staged."""
+        """A newer generation, or the end: nobody waits for what is being staged or sent."""
         self._waiting.clear()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
         if self._staging is not None:
             self._staging.cancel()
             self._staging = None
@@ -254,3 +309,10 @@ class Snapshots:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _named(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
+    return tuple(
+        HeldSnapshot(job_id=job, step=step, generation=generation, owner=owner)
+        for job, step, generation, owner in held
+    )

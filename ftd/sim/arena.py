@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from statemachine.buddies import copy_of
 from statemachine.values import HeldSnapshot, Restore, SnapshotGroup
 from storage.codes import make_code, recipe
 
@@ -23,6 +24,15 @@ class Shard:
 
 
 @dataclass(slots=True, kw_only=True)
+class Copy:
+    """All that another node holds of a snapshot, received from it."""
+
+    key: HeldSnapshot
+    """With its owner."""
+    layers: dict[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
 class SimArena:
     """All devices of one host: three slots each, as in ``storage.arena``, one of them for the kept one."""
 
@@ -32,6 +42,10 @@ class SimArena:
     """Per device: the step that its living trainer was told to keep."""
     slots: dict[int, list[Shard]] = field(default_factory=dict)
     """Per device, the newest last."""
+    kept_copies: int = 0
+    """The step that this daemon was told to keep; 0: not yet."""
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    """Per owner, the newest last."""
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
         """Find a slot to write into: what is not kept goes, but for the newest."""
@@ -57,14 +71,52 @@ class SimArena:
         self.invariants.drops(self.node, shard.key)
         self.slots[device].remove(shard)
 
+    # --- for others ------------------------------------------------------------------------------
+
+    def receive(self, copy: Copy) -> None:
+        """The same three slots for each owner."""
+        here = self.copies.setdefault(copy.key.owner, [])
+        steps = sorted(old.key.step for old in here)
+        kept = self.kept_copies if self.kept_copies in steps else steps[0] if steps else 0
+        others = [old for old in here if old.key.step not in (kept, copy.key.step)]
+        for old in list(here):
+            if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
+                self._drop_copy(old)
+        here.append(copy)
+        self.invariants.received(self.node, copy.key)
+
+    def keep_copies(self, step: int) -> None:
+        self.kept_copies = step
+        for copy in [copy for here in self.copies.values() for copy in here]:
+            if copy.key.step < step:
+                self._drop_copy(copy)
+
+    def _drop_copy(self, copy: Copy) -> None:
+        self.invariants.drops_copy(self.node, copy.key)
+        self.copies[copy.key.owner].remove(copy)
+
+    def copy(self, key: HeldSnapshot, owner: str) -> Copy | None:
+        wanted = copy_of(key, owner)
+        return next((copy for copy in self.copies.get(owner, []) if copy.key == wanted), None)
+
+    def copy_keys(self) -> tuple[HeldSnapshot, ...]:
+        return tuple(copy.key for _, here in sorted(self.copies.items()) for copy in here)
+
+    # --- all of it -------------------------------------------------------------------------------
+
     def remove(self, job_id: str) -> None:
         for device, here in self.slots.items():
             self.slots[device] = [shard for shard in here if shard.key.job_id != job_id]
+        for owner, copies in self.copies.items():
+            self.copies[owner] = [copy for copy in copies if copy.key.job_id != job_id]
+        self.kept_copies = 0
 
     def lost(self) -> None:
         """The host died."""
         self.slots.clear()
         self.kept.clear()
+        self.copies.clear()
+        self.kept_copies = 0
 
     def parts(self, key: HeldSnapshot) -> dict[int, Shard]:
         return {device: shard for device, here in self.slots.items() for shard in here if shard.key == key}
@@ -75,19 +127,21 @@ class SimArena:
 
     def snapshots(self) -> tuple[HeldSnapshot, ...]:
         keys = {shard.key for here in self.slots.values() for shard in here}
-        return tuple(
-            sorted((k for k in keys if self.holds(k)), key=lambda k: (k.job_id, k.generation, k.step))
-        )
+        own = sorted((k for k in keys if self.holds(k)), key=lambda k: (k.job_id, k.generation, k.step))
+        return (*own, *self.copy_keys())
 
-    def versions(self, key: HeldSnapshot, group: SnapshotGroup) -> dict[int, int]:
-        layers = {n: v for shard in self.parts(key).values() for n, v in shard.layers.items()}
-        return {
-            layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers
-        }
+    def layers(self, key: HeldSnapshot) -> dict[int, int]:
+        return {n: v for shard in self.parts(key).values() for n, v in shard.layers.items()}
 
 
-def lacking(group: SnapshotGroup, present: set[str]) -> bool:
-    """Cannot be made from the shards of those present."""
+def _of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
+    return {layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers}
+
+
+def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
+    """Cannot be made from the shards of those present, nor from buddies' copies of the others'."""
+    if group.owners[0] in copied and group.buddy:
+        return False
     lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)
     everybody = len(lost) == len(group.owners)
     return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
@@ -103,14 +157,15 @@ def restored(
         wanted = layers & set(range(group.first_layer, group.end_layer))
         if not wanted:
             continue
-        there = {
-            name
-            for name in restore.sources
-            if nodes[name].up and not nodes[name].frozen and nodes[name].arena.holds(key)
-        }
-        if lacking(group, there):
-            return {}, tuple(sorted(set(group.owners) & set(restore.sources) - there))
-        shards = [nodes[name].arena.versions(key, group) for name in group.owners if name in there]
+        able = {name for name in restore.sources if nodes[name].up and not nodes[name].frozen}
+        there = {name for name in able if nodes[name].arena.holds(key)}
+        copy = nodes[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
+        if lacking(group, there, {group.owners[0]} if copy is not None else set()):
+            asked = {*group.owners, group.buddy} & set(restore.sources)
+            return {}, tuple(sorted(asked - there if copy is None else asked))
+        held = [nodes[name].arena.layers(key) for name in group.owners if name in there]
+        held += [copy.layers] if copy is not None else []
+        shards = [_of_group(layers, group) for layers in held]
         invariants.restores(restore, group, shards)
         found.update({layer: shards[0][layer] for layer in wanted})
     return found, ()

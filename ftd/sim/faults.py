@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ftd.sim.node import SimNode
     from ftd.sim.run import Simulation
 
-PROTECTIONS = ("none", "aec", "aec", "arc:1", "aec2", "aec+arc:1")
+PROTECTIONS = ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
 
 Fault = Callable[["Simulation"], None]
 

@@ -8,6 +8,7 @@ from ftd.sim.group import Group
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
 from planner.values import ModelProfile, Plan, Policy
+from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent, SendCommand
 from statemachine.messages import KeepSnapshot, Quiesce, Resume
@@ -50,7 +51,7 @@ class Invariants:
         self.newest: Snapshot | None = None
         """Of the present job, as the coordinator's journal names it."""
         self.writers: dict[HeldSnapshot, set[str]] = {}
-        """Nodes that completed their part of a snapshot, ever."""
+        """Nodes that completed their part of a snapshot, ever; of a copy, those that received it."""
 
     def new_job(self) -> None:
         self.told.clear()
@@ -131,6 +132,11 @@ class Invariants:
         counted = {group.protection for group in record.groups}
         if counted != {written}:
             self.broken(f"the snapshot of step {record.step} is {written}, and counts as {sorted(counted)}")
+        for owner, buddy in record.buddies.items():
+            if buddy not in self.writers.get(copy_of(self._key(record), owner), set()):
+                self.broken(
+                    f"the snapshot of step {record.step} counts, and {buddy} has no copy of {owner}'s"
+                )
         if self.told.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.broken(f"the snapshot of step {record.step} is of another step than was told")
 
@@ -261,9 +267,18 @@ class Invariants:
             self.broken("the job was given up while live trainers hold all of its state")
         if self.newest is not None:
             key = self._key(self.newest)
-            there = {name for name, node in self.nodes.items() if node.up and node.arena.holds(key)}
-            if not any(lacking(group, there) for group in self.newest.groups):
-                self.broken(f"the job was given up while {sorted(there)} hold the snapshot of {key.step}")
+            up = {name: node for name, node in self.nodes.items() if node.up}
+            there = {name for name, node in up.items() if node.arena.holds(key)}
+            copied = {
+                owner
+                for owner, buddy in self.newest.buddies.items()
+                if buddy in up and up[buddy].arena.copy(key, owner) is not None
+            }
+            if not any(lacking(group, there, copied) for group in self.newest.groups):
+                self.broken(
+                    f"the job was given up while {sorted(there)}, and buddies of {sorted(copied)}, hold the "
+                    f"snapshot of {key.step}"
+                )
 
     # --- nodes ----------------------------------------------------------------------------------
 
@@ -284,6 +299,17 @@ class Invariants:
         over = self.finished_job or self.failed_job is not None
         if not over and self.newest is not None and key == self._key(self.newest):
             self.broken(f"{node} writes over its part of the newest snapshot, of step {key.step}")
+
+    def received(self, node: str, key: HeldSnapshot) -> None:
+        self.writers.setdefault(key, set()).add(node)
+
+    def drops_copy(self, node: str, key: HeldSnapshot) -> None:
+        """As ``drops``, of what it keeps for another."""
+        over = self.finished_job or self.failed_job is not None
+        if over or self.newest is None or key != copy_of(self._key(self.newest), key.owner):
+            return
+        if self.newest.buddies.get(key.owner) == node:
+            self.broken(f"{node} writes over its copy of {key.owner}'s part of step {key.step}")
 
     def restores(self, restore: Restore, group: SnapshotGroup, shards: list[dict[int, int]]) -> None:
         """What is put together is the state of exactly that step, whoever's shards it is made from."""

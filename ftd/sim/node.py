@@ -2,23 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, assert_never, cast
+from typing import TYPE_CHECKING, Any, assert_never, cast
 
-from ftd.sim.arena import SimArena, restored
+from ftd.sim.arena import Copy, SimArena, restored
 from ftd.sim.network import Network
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import TIMING, World
 from planner.values import Device, ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
+from statemachine.buddies import copy_of
 from statemachine.effects import (
     CancelTimer,
     Effect,
     EmitEvent,
     ExitDaemon,
+    KeepCopies,
     KillTrainer,
     PublishNode,
     RemoveSnapshots,
     RenewIncarnation,
+    SendCopy,
     SendSignal,
     SetTimer,
     StartTrainer,
@@ -33,6 +36,9 @@ from statemachine.events import (
     BrokerConnected,
     BrokerLost,
     CommandArrived,
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
     HeldSnapshots,
     RestoringFailed,
     TerminationRequested,
@@ -44,7 +50,7 @@ from statemachine.events import (
 )
 from statemachine.messages import Fence, FromNode, ToNode
 from statemachine.rules import owned_layers
-from statemachine.values import FailureCause, NodeFacts, NodeState
+from statemachine.values import FailureCause, HeldSnapshot, NodeFacts, NodeState
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
     | TrainerPrepare | TrainerQuiesce | TrainerResume | TrainerSnap | TrainerKeepSnapshot | RemoveSnapshots
-    | RenewIncarnation | ExitDaemon
+    | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies
 )  # fmt: skip
 
 
@@ -109,6 +115,7 @@ class SimNode:
 
     def start(self) -> None:
         self.up, self.left, self.frozen = True, False, False
+        self.arena.kept_copies = 0
         self._life += 1
         self._backlog.clear()
         self._timers.clear()
@@ -117,7 +124,8 @@ class SimNode:
 
     def _begin(self) -> None:
         self.incarnation = self.world.serial()
-        facts = NodeFacts(devices=self.devices, host=f"host-{self.name}", rendezvous_port=7000)
+        host = f"host-{self.name}"
+        facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
         self.world.at(self.world.between(0.0, 0.5), self._found, self._life)
@@ -223,8 +231,8 @@ class SimNode:
                 self._instruct(effect.device, self._snap, effect, 0.0005, 0.005)
             case TrainerKeepSnapshot():
                 self._instruct(effect.device, self._keep, effect, 0.0005, 0.005)
-            case RemoveSnapshots():
-                self.arena.remove(effect.job_id)
+            case SendCopy() | KeepCopies() | RemoveSnapshots():
+                self._remember(effect)
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
             case RenewIncarnation():
@@ -240,6 +248,16 @@ class SimNode:
                 pass
             case _:
                 assert_never(effect)
+
+    def _remember(self, effect: SendCopy | KeepCopies | RemoveSnapshots) -> None:
+        match effect:
+            case SendCopy():
+                self.world.at(self.world.between(0.01, 0.8), self._send_copy, effect, self._life)
+            case KeepCopies():
+                self.arena.keep_copies(effect.step)
+                self._tell_copies()
+            case RemoveSnapshots():
+                self.arena.remove(effect.job_id)
 
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
         if self._timers.get(name) != token or life != self._life:
@@ -334,6 +352,28 @@ class SimNode:
     def _keep(self, trainer: SimTrainer, effect: TrainerKeepSnapshot) -> None:
         if trainer.alive:
             self.arena.keep(trainer.device, effect.step)
+
+    def _send_copy(self, effect: SendCopy, life: int) -> None:
+        """The daemon's word follows the buddy's, and may come to nothing in between."""
+        if self._life != life:
+            return
+        key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
+        buddy = self.invariants.nodes[effect.buddy.node]
+        reached = buddy.up and not buddy.frozen and not buddy.data_cut and not self.data_cut
+        said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
+        if not reached or not self.arena.holds(key) or self.world.chance(self.pace.full):
+            self.feed(CopyFailed(at=self.world.now, detail="the buddy cannot take it", **said))
+            return
+        buddy.arena.receive(Copy(key=copy_of(key, self.name), layers=self.arena.layers(key)))
+        buddy._tell_copies()
+        self.world.at(self.world.between(0.0, 0.1), self._copy_sent, said, life)
+
+    def _copy_sent(self, said: dict[str, Any], life: int) -> None:
+        if self._life == life:
+            self.feed(CopyCommitted(at=self.world.now, size_bytes=100, **said))
+
+    def _tell_copies(self) -> None:
+        self.feed(CopiesHeld(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
 
     def fail_trainer(self, device: int, cause: FailureCause) -> None:
         """The process dies; the daemon hears of it a little later."""

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from ftd.protection import SnapshotProtection
 from ftd.view.text import layer_range, plural, size
+from storage.codes import has_buddy
 
 MOST_GROUPS = 24
 """Lines of the table."""
@@ -25,12 +26,18 @@ def render_protection(told: SnapshotProtection) -> RenderableType:
             layer_range(group.first_layer, group.end_layer),
             str(group.owners),
             "–" if group.bucket_bytes is None else size(group.bucket_bytes),
-            f"any {group.guarantee}" if group.guarantee else "none",
+            _lost(told, group.guarantee),
         )
     hidden = len(told.groups) - len(shown)
     more = [Text(f"… and {plural(hidden, 'more group')}", style="dim")] if hidden else []
     title = Text.assemble(("Snapshots", "bold"), (f"  {shape}", "dim"))
     return Group("", title, table, *more, *map(Text, _sentences(told)))
+
+
+def _lost(told: SnapshotProtection, guarantee: int) -> str:
+    if told.buddy:
+        return "owner or buddy"
+    return f"any {guarantee}" if guarantee else "none"
 
 
 def _sentences(told: SnapshotProtection) -> list[str]:
@@ -51,7 +58,11 @@ def _guarantee_line(told: SnapshotProtection) -> str:
     alone = [group for group in told.groups if group.owners == 1]
     if alone:
         which = f"layers {layer_range(alone[0].first_layer, alone[-1].end_layer)}"
-        return f"{which} have one owner: no redundancy, whatever the protection; no node may be lost"
+        if told.buddy:
+            return f"{which} have one owner each: its buddy, the next node, has a copy; not both may be lost"
+        if has_buddy(told.scheme):
+            return f"{which} have one owner and there is no other node: unprotected; no node may be lost"
+        return f"{which} have one owner: no redundancy without buddy; no node may be lost"
     if not told.guarantee:
         return "no node of a group may be lost; trainers and daemons may"
     return f"any {plural(told.guarantee, 'node')} of a group may be lost"

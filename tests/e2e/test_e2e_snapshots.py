@@ -1,5 +1,6 @@
 """Back to a snapshot in memory when no live replica is left: real processes, an unbroken run's losses."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,3 +101,28 @@ def test_memory_is_given_back_when_the_job_ends(ground: Playground, tmp_path: Pa
     assert len(list(memory.glob("*/*/device-0/slot-*"))) >= len(HOME)
     ground.stop_job()
     ground.until(lambda: not list(memory.glob("*/*/device-0")), "the arenas are gone")
+
+
+def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    spare = ["node-2", "node-3"]
+    ground.inject(do="kill", nodes=spare)
+    ground.until(
+        lambda: all(ground.state["nodes"][name]["state"] == "OFFLINE" for name in spare), "two nodes are left"
+    )
+    run = ground.submit(snapshot_job(tmp_path, "aec+buddy", two_node_replicas=True, failures=0))
+    completed = ground.until_event("SnapshotCompleted", times=2)
+    assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
+    assert completed["details"]["unprotected"] == []
+    assert len(ground.state["pipelines"]) == 1
+    assert len(list(ground.snapshot_directory.glob("*/*/copy-0-*"))) == 2
+    ground.inject(do="kill", node="node-1")
+    [memory] = ground.snapshot_directory.glob("*node-1")
+    shutil.rmtree(memory)
+    ground.inject(do="start", node="node-2")
+    details = until_rolled_back(ground)
+    assert details["tier"] == "buddy" and details["sources"] == ["node-0"]
+    assert not run.named("ShardDamaged")
+    same_losses(ground.stop_job())
+    ground.until(lambda: not list(ground.snapshot_directory.glob("*/*/copy-*")), "copies are gone, too")

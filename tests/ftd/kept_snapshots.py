@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftd.node.arenas import Arenas
+from ftd.node.copies import Copies
 from ftd.node.shard_client import Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
@@ -81,7 +82,12 @@ class Node(AbstractAsyncContextManager["Node"]):
     def __init__(self, name: str, root: Path, **options: Any) -> None:
         self.name, self.root = name, root
         self.arenas = Arenas(root, devices=1)
-        self.server = ShardServer(self.arenas, TOKEN, **options)
+        self.changes = 0
+        self.copies = Copies(self.arenas, node=name, changed=self._changed)
+        self.server = ShardServer(self.arenas, TOKEN, copies=self.copies, **options)
+
+    def _changed(self) -> None:
+        self.changes += 1
 
     async def __aenter__(self) -> "Node":
         await self.server.start()
@@ -91,6 +97,7 @@ class Node(AbstractAsyncContextManager["Node"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.server.close()
+        self.copies.end()
         self.arenas.close()
 
     @property

@@ -58,6 +58,7 @@ from statemachine.messages import (
     ToNode,
 )
 from statemachine.values import (
+    Buddy,
     CommittedStep,
     DeviceReport,
     HeldPart,
@@ -136,7 +137,7 @@ jobs = st.builds(
     training=st.dictionaries(names, texts | numbers | st.booleans(), max_size=3),
     snapshot=st.builds(SnapshotPolicy, every_steps=numbers, protection=texts),
 )
-held = st.builds(HeldSnapshot, job_id=names, step=numbers, generation=numbers)
+held = st.builds(HeldSnapshot, job_id=names, step=numbers, generation=numbers, owner=texts)
 restores = st.builds(
     Restore,
     job_id=names,
@@ -149,6 +150,7 @@ restores = st.builds(
             end_layer=numbers,
             owners=st.lists(names, max_size=3).map(tuple),
             protection=texts,
+            buddy=texts,
         ),
         max_size=2,
     ).map(tuple),
@@ -242,6 +244,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
     dict[str, str]: st.dictionaries(names, texts, max_size=3),
+    dict[str, Buddy]: st.dictionaries(names, st.builds(Buddy, node=names, address=texts), max_size=3),
 }
 
 

@@ -91,6 +91,12 @@ THREE = (384, 768, 384, 1152)
         ((2, 2, 1), THREE, "aec2", 2, 2.0, 384 + 768 + 1536),
         # One owner: its segment is everything.
         ((1,), TWO, "aec2+arc:3", 0, 0.0, 128 + 256 + 896),
+        # Alone, or as one of two pipelines, there is no buddy.
+        ((1,), TWO, "aec+buddy", 0, 0.0, 128 + 256 + 896),
+        ((2, 1), TWO, "aec+buddy", 1, 1.0, 128 + 256 + 896),
+        # Two nodes keep each other's: 128 and 1152 bytes.
+        ((2,), TWO, "aec+buddy", 1, 1.0, 128 + 1152),
+        ((2,), TWO, "aec", 0, 0.0, 1152),
     ],
 )
 def test_values_by_hand(
@@ -136,7 +142,9 @@ def test_the_groups_are_those_of_a_real_plan(sizes: tuple[int, ...]) -> None:
     assert [(g.first_layer, g.end_layer, g.owners) for g in told.groups] == real
 
 
-@pytest.mark.parametrize("scheme", ["none", "arc:1", "arc:9", "aec", "aec2", "aec+arc:2", "aec+aec2"])
+@pytest.mark.parametrize(
+    "scheme", ["none", "arc:1", "arc:9", "aec", "aec2", "aec+arc:2", "aec+aec2", "buddy+aec"]
+)
 def test_the_stated_guarantee_is_the_one_that_is_tried_out(scheme: str) -> None:
     for owners in range(1, 6):
         assert stated_guarantee(scheme, owners) == make_code(scheme, owners).guarantee
@@ -172,6 +180,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
         "node_bytes": 3072,
         "arena_bytes": 6144,
         "arena_peak_bytes": 9216,
+        "buddy": False,
         "groups": [{"first_layer": 0, "end_layer": 2, "owners": 3, "bucket_bytes": 6000, "guarantee": 1}],
     }
     assert not {name for name in (*told, *told["groups"][0]) if f"`{name}`" not in PAGE}
@@ -184,7 +193,12 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     assert "50.0% more than unprotected" in page
     assert "no node of a group may be lost" in ftd(*alone, "--protection", "none")
     single = ("--profile", tmp_path / "p.json", "--nodes", 1, "--protection", "arc:2")
-    assert "layers 0–1 have one owner: no redundancy" in ftd(*single)
+    assert "layers 0–1 have one owner: no redundancy without buddy" in ftd(*single)
+    single = (*single[:-1], "aec+buddy")
+    assert "there is no other node: unprotected" in ftd(*single)
+    two = ("--profile", tmp_path / "p.json", "--nodes", 2, "--template-nodes", 2, "--protection", "buddy")
+    page = ftd(*two)
+    assert "its buddy, the next node, has a copy" in page and "owner or buddy" in page
 
 
 def test_without_bytes_there_is_only_the_guarantee(tmp_path: Path) -> None:

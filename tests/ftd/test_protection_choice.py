@@ -76,6 +76,16 @@ def test_with_zero1_the_replica_is_what_can_be_copied() -> None:
     assert chosen(1, 1, zero1=True).scheme == "aor"
 
 
+def test_a_single_owner_gets_a_buddy_where_there_is_another_node() -> None:
+    def of(nodes: int, limit_bytes: int | None = None, *, zero1: bool = False) -> str:
+        told = choose(1, 1, zero1=zero1, fullest_bytes=lambda _: 1200, limit_bytes=limit_bytes, nodes=nodes)
+        assert parse_scheme(told.scheme)
+        return told.scheme
+
+    assert (of(2), of(1), of(2, 3600), of(2, 3599)) == ("buddy", "none", "buddy", "none")
+    assert of(2, zero1=True) == "aor+buddy"
+
+
 def plan_of(pipelines: int) -> tuple[Plan, tuple[LayerProfile, ...]]:
     layer = LayerProfile(
         forward_ms=1.0,

@@ -37,6 +37,24 @@ def test_what_the_codes_withstand(protection: str, present: str, possible: bool,
     assert (answer.generation, answer.possible, answer.tier) == (5, possible, tier)
 
 
+@pytest.mark.parametrize(
+    ("present", "copied", "tier"), [("ab", "b", "memory"), ("a", "b", "buddy"), ("a", "", "")]
+)
+def test_a_copy_at_a_buddy_stands_for_its_owner(present: str, copied: str, tier: str) -> None:
+    groups = (
+        SnapshotGroup(first_layer=0, end_layer=3, owners=("a",), protection="aec+buddy", buddy="b"),
+        SnapshotGroup(first_layer=3, end_layer=4, owners=("b",), protection="aec+buddy", buddy="a"),
+    )
+    record = Snapshot(step=8, generation=2, vote=Vote(loss=1.0, gradient_norm=1.0), groups=groups)
+    asked = CheckRestore(cause="c", generation=5, record=record, present=tuple(present), copied=tuple(copied))
+    answer = check_restore(asked, at=1.0)
+    assert answer.possible == bool(tier) and (not tier or answer.tier == tier)
+    if tier == "buddy":
+        assert answer.reason == "layers 3 to 3 from the copy of b at a"
+    if not tier:
+        assert "a, which had a copy, is not here with it" in answer.reason
+
+
 def test_the_reason_names_who_is_missing() -> None:
     no = check_restore(asked("aec", "ac"), at=1.0).reason
     assert no == "layers 0 to 2 cannot be made without b, d: aec of 4 owners withstands the loss of any 1"

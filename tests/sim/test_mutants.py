@@ -12,10 +12,12 @@ from statemachine import (
     agent_snapshots,
     jobs,
     recovery,
+    rollback,
     rules,
     signals,
     snapshots,
 )
+from statemachine.events import TrainerSnapped
 from statemachine.messages import Prepare
 from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger
@@ -198,3 +200,22 @@ def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
 def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "reconfigure", lambda c, why, mode: recovery.reconfigure(c, why, "abort"))
     found("is switched, and steps are done again")
+
+
+def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrote(a: agent_commands.Agent, event: TrainerSnapped) -> None:
+        real(a, event)
+        underway = a.underway
+        if underway is not None and underway.written is not None and underway.completed is None:
+            agent_snapshots.complete(a, underway.written)
+
+    real = agent_snapshots.wrote
+    monkeypatch.setattr(agent_snapshots, "wrote", wrote)
+    found("has no copy of")
+
+
+def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
+    found("and buddies of")

@@ -96,7 +96,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
     assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
-    assert tiers == {"memory", "decoded"}
+    assert tiers == {"memory", "decoded", "buddy"}
     assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names

@@ -38,7 +38,10 @@ from statemachine.values import (
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy"}
-PLAIN = {"lineage", "kept", "protection", "snapshots", "failed", "lost_layers", "tier", "held_parts"}
+PLAIN = {
+    "lineage", "kept", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy", "buddies",
+    "owner", "copied", "held_parts",
+}  # fmt: skip
 """Shown where they say something."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
 
@@ -137,7 +140,7 @@ def short(value: Any) -> str:
                 f"{f.name}={short(getattr(value, f.name))}"
                 for f in fields(value)
                 if getattr(value, f.name) is not None
-                and not (f.name in PLAIN and getattr(value, f.name) == f.default)
+                and not (f.name in PLAIN and getattr(value, f.name) in (f.default, {}))
                 and (f.name not in HIDDEN or (f.name == "cause" and isinstance(value, TrainerLost)))
             )
             return f"{type(value).__name__}({inner})"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codes import Code, make_code, parse_scheme, recipe
+from storage.codes import Code, has_buddy, make_code, parse_scheme, recipe
 from storage.errors import LostError
 from storage.shards import Bytes, ShardLayout, fetch_from, make_shard, needed, restore, xor_into
 
@@ -147,11 +147,19 @@ def test_xor_of_any_alignment(start: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "arc", "arc:0", "arc:x", "aec:1", "raid6", "none+aec", "aec++arc:1", "AEC"]
+    "written",
+    ["", "arc", "arc:0", "arc:x", "aec:1", "raid6", "none+aec", "aec++arc:1", "AEC", "buddy:1", "none+buddy"],
 )
 def test_an_unknown_scheme_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match="none"):
         parse_scheme(written)
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 5])
+def test_a_buddy_changes_nothing_of_what_owners_keep(owners: int) -> None:
+    assert make_code("aec+buddy", owners) == make_code("aec", owners)
+    assert make_code("buddy", owners) == make_code("none", owners)
+    assert has_buddy("aec + buddy") and not has_buddy("aec2+arc:1")
 
 
 def test_too_many_owners_for_two_losses_are_refused() -> None:
