@@ -1,0 +1,172 @@
+"""Persistent checkpoints of running jobs: written beside training, gone on from when no memory is left."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.config.job import load_job_data
+from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.wire.public import JobData
+from runtime.checkpoint_reader import FtdCheckpointReader
+from storage.checkpoint import CheckpointStore
+from tests.e2e.conftest import RELATIVE
+from tests.e2e.playground import HOME, Json, Playground, Run, playground, write_job
+from tests.e2e.tiny import build
+
+SameLosses = Callable[[Run], None]
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Playground]:
+    """A cluster that does not wait long for hosts that never come back."""
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    with playground(timing={"lost_state_s": 0.5}) as ground:
+        yield ground
+
+
+@pytest.fixture
+def ground(impatient: Playground) -> Playground:
+    impatient.tidy()
+    return impatient
+
+
+@pytest.fixture
+def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
+    """From the first step on that is told, each has the undisturbed run's loss whenever it was committed."""
+
+    def check(run: Run) -> None:
+        steps = sorted(run.losses)
+        assert steps == list(range(steps[0], steps[-1] + 1))
+        expected = reference(steps[-1])
+        told = run.named("StepCommitted")
+        assert [e["details"]["loss"] for e in told] == pytest.approx(
+            [expected[e["step"] - 1] for e in told], rel=RELATIVE
+        )
+
+    return check
+
+
+def checkpoint_job(directory: Path, protection: str = "aec", **options: object) -> JobData:
+    """Its checkpoints are in ``directory / "kept"``."""
+    path = write_job(directory, **options)  # type: ignore[arg-type]
+    snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{protection}"\n'
+    path.write_text(path.read_text() + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
+    return load_job_data(path)
+
+
+def verify(url: Path) -> Json:
+    """``ftd checkpoint verify``, which must find nothing wrong."""
+    result = CliRunner().invoke(app, ["checkpoint", "verify", str(url), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def flip(url: Path, step: int) -> None:
+    path = url / f"step-{step:012d}" / "layer-0002.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+
+
+def steps_in(url: Path) -> tuple[int, ...]:
+    return CheckpointStore.at(str(url), job="tiny").steps()
+
+
+def until_gone_back(ground: Playground, run: Run, times: int = 1) -> Json:
+    """The last of so many rollbacks; training goes on behind it, and writes checkpoints again."""
+    details = ground.until_event("RolledBack", times=times)["details"]
+    written = len(run.named("CheckpointCompleted"))
+    ground.until_step(details["from_step"] + 5)
+    ground.until_event("CheckpointCompleted", times=written + 1)
+    assert len(run.named("RolledBack")) == times
+    return details
+
+
+def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_nothing(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    url = tmp_path / "kept"
+    run = ground.submit(checkpoint_job(tmp_path, two_node_replicas=True))
+    written = ground.until_event("CheckpointCompleted", times=2)
+    told = verify(url)
+    assert written["step"] in [one["step"] for one in told["checkpoints"]]
+    model = nn.Sequential(*build().layers).double()
+    before = model[3][0].weight.detach().clone()
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=FtdCheckpointReader(str(url), step=written["step"]))
+    assert not torch.equal(state["model"]["3.0.weight"], before)
+
+    url.rename(tmp_path / "unmounted")
+    given_up = ground.until_event("CheckpointGivenUp")
+    assert "not there" in given_up["reason"], given_up
+    ground.further()
+    (tmp_path / "unmounted").rename(url)
+    ground.until_event("CheckpointCompleted", times=len(run.named("CheckpointCompleted")) + 1)
+    assert not run.named("RolledBack") and not run.named("TrainerLost")
+    same_losses(ground.stop_job())
+    verify(url)
+
+
+def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sound_one(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    url = tmp_path / "kept"
+    run = ground.submit(checkpoint_job(tmp_path, two_node_replicas=True))
+    ground.until_event("CheckpointCompleted", times=2)
+    ground.inject(do="kill", nodes=list(HOME))
+    ground.until(lambda: not any(map(ground.cluster.fleet.running, HOME)), "all daemons are dead")
+    for arenas in ground.snapshot_directory.iterdir():
+        shutil.rmtree(arenas)
+    ground.until_phase("PAUSED")
+    newest, before, *_ = steps_in(url)
+    flip(url, newest)
+    for name in ("other-0", "other-1", "other-2"):
+        ground.inject(do="start", node=name)
+    details = until_gone_back(ground, run, times=2)
+    assert (details["tier"], details["to_step"]) == ("persistent", before)
+    [skipped] = [event for event in run.named("CheckpointSkipped") if event["step"] == newest][:1]
+    assert "layer-0002.bin" in skipped["reason"]
+    same_losses(ground.stop_job())
+
+
+def test_more_hosts_are_lost_than_the_protection_withstands(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(checkpoint_job(tmp_path, failures=3))
+    ground.until_event("CheckpointCompleted")
+    ground.play(
+        {"after_s": 0, "do": "kill", "nodes": ["node-1", "node-2"]},
+        {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-3"], "target": "trainer"},
+    )
+    details = until_gone_back(ground, run)
+    assert details["tier"] == "persistent" and details["to_step"] <= details["from_step"]
+    same_losses(ground.stop_job())
+
+
+def test_a_job_that_was_stopped_is_gone_on_with_later_on_another_number_of_hosts(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    """And leaves its last step when it is finished."""
+    url = tmp_path / "kept"
+    ground.submit(checkpoint_job(tmp_path))
+    ground.until_event("CheckpointCompleted", times=2)
+    same_losses(ground.stop_job())
+    newest = steps_in(url)[0]
+    for name in ("node-1", "node-3"):
+        ground.inject(do="kill", node=name)
+    last = newest + 17
+    run = ground.submit(checkpoint_job(tmp_path, steps=last))
+    resumed = ground.until_event("JobResumed")
+    assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
+    same_losses(ground.finish())
+    assert (min(run.losses), max(run.losses)) == (newest + 1, last)
+    assert steps_in(url)[0] == last
