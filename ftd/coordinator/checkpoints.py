@@ -170,7 +170,7 @@ def newest_checkpoint(
     """
     store = _store(job)
     manifests = store.manifests()
-    skipped = [PassedOver(step=None, reason=problem) for problem in store.problems]
+    skipped = [PassedOver(step=None, reason=met) for met in (*store.problems, *store.unfinished)]
     for manifest in manifests:
         if manifest.step in spoiled:
             skipped.append(PassedOver(step=manifest.step, reason="a node found it damaged"))
