@@ -25,13 +25,13 @@ def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionWish | None:
     """What a plan on these nodes is asked for; ``None``: there is nothing to protect."""
     job = c.job
     assert job is not None, "a job is under way"
-    if job.snapshot.every_steps < 1 and not job.training.get("zero1"):
+    if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None
     limits = {name: c.nodes[name].facts.snapshot_bytes for name in nodes}
     return ProtectionWish(
         scheme=None if job.snapshot.auto_protection else job.snapshot.protection,
         losses=max(1, job.policy.tolerate),
-        zero1=bool(job.training.get("zero1")),
+        zero1=job.policy.zero1,
         limits={name: size_bytes for name, size_bytes in limits.items() if size_bytes},
     )
 

@@ -198,7 +198,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
         horizon_s=horizon_s(c, len(usable)),
-        parts=_parts(c, decision, usable),
+        parts=parts_of(c, decision, usable),
     )
     c.publish()
     if c.templates_ready:
@@ -213,7 +213,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         )
 
 
-def _parts(
+def parts_of(
     c: Cluster, decision: Decision, usable: tuple[str, ...]
 ) -> dict[Device, tuple[StatePart, ...]] | None:
     """Under ZeRO-1, what parts of layers the devices of these nodes have."""

@@ -14,7 +14,7 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
     if job is None or not c.active:
         answer(c, event.request, False, "no job is under way")
         return
-    replicas_alone = job.training.get("zero1") and not event.now and event.every_steps is None
+    replicas_alone = job.policy.zero1 and not event.now and event.every_steps is None
     if job.snapshot.every_steps < 1 and not replicas_alone:
         answer(
             c,

@@ -186,7 +186,7 @@ def requested(options: PlanOptions) -> PlanRequest:
         data = load_job_data(options.job)
         job = job_from_data(data, job_id=data.name, devices_per_node=options.devices_per_node)
         known = profile_from_data(data)
-        zero1 = bool(job.training.get("zero1"))
+        zero1 = job.policy.zero1
         if protection is None and job.snapshot.every_steps:
             protection = "auto" if job.snapshot.auto_protection else job.snapshot.protection
     profile = _profile(options, job, known)

@@ -167,7 +167,7 @@ class Requests:
         job = self._job()
         if scheme is None or scheme == "auto" or job is None:
             return
-        check_protection(scheme, zero1=bool(job.training.get("zero1")), field="protect")
+        check_protection(scheme, zero1=job.policy.zero1, field="protect")
         owners = len(self._public_state()["pipelines"])
         try:
             code_for(scheme, max(1, owners))

@@ -72,7 +72,8 @@ _PLANS: dict[Any, Plan | PlanningError] = {}
 def plan_for(planner: Planner, situation: Situation) -> Plan:
     """:raises PlanningError: as the planner does."""
     holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
-    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s)
+    parts = None if situation.parts is None else frozenset(situation.parts.items())
+    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s, parts)
     answer = _PLANS.get(key)
     if answer is None:
         if len(_PLANS) > 20_000:

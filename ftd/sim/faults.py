@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from ftd.sim.node import SimNode
     from ftd.sim.run import Simulation
 
-PROTECTIONS = ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
-
 Fault = Callable[["Simulation"], None]
 
 PHASES = (
@@ -18,6 +16,13 @@ PHASES = (
     "SnapshotCompleted", "SnapshotGivenUp",
 )  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
+
+
+def protections(*, sharded: bool) -> tuple[str, ...]:
+    """What snapshots may be protected with, ``sharded`` by ZeRO-1 or not."""
+    if sharded:
+        return ("none", "aor", "aor", "arc:1+aor")
+    return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
 
 
 def _live(sim: "Simulation") -> list["SimNode"]:
@@ -226,7 +231,8 @@ def stop_job(sim: "Simulation") -> None:
 
 def switch_protection(sim: "Simulation") -> None:
     """A user wants another one; or changes their mind at once."""
-    for scheme in sim.world.rng.choices(("auto", *PROTECTIONS), k=sim.world.rng.choice((1, 1, 2))):
+    schemes = ("auto", *protections(sharded=sim.policy.zero1))
+    for scheme in sim.world.rng.choices(schemes, k=sim.world.rng.choice((1, 1, 2))):
         sim.log(f"protect {scheme}")
         sim.coordinator.ask_snapshots(protection=scheme)
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ftd.sim.sharding import is_sharded, kept_parts, moves
 from ftd.sim.trainers import SimTrainer
 from ftd.sim.world import Violation, World
 from planner.layers import expected_ms
@@ -22,6 +23,8 @@ class Group:
         devices = resume.plan.devices
         owned = owned_layers(resume.plan)
         self.owned = [owned[device] for device in devices]
+        self.sharded = is_sharded(resume)
+        self.kept = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
         self.size = len(devices)
         expected = expected_ms(invariants.profile, invariants.policy, resume.plan.pipelines)
         self.expected_ms = [expected[device] for device in devices]
@@ -34,13 +37,21 @@ class Group:
         """Some rank's ballot of the present step asked for a snapshot."""
         self.votes: dict[int, bool] = {}
         """Ranks at the VOTE of the present step, with their stop flags."""
+        self.updated: dict[int, tuple[bool, bool]] = {}
+        """Under ZeRO-1: ranks that have yet to gather the present step, with its stop and snapshot flags."""
+        self.trained_by: dict[int, SimTrainer] = {}
+        """Who passed the first VOTE."""
         rank_of = {device: rank for rank, device in enumerate(devices)}
-        self.transfers = [(t.layer, rank_of[t.source], rank_of[t.target]) for t in resume.plan.transfers]
+        self.transfers: list[tuple[int, tuple[int, ...], int]] = [
+            (t.layer, (rank_of[t.source],), rank_of[t.target]) for t in resume.plan.transfers
+        ]
+        if self.sharded:
+            self.transfers = moves(resume, invariants.layers)
         self.owes = [0] * self.size
         """Transfers that each rank has yet to take part in."""
-        for _, source, target in self.transfers:
-            self.owes[source] += 1
-            self.owes[target] += 1
+        for _, sources, target in self.transfers:
+            for rank in {*sources, target}:
+                self.owes[rank] += 1
 
     def join(self, trainer: SimTrainer) -> None:
         if trainer.rank in self.members:
@@ -92,26 +103,33 @@ class Group:
             return
         self.invariants.forms(self)
         world, when = self.world, [world_delay(self.world) for _ in range(self.size)]
-        for layer, source, target in self.transfers:
-            begin = max(when[source], when[target])
-            when[source] = when[target] = begin + world.between(0.005, 0.08)
-            world.at(when[target], self._moved, layer, self.members[source], self.members[target])
+        for layer, sources, target in self.transfers:
+            involved = {*sources, target}
+            end = max(when[rank] for rank in involved) + world.between(0.005, 0.08)
+            for rank in involved:
+                when[rank] = end
+            senders = [self.members[rank] for rank in sources]
+            world.at(end, self._moved, layer, senders, self.members[target])
         for rank, member in self.members.items():
             member.phase = "moving"
             if self.owes[rank] == 0:
                 world.at(when[rank], self._rank_resumed, member, member.token)
 
-    def _moved(self, layer: int, source: SimTrainer, target: SimTrainer) -> None:
-        if self.broken:
+    def _moved(self, layer: int, sources: list[SimTrainer], target: SimTrainer) -> None:
+        involved = list(dict.fromkeys([*sources, target]))
+        if self.broken or not all(member.group is self and member.able for member in involved):
             return
-        if source.group is not self or target.group is not self or not source.able or not target.able:
+        if any(member.node.data_cut for member in involved):
+            self.world.at(0.5, self._moved, layer, sources, target)
             return
-        if source.node.data_cut or target.node.data_cut:
-            self.world.at(0.5, self._moved, layer, source, target)
-            return
-        self.invariants.moves(self, layer, source)
-        target.layers[layer] = source.layers[layer]
-        for member in (source, target):
+        if self.sharded:
+            target.layers[layer] = version = self.invariants.moves_parts(self, layer, sources)
+            here = [part for part in self.kept[target.rank] if part.layer == layer]
+            target.parts |= dict.fromkeys(here, version)
+        else:
+            self.invariants.moves(self, layer, sources[0])
+            target.layers[layer] = sources[0].layers[layer]
+        for member in involved:
             member.progress += 1
             self.owes[member.rank] -= 1
             if self.owes[member.rank] == 0:
@@ -155,6 +173,9 @@ class Group:
             return
         stop, snap = any(self.votes.values()), self.snap
         self.votes, self.snap = {}, False
+        if not self.trained_by:
+            self.trained_by = dict(self.members)
+            self.invariants.trains(self)
         for member in list(self.members.values()):
             if member.phase == "vote" and member.committed == step:
                 member.phase = "commit"
@@ -162,6 +183,25 @@ class Group:
                     self._snapping(member, step + 1)
                 delay = self.world.between(0.001, member.node.pace.commit_spread_s)
                 self.world.at(delay, member.commit, member.token, stop, snap)
+
+    def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
+        """A rank has made its parts new. Who has the same layers gathers when all of them have."""
+        self.updated[trainer.rank] = (stop, snap)
+        self._gather(trainer.committed)
+
+    def _gather(self, step: int) -> None:
+        if self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._gather, step)
+            return
+        for rank, flags in list(self.updated.items()):
+            peers = [r for r in range(self.size) if not self.owned[r].isdisjoint(self.owned[rank])]
+            members = [self.members.get(peer) for peer in peers]
+            if all(peer is not None and peer.committed >= step for peer in members):
+                del self.updated[rank]
+                member = self.members[rank]
+                self.world.at(self.world.between(0.001, 0.05), member.committed_whole, member.token, *flags)
 
     def _snapping(self, member: SimTrainer, step: int) -> None:
         self.world.at(

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from ftd.sim.arena import lacking
+from ftd.sim import losses
 from ftd.sim.group import Group
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
+from planner.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine
@@ -52,6 +53,8 @@ class Invariants:
         """Of the present job, as the coordinator's journal names it."""
         self.writers: dict[HeldSnapshot, set[str]] = {}
         """Nodes that completed their part of a snapshot, ever; of a copy, those that received it."""
+        self.trained: Group | None = None
+        """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 
     def new_job(self) -> None:
         self.told.clear()
@@ -60,7 +63,7 @@ class Invariants:
         self.next_to_tell = 1
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
-        self.lineage, self.newest = 0, None
+        self.lineage, self.newest, self.trained = 0, None, None
 
     def broken(self, what: str) -> None:
         raise Violation(f"at {self.world.now:.4f} s: {what}")
@@ -91,8 +94,8 @@ class Invariants:
             self._newest_is_complete()
         if machine.lineage == self.lineage:
             return
-        self._live_replicas_are_lost(machine)
-        self.lineage = machine.lineage
+        losses.rolls_back(self, machine)
+        self.lineage, self.trained = machine.lineage, None
         if self.newest is None or machine.committed_step != self.newest.step:
             self.broken(f"rolled back to step {machine.committed_step}, of which no snapshot is complete")
             return
@@ -101,21 +104,7 @@ class Invariants:
         self.newest_told = min(self.newest_told, step)
         self.next_to_tell = min(self.next_to_tell, step + 1)
 
-    def _live_replicas_are_lost(self, machine: ClusterMachine) -> None:
-        """Nobody goes back while those who take part hold all layers of their newest step."""
-        live = [
-            trainer
-            for name in machine.members
-            for trainer in self.nodes[name].trainers.values()
-            if trainer.able and trainer.generation == machine.generation and trainer.lineage == self.lineage
-        ]
-        newest = max((trainer.committed for trainer in live), default=0)
-        versions = [(layer, v) for trainer in live for layer, v in trainer.layers.items()]
-        held = {layer for layer, version in versions if self.versions.step[version] == newest}
-        if newest >= self.newest_told and len(held) == self.layers:
-            self.broken(f"rolled back, and live trainers hold all layers of step {newest}")
-
-    def _key(self, record: Snapshot) -> HeldSnapshot:
+    def key_of(self, record: Snapshot) -> HeldSnapshot:
         return HeldSnapshot(job_id=self.job_id or "", step=record.step, generation=record.generation)
 
     def _newest_is_complete(self) -> None:
@@ -123,7 +112,7 @@ class Invariants:
         record = self.newest
         if record is None:
             return
-        missing = set(record.owners) - self.writers.get(self._key(record), set())
+        missing = set(record.owners) - self.writers.get(self.key_of(record), set())
         if missing:
             self.broken(
                 f"the snapshot of step {record.step} counts, and {sorted(missing)} did not complete it"
@@ -133,7 +122,7 @@ class Invariants:
         if counted != {written}:
             self.broken(f"the snapshot of step {record.step} is {written}, and counts as {sorted(counted)}")
         for owner, buddy in record.buddies.items():
-            if buddy not in self.writers.get(copy_of(self._key(record), owner), set()):
+            if buddy not in self.writers.get(copy_of(self.key_of(record), owner), set()):
                 self.broken(
                     f"the snapshot of step {record.step} counts, and {buddy} has no copy of {owner}'s"
                 )
@@ -242,43 +231,7 @@ class Invariants:
     def _may_fail(self) -> None:
         if not self.resumed_job:
             return  # nobody could build it
-        self._state_is_lost()
-
-    def _state_is_lost(self) -> None:
-        """State may be given up only when no trainer that counts holds some layer of the newest step.
-
-        Those of a node one of whose trainers is dead or hangs do not count, since its agent ends them all;
-        nor do those that missed the last Resume: the cluster went on without them, and whether they went
-        another way behind their partition nobody can know.
-        """
-        held: set[int] = set()
-        for node in self.nodes.values():
-            if not all(trainer.able for trainer in node.trainers.values()):
-                continue
-            for trainer in node.trainers.values():
-                if trainer.generation < self.newest_resume or trainer.lineage != self.lineage:
-                    continue
-                for layer, version in trainer.layers.items():
-                    if self.versions.step[version] == self.known:
-                        held.add(layer)
-                if trainer.ready == self.known:
-                    held |= trainer.gradients[1]
-        if len(held) == self.layers:
-            self.broken("the job was given up while live trainers hold all of its state")
-        if self.newest is not None:
-            key = self._key(self.newest)
-            up = {name: node for name, node in self.nodes.items() if node.up}
-            there = {name for name, node in up.items() if node.arena.holds(key)}
-            copied = {
-                owner
-                for owner, buddy in self.newest.buddies.items()
-                if buddy in up and up[buddy].arena.copy(key, owner) is not None
-            }
-            if not any(lacking(group, there, copied) for group in self.newest.groups):
-                self.broken(
-                    f"the job was given up while {sorted(there)}, and buddies of {sorted(copied)}, hold the "
-                    f"snapshot of {key.step}"
-                )
+        losses.gives_up(self)
 
     # --- nodes ----------------------------------------------------------------------------------
 
@@ -297,7 +250,7 @@ class Invariants:
     def drops(self, node: str, key: HeldSnapshot) -> None:
         """Only what is not the newest complete snapshot of the job under way may be written over."""
         over = self.finished_job or self.failed_job is not None
-        if not over and self.newest is not None and key == self._key(self.newest):
+        if not over and self.newest is not None and key == self.key_of(self.newest):
             self.broken(f"{node} writes over its part of the newest snapshot, of step {key.step}")
 
     def received(self, node: str, key: HeldSnapshot) -> None:
@@ -306,7 +259,7 @@ class Invariants:
     def drops_copy(self, node: str, key: HeldSnapshot) -> None:
         """As ``drops``, of what it keeps for another."""
         over = self.finished_job or self.failed_job is not None
-        if over or self.newest is None or key != copy_of(self._key(self.newest), key.owner):
+        if over or self.newest is None or key != copy_of(self.key_of(self.newest), key.owner):
             return
         if self.newest.buddies.get(key.owner) == node:
             self.broken(f"{node} writes over its copy of {key.owner}'s part of step {key.step}")
@@ -351,9 +304,13 @@ class Invariants:
                     f"rank {rank} meets generation {group.generation} at step {step} with generation "
                     f"{member.generation} and step {member.committed}"
                 )
-            versions |= {v for v in member.layers.values() if self.versions.step[v] == step}
+            of_member = (*member.layers.values(), *member.parts.values())
+            versions |= {v for v in of_member if self.versions.step[v] == step}
         if len(versions) > 1:
             self.broken(f"generation {group.generation} starts from different states of step {step}")
+        lacking = losses.lacking(self, group.members.values(), step)
+        if lacking:
+            self.broken(f"generation {group.generation} starts without all of layers {sorted(lacking)}")
         told = self.told.get(step)
         if told is not None and versions and told not in versions:
             self.broken(f"generation {group.generation} starts from another step {step} than was told")
@@ -366,8 +323,28 @@ class Invariants:
                 f"and does not hold it"
             )
 
+    def moves_parts(self, group: Group, layer: int, sources: list[SimTrainer]) -> int:
+        """The senders have all of the layer among them, of one version, which this is."""
+        step, found = group.resume.step, [s.parts.items() for s in sources]
+        now = [[p for p, v in of if p.layer == layer and self.versions.step[v] == step] for of in found]
+        if layer in incomplete(now, self.layers):
+            names = [f"{source.node.name}/{source.device}" for source in sources]
+            self.broken(f"{names} are to send all of layer {layer} of step {step} and do not have it")
+        versions = {v for of in found for p, v in of if p.layer == layer and self.versions.step[v] == step}
+        if len(versions) > 1:
+            self.broken(f"layer {layer} of step {step} is put together from different states")
+        return versions.pop()
+
+    def trains(self, group: Group) -> None:
+        """Everybody is at the first VOTE of a group."""
+        self.trained = group
+
     def starts(self, group: Group, member: SimTrainer) -> None:
         """A rank that begins to compute holds every layer it owns at the resume step."""
+        for part in group.kept[member.rank]:
+            version = member.parts.get(part)
+            if version is None or self.versions.step[version] != group.resume.step:
+                self.broken(f"rank {member.rank} starts without {part} of step {group.resume.step}")
         for layer in group.owned[member.rank]:
             version = member.layers.get(layer)
             if version is None or self.versions.step[version] != group.resume.step:
@@ -390,6 +367,12 @@ class Invariants:
             self.broken(
                 f"step {trainer.committed} was committed again by generation {group.generation}, differently"
             )
+        if set(trainer.parts) != set(group.kept[trainer.rank]):
+            self.broken(f"rank {trainer.rank} committed without all that it keeps")
+        if not group.sharded:
+            self.gathered(trainer, group)
+
+    def gathered(self, trainer: SimTrainer, group: Group) -> None:
         if set(trainer.layers) != set(group.owned[trainer.rank]):
             self.broken(f"rank {trainer.rank} committed without all of its layers")
 

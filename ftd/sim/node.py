@@ -307,7 +307,8 @@ class SimNode:
             self.unbuildable -= 1
             self.fail_trainer(trainer.device, "unprepared")
             return
-        trainer.build(len(self.profile.layers), effect.job.steps)
+        sharded = effect.job.policy.zero1
+        trainer.build(len(self.profile.layers), effect.job.steps, sharded=sharded)
         self.feed(
             TrainerPrepared(
                 at=self.world.now,

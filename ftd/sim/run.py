@@ -94,6 +94,7 @@ class Simulation:
             global_batch=2 * shape.microbatches,
             microbatch_rows=2,
             minimum="oobleck" if shape.oobleck else "one_replica",
+            zero1=seed % 3 == 1,
         )
         self.pace = Pace(
             step_s=world.between(0.1, 0.6),
@@ -103,7 +104,7 @@ class Simulation:
         )
         self.snapshot = SnapshotPolicy(
             every_steps=world.rng.choice((0, 1, 2, 3, 5)),
-            protection=world.rng.choice(faults.PROTECTIONS),
+            protection=world.rng.choice(faults.protections(sharded=self.policy.zero1)),
             auto_interval=world.chance(0.2),
             auto_protection=world.chance(0.2),
         )

@@ -3,12 +3,16 @@
 State is a *version*: the model at step 0, or a version plus one step computed by one generation's group.
 Two trainers have equal state exactly when their versions are equal, so that redoing a step gives another
 version, as different rounding does. A step's vote carries its version as the loss.
+
+Under ZeRO-1 ``layers`` are those whose parameters are whole, and ``parts`` is the state of the optimizer. An
+update makes what a rank keeps of it new; layers are whole again once their owners have gathered them.
 """
 
 from typing import TYPE_CHECKING, Literal
 
 from ftd.sim.arena import Shard
-from planner.values import Device
+from ftd.sim.sharding import is_sharded
+from planner.values import Device, StatePart
 from statemachine.events import (
     TrainerDone,
     TrainerQuiesced,
@@ -23,8 +27,10 @@ if TYPE_CHECKING:
     from ftd.sim.group import Group
     from ftd.sim.node import SimNode
 
-Phase = Literal["idle", "quiesced", "joining", "moving", "compute", "vote", "commit", "stopped", "done"]
-STEPPING = frozenset({"compute", "vote", "commit"})
+Phase = Literal[
+    "idle", "quiesced", "joining", "moving", "compute", "vote", "commit", "gather", "stopped", "done"
+]
+STEPPING = frozenset({"compute", "vote", "commit", "gather"})
 
 
 class Versions:
@@ -46,6 +52,11 @@ class Versions:
         return child
 
 
+def all_of(layers: dict[int, int]) -> dict[StatePart, int]:
+    """Whole layers as parts."""
+    return {StatePart(layer=layer, part=0, parts=1): version for layer, version in layers.items()}
+
+
 class SimTrainer:
     """One trainer process."""
 
@@ -64,6 +75,7 @@ class SimTrainer:
         "layers",
         "lineage",
         "node",
+        "parts",
         "phase",
         "pid",
         "progress",
@@ -89,10 +101,12 @@ class SimTrainer:
         self.committed = 0
         self.version = 0
         self.ready: int | None = None
-        self.gradients: tuple[int, frozenset[int]] = (0, frozenset())
-        """Generation and layers of the complete gradients, while ``ready``."""
+        self.gradients: tuple[int, frozenset[int], frozenset[StatePart]] = (0, frozenset(), frozenset())
+        """Generation, layers and kept parts of the complete gradients, while ``ready``."""
         self.layers: dict[int, int] = {}
         """Version of each layer held completely."""
+        self.parts: dict[StatePart, int] = {}
+        """Under ZeRO-1, version of each part."""
         self.group: Group | None = None
         self.rank = -1
         self.flag: int | None = None
@@ -109,9 +123,10 @@ class SimTrainer:
     def able(self) -> bool:
         return self.alive and not self.frozen and not self.asleep
 
-    def build(self, layers: int, steps: int) -> None:
+    def build(self, layers: int, steps: int, *, sharded: bool) -> None:
         self.built, self.steps = True, steps
         self.layers = dict.fromkeys(range(layers), 0)
+        self.parts = all_of(self.layers) if sharded else {}
 
     # --- instructions ---------------------------------------------------------------------------
 
@@ -135,6 +150,8 @@ class SimTrainer:
             return
         if self.phase == "commit" and self.node.world.chance(0.5):
             self._apply(group)
+            if self.layers:  # under ZeRO-1 it is over before the parts were gathered
+                self._say_stepped(group)
         self.snap_flag = False
         if self.copy is not None:  # at the speed of memory, or there is no time for it
             self._copied(self.copy, self.node.world.chance(0.7))
@@ -143,9 +160,8 @@ class SimTrainer:
     def _report(self, token: int) -> None:
         if not self.able or token != self.token:
             return
-        held = tuple(
-            layer for layer, v in self.layers.items() if self.node.versions.step[v] == self.committed
-        )
+        step_of = self.node.versions.step
+        held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
         vote = Vote(loss=float(self.version), gradient_norm=1.0) if self.committed else None
         report = DeviceReport(
             device=self.device,
@@ -154,6 +170,7 @@ class SimTrainer:
             vote=vote,
             held=held,
             lineage=self.lineage,
+            parts=tuple(sorted(part for part, v in self.parts.items() if step_of[v] == self.committed)),
         )
         node = self.node
         node.feed(
@@ -175,25 +192,15 @@ class SimTrainer:
         )
         if self.lineage != resume.lineage:
             # All it has is of a past that was undone.
-            self.layers, self.ready, self.committed = {}, None, resume.step
-            self.version = int(resume.vote.loss) if resume.vote is not None else 0
+            self._drop(resume)
             self.lineage = resume.lineage
         if staged is not None:
-            self.layers, self.ready, self.committed = dict(staged), None, resume.step
-            self.version = int(resume.vote.loss) if resume.vote is not None else 0
+            self._drop(resume)
+            self.layers, self.parts = dict(staged), all_of(staged) if is_sharded(resume) else {}
         elif self.ready is not None and self.ready == resume.step:
-            generation, layers = self.gradients
-            self.layers = {
-                layer: node.versions.child(v, generation)
-                for layer, v in self.layers.items()
-                if layer in layers
-            }
-            self.version = node.versions.child(self.version, generation)
-            self.committed = resume.step
+            self._update(*self.gradients)
         elif self.committed != resume.step and rank >= 0:
-            # Stale: everything comes from others.
-            self.layers, self.committed = {}, resume.step
-            self.version = int(resume.vote.loss) if resume.vote is not None else 0
+            self._drop(resume)  # Stale: everything comes from others.
         self.ready = None
         self.rank, self.token = rank, self.token + 1
         if rank < 0:
@@ -202,6 +209,21 @@ class SimTrainer:
         self.phase = "joining"
         self.group = node.invariants.group(node.world, resume, self)
         self.group.join(self)
+
+    def _drop(self, resume: Resume) -> None:
+        self.layers, self.parts, self.ready, self.committed = {}, {}, None, resume.step
+        self.version = int(resume.vote.loss) if resume.vote is not None else 0
+
+    def _update(self, generation: int, layers: frozenset[int], kept: frozenset[StatePart]) -> None:
+        """The optimizer's step. What it does not make new is dropped; under ZeRO-1 only the part of a lone
+        owner makes the layer whole."""
+        child = self.node.versions.child
+        alone = {part.layer for part in kept if part.parts == 1}
+        whole = alone if self.parts else layers
+        self.layers = {n: child(v, generation) for n, v in self.layers.items() if n in whole}
+        self.parts = {part: child(v, generation) for part, v in self.parts.items() if part in kept}
+        self.version = child(self.version, generation)
+        self.committed += 1
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -219,7 +241,7 @@ class SimTrainer:
             return
         self.phase = "vote"
         self.ready = self.committed + 1
-        self.gradients = (self.group.generation, self.group.owned[self.rank])
+        self.gradients = (self.group.generation, self.group.owned[self.rank], self.group.kept[self.rank])
         snap, self.snap_flag = self.snap_flag, False
         self.group.arrived(self, self.flag is not None, snap)
 
@@ -230,6 +252,20 @@ class SimTrainer:
         if self.copy is not None:
             self._copied(self.copy, True)  # the copy must end before the next APPLY: a stall
         self._apply(group)
+        if group.sharded and len(group.resume.plan.pipelines) > 1:
+            self.phase = "gather"
+            group.applied(self, stop, snap)
+        else:
+            self.committed_whole(token, stop, snap)
+
+    def committed_whole(self, token: int, stop: bool, snap: bool) -> None:
+        """The update is complete, and under ZeRO-1 gathered."""
+        if token != self.token or not self.able or self.group is None:
+            return
+        group = self.group
+        if self.phase == "gather":
+            self.layers = dict.fromkeys(group.owned[self.rank], self.version)
+        self._say_stepped(group)
         if snap:
             self._begin_copy(group)
         if stop:
@@ -245,18 +281,15 @@ class SimTrainer:
             self.start_step()
 
     def _apply(self, group: "Group") -> None:
-        node, owned = self.node, group.owned[self.rank]
         # The first commit of a generation also drops what was kept for the sake of another failure.
-        self.layers = {
-            layer: node.versions.child(v, group.generation)
-            for layer, v in self.layers.items()
-            if layer in owned
-        }
-        self.version = node.versions.child(self.version, group.generation)
-        self.committed += 1
+        self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
         self.ready = None
         self.phase = "compute"
-        node.invariants.commits(self, group)
+        self.node.invariants.commits(self, group)
+
+    def _say_stepped(self, group: "Group") -> None:
+        node = self.node
+        node.invariants.gathered(self, group)
         node.feed(
             TrainerStepped(
                 at=node.world.now,

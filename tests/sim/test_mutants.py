@@ -1,12 +1,14 @@
 """Planted bugs: each must be found within 200 seeds, or the simulator does not look where it should."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ftd.sim import coordinator
 from ftd.sim.run import run_seed
+from planner.parts import part_needs
 from statemachine import (
     agent_commands,
     agent_snapshots,
@@ -24,16 +26,18 @@ from statemachine.state import Cluster, Ledger
 from statemachine.values import CommittedStep, QuiesceMode, Snapshot
 
 SEEDS = 200
+SHARDED = range(1, 3 * SEEDS, 3)
+"""Jobs with ZeRO-1."""
 real_decide = rules.decide
 
 
-def found(expected: str) -> tuple[int, str]:
+def found(expected: str, seeds: Sequence[int] = range(SEEDS)) -> tuple[int, str]:
     """The first seed that finds the bug, and what it says."""
-    for seed in range(SEEDS):
+    for seed in seeds:
         violation = run_seed(seed).violation
         if violation is not None and expected in violation:
             return seed, violation
-    raise AssertionError(f"{SEEDS} seeds did not find the planted bug ({expected!r})")
+    raise AssertionError(f"{len(seeds)} seeds did not find the planted bug ({expected!r})")
 
 
 def without_roll_forward(
@@ -80,7 +84,7 @@ def test_a_broken_roll_forward_rule_is_found(
 
 def test_gradients_taken_for_layers_that_have_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_by_gradients", lambda _, report, *others: frozenset(report.held))
-    found("does not hold it")
+    found("starts without all of layers")
 
 
 def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +223,48 @@ def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
 def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
     found("and buddies of")
+
+
+# --- ZeRO-1 --------------------------------------------------------------------------------------
+
+
+def test_replicas_that_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(*everything: Any) -> Any:
+        told = real(*everything)
+        return told and {device: tuple(p for p in of if not p.replica) for device, of in told.items()}
+
+    real = recovery.parts_of
+    monkeypatch.setattr(recovery, "parts_of", parts)
+    found("rolled back, and live trainers hold all", SHARDED)
+
+
+def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is in the plan must have all parts among them."""
+
+    def needs(nodes: Any, devices: int, parts: Any, layers: int) -> Any:
+        some = {device: tuple(replace(p, part=0, parts=1) for p in of) for device, of in parts.items()}
+        return real(nodes, devices, some, layers)
+
+    real = part_needs
+    monkeypatch.setattr("planner.planner.part_needs", needs)
+    monkeypatch.setattr(coordinator, "_PLANS", {})
+    found("starts without all of layers", SHARDED)
+
+
+def test_parts_whose_gradients_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything: ())
+    found("given up while live trainers hold all", SHARDED)
+
+
+def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def whole(
+        reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+    ) -> Decision:
+        decision = real_decide(reports, known, resumption, mode)
+        layers = {d: frozenset(p.layer for p in of) for d, of in decision.parts.items()}
+        return replace(decision, holdings=layers)
+
+    monkeypatch.setattr(recovery, "decide", whole)
+    found("starts without layer", SHARDED)

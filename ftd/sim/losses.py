@@ -1,0 +1,86 @@
+"""State may be given up only when it is really lost."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ftd.sim import arena
+from ftd.sim.trainers import SimTrainer
+from planner.parts import incomplete
+from planner.values import StatePart
+from statemachine.cluster import ClusterMachine
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+
+
+def lacking(truth: "Invariants", trainers: Iterable[SimTrainer], step: int) -> set[int]:
+    """Layers of which these trainers do not hold everything at ``step``."""
+    at = truth.versions.step
+    if truth.policy.zero1:
+        parts = [[part for part, v in trainer.parts.items() if at[v] == step] for trainer in trainers]
+        return set(incomplete(parts, truth.layers))
+    held = {layer for trainer in trainers for layer, v in trainer.layers.items() if at[v] == step}
+    return set(range(truth.layers)) - held
+
+
+def rolls_back(truth: "Invariants", machine: ClusterMachine) -> None:
+    """Nobody goes back while those who take part hold all layers of their newest step; nor, with replicas
+    of all parts, when a group that trained lost one node."""
+    live = [
+        trainer
+        for name in machine.members
+        for trainer in truth.nodes[name].trainers.values()
+        if trainer.able and trainer.generation == machine.generation and trainer.lineage == truth.lineage
+    ]
+    newest = max((trainer.committed for trainer in live), default=0)
+    if newest >= truth.newest_told and not lacking(truth, live, newest):
+        truth.broken(f"rolled back, and live trainers hold all layers of step {newest}")
+    group = truth.trained
+    if group is None or not group.sharded or "aor" not in group.resume.protection:
+        return
+    gone = {
+        trainer.node.name
+        for trainer in group.trained_by.values()
+        if trainer.node.name not in machine.members or not trainer.able
+    }
+    if len(group.resume.plan.pipelines) > 1 and len(gone) < 2:
+        truth.broken(f"rolled back, and of a group with replicas only {sorted(gone)} are lost")
+
+
+def gives_up(truth: "Invariants") -> None:
+    """State may be given up only when no trainer that counts holds some layer of the newest step.
+
+    Those of a node one of whose trainers is dead or hangs do not count, since its agent ends them all;
+    nor do those that missed the last Resume: the cluster went on without them, and whether they went
+    another way behind their partition nobody can know.
+    """
+    parts: list[list[StatePart]] = []
+    held: set[int] = set()
+    for node in truth.nodes.values():
+        if not all(trainer.able for trainer in node.trainers.values()):
+            continue
+        for trainer in node.trainers.values():
+            if trainer.generation < truth.newest_resume or trainer.lineage != truth.lineage:
+                continue
+            held |= {n for n, v in trainer.layers.items() if truth.versions.step[v] == truth.known}
+            parts.append([p for p, v in trainer.parts.items() if truth.versions.step[v] == truth.known])
+            if trainer.ready == truth.known:
+                _, layers, kept = trainer.gradients
+                held |= layers
+                parts.append([part for part in trainer.parts if part in kept])
+    if not (incomplete(parts, truth.layers) if truth.policy.zero1 else len(held) < truth.layers):
+        truth.broken("the job was given up while live trainers hold all of its state")
+    if truth.newest is not None:
+        key = truth.key_of(truth.newest)
+        up = {name: node for name, node in truth.nodes.items() if node.up}
+        there = {name for name, node in up.items() if node.arena.holds(key)}
+        copied = {
+            owner
+            for owner, buddy in truth.newest.buddies.items()
+            if buddy in up and up[buddy].arena.copy(key, owner) is not None
+        }
+        if not any(arena.lacking(group, there, copied) for group in truth.newest.groups):
+            truth.broken(
+                f"the job was given up while {sorted(there)}, and buddies of {sorted(copied)}, hold the "
+                f"snapshot of {key.step}"
+            )

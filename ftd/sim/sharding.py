@@ -1,0 +1,63 @@
+"""ZeRO-1 in the simulated world: which parts a rank keeps, and who sends which to whom."""
+
+from collections.abc import Iterable, Mapping
+
+from planner.parts import incomplete
+from planner.values import Device, StatePart
+from statemachine.messages import Resume
+from statemachine.rules import owned_layers
+from statemachine.sharding import owned_parts
+
+Parts = Mapping[StatePart, int]
+"""Version of each part."""
+
+
+def is_sharded(resume: Resume) -> bool:
+    return bool(resume.held_parts)
+
+
+def kept_parts(resume: Resume, device: Device) -> frozenset[StatePart]:
+    """What ``device`` keeps of its layers under the plan: its part, and with ``aor`` the next owner's."""
+    replicas = "aor" in resume.protection and len(resume.plan.pipelines) > 1
+    return frozenset(
+        StatePart(layer=layer, part=part, parts=parts, replica=replica)
+        for part, parts, replica in owned_parts(resume.plan, device)
+        for layer in owned_layers(resume.plan)[device]
+        if replicas or not replica
+    )
+
+
+def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]:
+    """(layer, ranks that have all of it together, rank that needs it); owners before replicas."""
+    devices = resume.plan.devices
+    rank_of = {device: rank for rank, device in enumerate(devices)}
+    held: dict[int, list[tuple[bool, int, StatePart]]] = {layer: [] for layer in range(layers)}
+    whole: set[tuple[int, int]] = set()
+    for run in resume.held_parts:
+        rank = rank_of[run.device]
+        for layer in range(run.first_layer, run.end_layer):
+            part = StatePart(layer=layer, part=run.part, parts=run.parts, replica=run.replica)
+            held[layer].append((run.replica, rank, part))
+            if run.whole:
+                whole.add((layer, rank))
+    found: list[tuple[int, tuple[int, ...], int]] = []
+    for device, rank in rank_of.items():
+        for layer in sorted(owned_layers(resume.plan)[device]):
+            own = {part for _, holder, part in held[layer] if holder == rank}
+            here = (layer, rank) in whole
+            if here and {part for part in kept_parts(resume, device) if part.layer == layer} <= own:
+                continue
+            found.append((layer, _together(held[layer], rank, layer, layers), rank))
+    return found
+
+
+def _together(
+    held: Iterable[tuple[bool, int, StatePart]], rank: int, layer: int, layers: int
+) -> tuple[int, ...]:
+    """The rank itself first, then owners, then replicas, as long as something is lacking."""
+    parts: dict[int, list[StatePart]] = {}
+    for _, holder, part in sorted(held, key=lambda told: (told[1] != rank, told[0], told[1], told[2])):
+        if layer not in incomplete(parts.values(), layers):
+            break
+        parts.setdefault(holder, []).append(part)
+    return tuple(parts)
