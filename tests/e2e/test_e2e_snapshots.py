@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ftd.cli.main import app
 from ftd.config.job import load_job_data
+from ftd.errors import FtdError
 from ftd.wire.public import JobData
 from tests.e2e.conftest import RELATIVE
 from tests.e2e.playground import HOME, Json, Playground, Run, write_job
@@ -126,3 +129,44 @@ def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
     assert not run.named("ShardDamaged")
     same_losses(ground.stop_job())
     ground.until(lambda: not list(ground.snapshot_directory.glob("*/*/copy-*")), "copies are gone, too")
+
+
+def asked(ground: Playground, *arguments: str) -> str:
+    """What ``ftd snapshot …`` prints, or its error."""
+    cluster = ground.cluster
+    address = ["--broker", cluster.broker.url, "--cluster", cluster.options.cluster]
+    result = CliRunner().invoke(app, ["snapshot", *arguments, *address])
+    return str(result.exception) if isinstance(result.exception, FtdError) else result.stdout
+
+
+def test_interval_and_protection_are_switched_on_a_running_job(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    data = snapshot_job(tmp_path, "auto", failures=3)
+    run = ground.submit(data)
+    ground.until_event("SnapshotCompleted")
+    (chosen,) = run.named("ProtectionChanged")
+    assert (chosen["details"]["protection"], chosen["details"]["by"]) == ("arc:3", "auto")
+    assert "is no protection" in asked(ground, "protect", "raid")
+    assert "is no interval" in asked(ground, "every", "often")
+    assert asked(ground, "every", "0") == "snapshots: none is taken from now on; the newest stays\n"
+    assert asked(ground, "protect", "aec2").startswith("protection: aec2, from the next step boundary on")
+    switched = ground.until_recovery("protection_changed")
+    assert (switched["recomputed_steps"], switched["bytes_moved"]) == (0, 0)
+    assert asked(ground, "now") == "a snapshot follows the step in flight\n"
+    ground.until(lambda: protections(run)[-1] == "aec2", "a snapshot with parity is complete")
+    ground.inject(do="kill_coordinator", restart_after_s=0.1)
+    ground.until_event("CoordinatorStarted")
+    policy = {"every_steps": 0, "auto_interval": False, "protection": "aec2", "auto_protection": False}
+    ground.until(lambda: ground.state.get("snapshot_policy") == policy, "the coordinator remembers")
+    assert asked(ground, "every", "auto").startswith("snapshots: as often as measurements say")
+    assert asked(ground, "every", "5") == "snapshots: every 5 steps\n"
+    ground.inject(do="kill", nodes=list(HOME), target="trainer")
+    assert until_rolled_back(ground)["tier"] == "memory"
+    assert protections(run)[-1] == "aec2"
+    same_losses(ground.stop_job())
+
+
+def protections(run: Run) -> list[str]:
+    """Of the snapshots that were completed."""
+    return [event["details"]["protection"] for event in run.named("SnapshotCompleted")]
