@@ -1,0 +1,118 @@
+"""What the coordinator does at the place of a job's checkpoints: commits, removes, finds, refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftd.coordinator.checkpoints import abandon, commit, find, first_checkpoint
+from ftd.errors import ConfigurationError
+from planner.values import Policy
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
+from statemachine.events import CheckpointFailed, CheckpointWritten
+from statemachine.values import CheckpointPolicy, Job, LayerOnDisk, Vote
+from storage.checkpoint import CheckpointStore
+from tests.storage.kept import LAYERS, holds, layer_state, write
+
+VOTE = Vote(loss=2.5, gradient_norm=1.0)
+
+
+def job_at(url: object, **policy: object) -> Job:
+    training = Policy(devices_per_node=1, global_batch=8, microbatch_rows=4)
+    checkpoint = CheckpointPolicy(url=str(url), every_steps=10, **policy)  # type: ignore[arg-type]
+    return Job(job_id="gpt-1", name="gpt", steps=99, policy=training, checkpoint=checkpoint)
+
+
+def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[LayerOnDisk, ...]:
+    """What nodes answer when they have written a draft."""
+    draft = store.begin(step, attempt)
+    states = [layer_state(layer, step) for layer in range(LAYERS)]
+    files = [store.write_layer(draft, n, header, [payload]) for n, (header, payload) in enumerate(states)]
+    return tuple(LayerOnDisk(**msgspec.structs.asdict(file)) for file in files)
+
+
+def committing(job: Job, step: int, layers: tuple[LayerOnDisk, ...], attempt: str = "a") -> CommitCheckpoint:
+    return CommitCheckpoint(cause="c", job=job, attempt=attempt, step=step, vote=VOTE, layers=layers)
+
+
+def finding(job: Job, *spoiled: int) -> FindCheckpoint:
+    return FindCheckpoint(cause="c", generation=4, job=job, spoiled=spoiled)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
+
+
+def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointStore) -> None:
+    """So does what is newer: it is of a past that was undone."""
+    job = job_at(store.place.url, keep=2)
+    for step in (10, 20, 50):
+        write(store, step)
+    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0)
+    assert isinstance(event, CheckpointWritten)
+    assert (event.attempt, event.step, event.pruned) == ("a", 30, (10, 50))
+    assert store.steps() == (30, 20) and holds(store, 30)
+    assert store.open(30).manifest.vote == {"loss": 2.5, "gradient_norm": 1.0, "skipped": False}
+
+
+def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: CheckpointStore) -> None:
+    job = job_at(store.place.url)
+    write(store, 20)
+    layers = layers_written(store, 30, "a")
+    event = commit(committing(job, 30, layers[:1] + layers[2:]), at=1.0)
+    assert isinstance(event, CheckpointFailed) and "layers [0, 2]" in event.detail
+    abandon(AbandonCheckpoint(cause="c", job=job, attempt="a", step=30))
+    assert store.place.names() == ["step-000000000020"] and store.steps() == (20,)
+    # The coordinator died before it heard of this commit: it stays.
+    commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
+    abandon(AbandonCheckpoint(cause="c", job=job, attempt="b", step=30))
+    assert store.steps() == (30, 20) and holds(store, 30)
+
+
+def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: CheckpointStore) -> None:
+    job = job_at(store.place.url)
+    for step in (10, 20, 30, 40, 50):
+        write(store, step)
+    found = find(finding(job), at=1.0)
+    assert found.checkpoint is not None and found.skipped == ()
+    assert (found.checkpoint.step, found.checkpoint.vote, found.checkpoint.layers) == (50, VOTE, LAYERS)
+    root = Path(store.place.url)
+    (root / "step-000000000050" / "layer-0001.bin").unlink()
+    header = root / "step-000000000030" / "layer-0002.bin"
+    data = bytearray(header.read_bytes())
+    data[-20] ^= 1
+    header.write_bytes(data)
+    store.begin(60)
+    found = find(finding(job, 40), at=1.0)
+    assert found.checkpoint is not None and found.checkpoint.step == 20
+    words = " / ".join(passed.reason for passed in found.skipped)
+    for met in (
+        "layer-0001.bin is missing",
+        "step-000000000060",
+        "a node found it damaged",
+        "layer-0002.bin",
+    ):
+        assert met in words
+    none = find(finding(replace(job, name="bert")), at=1.0)
+    assert none.checkpoint is None and "has none of job 'bert'" in none.reason
+    nowhere = find(finding(job_at(root / "nowhere")), at=1.0)
+    assert nowhere.checkpoint is None and "not there" in nowhere.reason
+
+
+def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    assert first_checkpoint(job_at("")) is None
+    assert first_checkpoint(job_at(tmp_path / "new")) is None and (tmp_path / "new").is_dir()
+    write(store, 20)
+    begin = first_checkpoint(job_at(store.place.url))
+    assert begin is not None and begin.step == 20
+    with pytest.raises(ConfigurationError, match="the newest of step 20") as caught:
+        first_checkpoint(job_at(store.place.url, resume=False))
+    assert caught.value.field == "checkpoint.resume"
+    assert first_checkpoint(replace(job_at(store.place.url, resume=False), name="bert")) is None
+    (tmp_path / "file").write_text("")
+    for url in (tmp_path / "file", "nosuch://x"):
+        with pytest.raises(ConfigurationError) as caught:
+            first_checkpoint(job_at(url))
+        assert caught.value.field == "checkpoint.url"
