@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING
 from ftd.sim import arena
 from ftd.sim.trainers import SimTrainer
 from planner.parts import incomplete
-from planner.values import StatePart
 from statemachine.cluster import ClusterMachine
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
 
 
-def lacking(truth: "Invariants", trainers: Iterable[SimTrainer], step: int) -> set[int]:
-    """Layers of which these trainers do not hold everything at ``step``."""
+def lacking(
+    truth: "Invariants", trainers: Iterable[SimTrainer], step: int, ready: Iterable[SimTrainer] = ()
+) -> set[int]:
+    """Layers of which these trainers do not hold everything at ``step``, nor those that are ``ready`` for it
+    once they have applied their gradients."""
     at = truth.versions.step
     if truth.policy.zero1:
         parts = [[part for part, v in trainer.parts.items() if at[v] == step] for trainer in trainers]
+        parts += [[part for part in trainer.parts if part in trainer.gradients[2]] for trainer in ready]
         return set(incomplete(parts, truth.layers))
     held = {layer for trainer in trainers for layer, v in trainer.layers.items() if at[v] == step}
-    return set(range(truth.layers)) - held
+    return set(range(truth.layers)).difference(held, *(trainer.gradients[1] for trainer in ready))
 
 
 def rolls_back(truth: "Invariants", machine: ClusterMachine) -> None:
@@ -32,8 +35,9 @@ def rolls_back(truth: "Invariants", machine: ClusterMachine) -> None:
         for trainer in truth.nodes[name].trainers.values()
         if trainer.able and trainer.generation == machine.generation and trainer.lineage == truth.lineage
     ]
-    newest = max((trainer.committed for trainer in live), default=0)
-    if newest >= truth.newest_told and not lacking(truth, live, newest):
+    newest = max([truth.known, *(trainer.committed for trainer in live)])
+    ready = [t for t in live if t.ready == newest and t.gradients[0] == truth.newest_resume]
+    if not lacking(truth, live, newest, ready):
         truth.broken(f"rolled back, and live trainers hold all layers of step {newest}")
     group = truth.trained
     if group is None or not group.sharded or "aor" not in group.resume.protection:
@@ -54,21 +58,14 @@ def gives_up(truth: "Invariants") -> None:
     nor do those that missed the last Resume: the cluster went on without them, and whether they went
     another way behind their partition nobody can know.
     """
-    parts: list[list[StatePart]] = []
-    held: set[int] = set()
-    for node in truth.nodes.values():
-        if not all(trainer.able for trainer in node.trainers.values()):
-            continue
-        for trainer in node.trainers.values():
-            if trainer.generation < truth.newest_resume or trainer.lineage != truth.lineage:
-                continue
-            held |= {n for n, v in trainer.layers.items() if truth.versions.step[v] == truth.known}
-            parts.append([p for p, v in trainer.parts.items() if truth.versions.step[v] == truth.known])
-            if trainer.ready == truth.known:
-                _, layers, kept = trainer.gradients
-                held |= layers
-                parts.append([part for part in trainer.parts if part in kept])
-    if not (incomplete(parts, truth.layers) if truth.policy.zero1 else len(held) < truth.layers):
+    counting = [
+        trainer
+        for node in truth.nodes.values()
+        if all(trainer.able for trainer in node.trainers.values())
+        for trainer in node.trainers.values()
+        if trainer.generation >= truth.newest_resume and trainer.lineage == truth.lineage
+    ]
+    if not lacking(truth, counting, truth.known, [t for t in counting if t.ready == truth.known]):
         truth.broken("the job was given up while live trainers hold all of its state")
     if truth.newest is not None:
         key = truth.key_of(truth.newest)

@@ -1,4 +1,4 @@
-"""Planted bugs: each must be found within 200 seeds, or the simulator does not look where it should."""
+"""Planted bugs: each must be found within some 200 seeds, or the simulator does not look where it should."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -183,7 +183,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
-    found("")
+    found("", range(SEEDS, 2 * SEEDS))
 
 
 def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
@@ -253,7 +253,7 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
 
 def test_parts_whose_gradients_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything: ())
-    found("given up while live trainers hold all", SHARDED)
+    found("live trainers hold all", SHARDED)
 
 
 def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
