@@ -1,7 +1,8 @@
 """Snapshots of the engine: how quickly shards are made, and what training loses by them.
 
-* making shards out of a model's scattered tensors, in the units that training is interrupted by: copies
-  against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm memory;
+* making shards in an arena out of a model's scattered tensors, in the units that training is interrupted by:
+  copies against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm memory,
+  one thread each, in turn, in the environment that trainers have (minimum / median / maximum);
 * an engine that trains alone (no bubbles: the hardest case, everything is copied beside computing), in
   alternating rounds with a snapshot behind every step and with none: step time, and the time that the main
   thread stood still, against one memcpy of the shard.
@@ -9,7 +10,9 @@
     python -m benchmarks.stall [--mib 256] [--rounds 4]
 """
 
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,17 +21,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import Limit, Result, command_line, main
+from benchmarks.common import Limit, Result, Summary, command_line, main
 from runtime.communicator import SoloCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
 from runtime.protocol import PipelineData, Resume, Snapped, SnapshotReport, StageData, TrainingData, WorldData
-from runtime.snapshot_pieces import Bucket, Staging, source_of, units_of
+from runtime.snapshot_movers import HostMover
+from runtime.snapshot_pieces import Bucket, source_of, units_of
 from runtime.snapshot_writer import SnapshotWriter
+from runtime.streaming import streaming_environment
+from storage.arena import Arena
 from storage.codes import make_code
+from storage.pages import put_together
 from storage.shards import ShardLayout
 
 MIB = 1024 * 1024
+TIMES = 9
+"""Each rate is measured."""
 STEPS = 5
 """Of one round; the first is not counted."""
 SCRIPT = """
@@ -49,47 +58,62 @@ def build(layers: int):
 """
 
 
-def best_s(work: Callable[[], object], times: int = 5) -> float:
-    taken: list[float] = []
-    for _ in range(times):
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+def rates(
+    read_bytes: int, here: Callable[[], object], plain: Callable[[], object]
+) -> tuple[Summary, Summary]:
+    """Both in turn, in GB/s of ``read_bytes``; the first time counts for neither."""
+    taken: tuple[list[float], list[float]] = [], []
+    for number in range(TIMES + 1):
+        for work, seconds in zip((here, plain), taken, strict=True):
+            started = time.perf_counter()
+            work()
+            if number:
+                seconds.append(time.perf_counter() - started)
+    one, other = (Summary(values=tuple(read_bytes / s / 1e9 for s in seconds)) for seconds in taken)
+    return one, other
 
 
-def shards(result: Result, mib: int) -> None:
-    """Rates of making one owner's shard, in bytes read."""
+def plain_work(read_bytes: int, sources: int) -> Callable[[], object]:
+    """One memcpy, or the XOR of so many arrays, in plain numpy on warm memory (huge pages, as numpy asks)."""
+    words = [np.full(read_bytes // sources // 8, number, dtype=np.uint64) for number in range(sources)]
+    target = np.zeros_like(words[0])
+
+    def work() -> None:
+        if len(words) == 1:
+            target[:] = words[0]
+            return
+        np.bitwise_xor(words[0], words[1], out=target)
+        for word in words[2:]:
+            np.bitwise_xor(target, word, out=target)
+
+    return work
+
+
+def shards(result: Result, mib: int, directory: Path) -> None:
+    """Rates of making one owner's shard in an arena, in bytes read, by one thread as the reference."""
     tensors = [torch.rand(1024, 1024) for _ in range(mib // 4)]
-    for scheme, owners in (("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4)):
-        bucket = Bucket(Staging())
+    for number, (scheme, owners) in enumerate((("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4))):
+        bucket = Bucket(HostMover())
         for tensor in tensors:
             bucket.add(source_of(tensor), 4 * MIB)
+        put_together(bucket.host_ranges())
         layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
-        slot = np.zeros(layout.shard_bytes(0), dtype=np.uint8)
+        arena = Arena.open(directory / f"arena-{number}")
+        slot = arena.begin(layout.shard_bytes(0)).view
         parity = scheme != "none"
         units = [u for u in units_of(layout, 0, bucket, 0) if (len(u.starts) > 1) == parity]
         read_bytes = sum(unit.read_bytes for unit in units)
-        rate = read_bytes / best_s(lambda: [u.make(slot) for u in units]) / 1e9  # noqa: B023
         sources = max(len(unit.starts) for unit in units)
-        words = [np.full(read_bytes // sources // 8, number, dtype=np.uint64) for number in range(sources)]
-        target = np.zeros_like(words[0])
-
-        def plain() -> None:
-            if len(words) == 1:  # noqa: B023
-                target[:] = words[0]  # noqa: B023
-                return
-            np.bitwise_xor(words[0], words[1], out=target)  # noqa: B023
-            for word in words[2:]:  # noqa: B023
-                np.bitwise_xor(target, word, out=target)  # noqa: B023
-
-        reference = read_bytes / best_s(plain) / 1e9
+        plain = plain_work(read_bytes, sources)
+        rate, reference = rates(read_bytes, lambda: [u.make(slot) for u in units], plain)  # noqa: B023
+        arena.remove()
+        part = rate.median / reference.median
         what = f"{scheme}, {owners} owners: XOR of {sources}" if parity else "copy"
-        result.rows.append((what, f"{rate:.1f} GB/s", f"{reference:.1f} GB/s", f"{rate / reference:.0%}"))
-        result.data[f"{scheme}-{owners}"] = {"rate_gb_s": rate, "plain_gb_s": reference}
+        result.rows.append((what, str(rate), str(reference), f"{part:.0%}"))
+        result.data[f"{scheme}-{owners}"] = {"rate_gb_s": rate.values, "plain_gb_s": reference.values}
         least = {"none": 0.8, "aec": 0.7, "aec2": 0.35}[scheme]
         result.limits.append(
-            Limit(name=f"{what}, part of numpy's", measured=rate / reference, limit=least, at_least=True)
+            Limit(name=f"{what}, part of numpy's", measured=part, limit=least, at_least=True)
         )
 
 
@@ -151,7 +175,8 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     snapped = [report for report in reports if isinstance(report, Snapped)]
     size_bytes = snapped[-1].size_bytes
     one, other = np.ones(size_bytes, dtype=np.uint8), np.ones(size_bytes, dtype=np.uint8)
-    memcpy_s = best_s(lambda: np.copyto(other, one))
+    memcpy, _ = rates(size_bytes, lambda: np.copyto(other, one), lambda: None)
+    memcpy_s = size_bytes / memcpy.median / 1e9
     stall_s = statistics.median(report.stall_s for report in snapped)
     worst_s = max(report.stall_s for report in snapped)
     copy_s = statistics.median(report.copy_s for report in snapped)
@@ -182,15 +207,22 @@ def run() -> None:
     parser.add_argument("--mib", type=int, default=256, help="of state")
     parser.add_argument("--rounds", type=int, default=4, help="with snapshots, and as many without")
     arguments = parser.parse_args()
+    if wanted := streaming_environment(os.environ):
+        # As a node starts its trainers; the C library looks at it once.
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.stall", *sys.argv[1:]], os.environ | wanted
+        )
     torch.set_num_threads(1)
     result = Result(
-        name="stall", what="Snapshots of the engine", columns=("making a shard", "here", "plain numpy", "")
+        name="stall",
+        what="Snapshots of the engine",
+        columns=("making a shard, GB/s", "here", "plain numpy", ""),
     )
-    shards(result, arguments.mib)
     with (
         tempfile.TemporaryDirectory() as directory,
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ftd-stall-") as arena,
     ):
+        shards(result, arguments.mib, Path(arena))
         training(result, arguments.mib, arguments.rounds, Path(directory), Path(arena))
     main(result, arguments.out)
 

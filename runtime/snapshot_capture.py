@@ -10,7 +10,8 @@ from torch import Tensor
 
 from runtime.protocol import VoteData
 from runtime.snapshot_groups import Group
-from runtime.snapshot_pieces import Bucket, Bytes, Staging, Unit, source_of, units_of
+from runtime.snapshot_movers import Bytes, Mover
+from runtime.snapshot_pieces import Bucket, Unit, source_of, units_of
 from runtime.state import LayerStates
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES, Entry
@@ -51,9 +52,9 @@ class Capture:
     stall_s: float = 0.0
     idle_bytes: int = 0
 
-    def add(self, group: Group, states: LayerStates, staging: Staging) -> None:
+    def add(self, group: Group, states: LayerStates, mover: Mover) -> None:
         """What this rank keeps of the group, from the state as it is now."""
-        bucket = Bucket(staging)
+        bucket = Bucket(mover)
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
@@ -73,6 +74,10 @@ class Capture:
             }
         )
         self.left_bytes = sum(unit.read_bytes for unit in self.units)
+
+    def host_ranges(self) -> set[tuple[int, int]]:
+        """Address and size of the tensors that are host memory."""
+        return {found for bucket in {u.bucket for u in self.units} for found in bucket.host_ranges()}
 
     @property
     def shards_bytes(self) -> int:

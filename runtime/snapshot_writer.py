@@ -19,14 +19,16 @@ import torch
 
 from runtime.pace import Pace
 from runtime.protocol import Snapped, SnapshotFailed, SnapshotReport, VoteData
+from runtime.side_stream import SideStreams
 from runtime.snapshot_capture import Capture
 from runtime.snapshot_groups import Group
-from runtime.snapshot_pieces import Staging
+from runtime.snapshot_movers import DeviceMover, HostMover, Mover
 from runtime.snapshot_schedule import Schedule
 from runtime.state import LayerStates
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
 from storage.manifest import Manifest
+from storage.pages import put_together
 
 _SLOTS = 2
 """Made beforehand: of the last snapshot and the next. The third is rarely needed."""
@@ -39,6 +41,8 @@ _SLACK_BYTES = 1024 * 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reserve:
     size_bytes: int
+    read: frozenset[tuple[int, int]]
+    """Address and size of what snapshots will be copied from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,8 @@ class SnapshotWriter:
         self._arena = Arena.open(directory, limit_bytes=limit_bytes)
         self._check_found()
         self._groups: tuple[Group, ...] = ()
-        self._staging = Staging()
+        self._side = SideStreams()
+        self._mover: Mover = DeviceMover(device, self._side) if device.type == "cuda" else HostMover()
         self._schedule = Schedule()
         self._capture: Capture | None = None
         """The newest, while it may be being copied."""
@@ -134,7 +139,8 @@ class SnapshotWriter:
             self._reserved = True
             with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
                 sized = self._made(0, 0, VoteData(loss=0.0, gradient_norm=0.0))
-                self._put(_Reserve(size_bytes=sized.size_bytes + _SLACK_BYTES))
+                size_bytes = sized.size_bytes + _SLACK_BYTES
+                self._put(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
 
     def finish(self) -> None:
         """Return when what was begun is copied, and the state may change. Helps with what is left."""
@@ -172,6 +178,7 @@ class SnapshotWriter:
             self._changed.notify_all()
         self._thread.join()
         self._pace.window = None
+        self._side.close()
         self._arena.close()
 
     # --- any thread ------------------------------------------------------------------------------
@@ -189,10 +196,10 @@ class SnapshotWriter:
 
     def _made(self, generation: int, step: int, vote: VoteData) -> Capture:
         if self._device.type == "cuda":
-            self._staging.begin(self._device)
+            self._side.begin({self._device})
         capture = Capture(generation=generation, step=step, vote=vote)
         for group in self._groups:
-            capture.add(group, self._states, self._staging)
+            capture.add(group, self._states, self._mover)
         return capture
 
     def _make_next(self, capture: Capture, *, idle: bool) -> bool:
@@ -255,6 +262,7 @@ class SnapshotWriter:
                 self._carry(task)
             case _Reserve():
                 self._arena.reserve(task.size_bytes, _SLOTS)
+                put_together(task.read)
             case _Keep():
                 self._kept, self._pinned = task.step, task.pinned
                 steps = [manifest.step for manifest in self._arena.snapshots]
@@ -265,6 +273,8 @@ class SnapshotWriter:
     def _carry(self, capture: Capture) -> None:
         self._make_room()
         slot = self._arena.begin(capture.size_bytes)
+        if self._device.type == "cuda":
+            self._side.pin(slot.number, slot.view)
         with self._changed:
             capture.slot = slot.view
             self._changed.notify_all()

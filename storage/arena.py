@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from storage.errors import ArenaFullError, DamagedError
 from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, write_record
+from storage.pages import mapped, put_together
 
 Bytes = NDArray[np.uint8]
 
@@ -47,7 +48,7 @@ class Arena:
     problems: list[str] = field(default_factory=list)
     """What was found damaged when the arena was opened, in words; it was put away."""
     _kept: dict[int, Manifest] = field(default_factory=dict)
-    _maps: dict[int, mmap.mmap] = field(default_factory=dict)
+    _maps: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, *, limit_bytes: int | None = None) -> "Arena":
@@ -130,9 +131,6 @@ class Arena:
 
     def close(self) -> None:
         """Forget the mappings; what is stored stays. Views that are still in use keep theirs alive."""
-        for mapping in self._maps.values():
-            with contextlib.suppress(BufferError):
-                mapping.close()
         self._maps.clear()
 
     def remove(self) -> None:
@@ -157,11 +155,11 @@ class Arena:
         size = self._slot_bytes(number)
         if mapping is None or len(mapping) != size:
             with self._slot_path(number).open("r+b") as file:
-                mapping = self._maps[number] = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+                mapping = self._maps[number] = mapped(file.fileno(), size)
             # Page tables are filled here: the first copy meets no page fault either. Seconds for a large
             # slot, in which numpy lets other threads run; MAP_POPULATE would hold the interpreter lock.
-            np.bitwise_or.reduce(np.frombuffer(mapping, dtype=np.uint8)[::_PAGE_BYTES])
-        return np.frombuffer(mapping, dtype=np.uint8)
+            np.bitwise_or.reduce(mapping[::_PAGE_BYTES])
+        return mapping
 
     def _grow(self, number: int, size_bytes: int) -> None:
         """Allocate and touch the pages now, so that no snapshot meets a page fault, or a full memory."""
@@ -194,6 +192,8 @@ class Arena:
             ) from None
         finally:
             os.close(descriptor)
+        view = self._view(number)
+        put_together([(view.ctypes.data, len(view))])
 
     def _find(self) -> None:
         """Manifests that are whole and whose slots are there; others are put away and named."""

@@ -14,6 +14,7 @@ import structlog
 
 from ftd.node.processes import module_command
 from runtime import frames, zygote_protocol
+from runtime.streaming import streaming_environment
 
 log = structlog.get_logger()
 
@@ -88,6 +89,7 @@ class Zygote:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, **streaming_environment(os.environ)},
         )
         self._process = process
         assert process.stdout is not None

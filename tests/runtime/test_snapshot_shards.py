@@ -1,6 +1,9 @@
 """Shards made out of scattered tensors: the same bytes as from one bucket; what is written and when."""
 
+import contextlib
 import math
+import platform
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,19 +13,37 @@ from hypothesis import strategies as st
 
 from runtime.protocol import WorldData
 from runtime.snapshot_groups import groups_of
-from runtime.snapshot_pieces import BLOCK_BYTES, UNIT_BYTES, Bucket, Staging, source_of, units_of
+from runtime.snapshot_movers import DeviceMover, HostMover
+from runtime.snapshot_pieces import BLOCK_BYTES, UNIT_BYTES, Bucket, source_of, units_of
 from runtime.snapshot_schedule import Schedule
+from runtime.streaming import streaming_environment
 from storage.codes import make_code
 from storage.shards import ShardLayout, make_shard
 from tests.runtime.harness import pipeline
 
 
-def check(sizes: list[int], scheme: str, owners: int) -> None:
+class HostStreams:
+    """A device that is host memory: what a side stream would be asked for, done at once."""
+
+    def __init__(self) -> None:
+        self.asked = self.finished = 0
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self.asked += 1
+        yield
+
+    def finish(self, devices: set[torch.device]) -> None:
+        self.finished = self.asked
+
+
+def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | None = None) -> None:
     random = np.random.default_rng(1)
-    bucket, plain = Bucket(Staging()), b""
+    bucket, plain = Bucket(HostMover() if streams is None else DeviceMover(torch.device("cpu"), streams)), b""
     for size in sizes:
         values = random.integers(0, 256, size, dtype=np.uint8)
-        bucket.add(source_of(torch.from_numpy(values)), size + -size % 16)
+        tensor = torch.from_numpy(values)
+        bucket.add(source_of(tensor) if streams is None else tensor, size + -size % 16)
         plain += values.tobytes() + bytes(-size % 16)
     assert bucket.size_bytes == len(plain)
     layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=len(plain))
@@ -35,6 +56,7 @@ def check(sizes: list[int], scheme: str, owners: int) -> None:
         for unit in reversed(units):
             assert unit.read_bytes <= max(UNIT_BYTES, 64 * len(unit.starts))
             unit.make(slot)
+            assert streams is None or streams.finished == streams.asked, "bytes are still under way"
         assert slot[64:].tobytes() == expected.tobytes()
         assert (slot[:64] == 0xA5).all()
 
@@ -48,8 +70,34 @@ def test_units_make_the_shard(sizes: list[int], scheme: str, owners: int) -> Non
     check(sizes, scheme, owners)
 
 
+LARGE = [3 * UNIT_BYTES + 7, 4, BLOCK_BYTES - 1, 5, 2 * UNIT_BYTES]
+
+
 def test_units_make_large_shards() -> None:
-    check([3 * UNIT_BYTES + 7, 4, BLOCK_BYTES - 1, 5, 2 * UNIT_BYTES], "aec", 3)
+    check(LARGE, "aec", 3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 200), max_size=12), SCHEMES, st.integers(1, 5))
+def test_units_are_made_on_a_device_as_well(sizes: list[int], scheme: str, owners: int) -> None:
+    check(sizes, scheme, owners, HostStreams())
+
+
+def test_large_parity_is_made_on_the_device() -> None:
+    streams = HostStreams()
+    check(LARGE, "aec2", 4, streams)
+    assert streams.asked > 20
+
+
+def test_copies_stream_from_a_size_on_unless_the_user_chose_another() -> None:
+    here = streaming_environment({})
+    if platform.machine() != "x86_64":
+        assert here == {}
+        return
+    assert here == {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x40000"}
+    more = streaming_environment({"GLIBC_TUNABLES": "glibc.malloc.check=1"})
+    assert more["GLIBC_TUNABLES"].startswith("glibc.malloc.check=1:glibc.cpu.")
+    assert streaming_environment(here) == {}
 
 
 def test_memory_with_gaps_is_gathered_row_major() -> None:

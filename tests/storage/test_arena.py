@@ -15,6 +15,7 @@ import pytest
 from storage.arena import SLOTS, Arena, Slot
 from storage.errors import ArenaFullError
 from storage.manifest import Manifest, Part, digest_of
+from storage.pages import HUGE_BYTES, mapped, put_together
 
 SHM = Path("/dev/shm")
 
@@ -184,3 +185,36 @@ def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(dire
         newest = max(newest, *(m.step for m in arena.snapshots), 0)
         arena.release([m.step for m in arena.snapshots])
     assert newest > 10
+
+
+def test_memory_is_mapped_where_huge_pages_may_be_and_unmapped_with_its_last_view(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(256)) * 64)
+    with path.open("r+b") as file:
+        view = mapped(file.fileno(), 256 * 64)
+    assert view.tobytes() == path.read_bytes()
+    view[:4] = 7
+    assert path.read_bytes()[:5] == b"\7\7\7\7\4"
+    part = view[100:200]
+    del view
+    assert part.tobytes() == bytes(range(100, 200))
+
+    def lines() -> int:
+        return Path("/proc/self/maps").read_text().count(str(path))
+
+    if sys.platform.startswith("linux"):
+        assert part.ctypes.data % HUGE_BYTES == 100
+        assert lines() == 1
+        del part
+        assert lines() == 0
+    with pytest.raises(OSError):
+        mapped(-1, 4096)
+
+
+def test_pages_that_are_put_together_keep_their_bytes() -> None:
+    values = np.random.default_rng(1).integers(0, 256, 5 * HUGE_BYTES, dtype=np.uint8)
+    before = values.copy()
+    ranges = [(values.ctypes.data + start, HUGE_BYTES) for start in range(0, 5 * HUGE_BYTES, HUGE_BYTES)]
+    assert put_together(ranges) in range(0, 5 * HUGE_BYTES, HUGE_BYTES)
+    assert (values == before).all()
+    assert put_together([(values.ctypes.data, HUGE_BYTES - 1), (1 << 40, 2 * HUGE_BYTES)]) == 0
