@@ -20,6 +20,7 @@ from ftd.wire.public import (
     EventMessage,
     HistoryRequest,
     Request,
+    TraceRequest,
     decode_json,
     encode_json,
 )
@@ -74,7 +75,11 @@ class ClusterClient:
         return {"request": secrets.token_hex(8), "reply": self.client_id}
 
     async def request(
-        self, request: Request | ChaosRequest, *, topic: str | None = None, timeout_s: float = ANSWER_S
+        self,
+        request: Request | ChaosRequest | TraceRequest,
+        *,
+        topic: str | None = None,
+        timeout_s: float = ANSWER_S,
     ) -> Answer:
         """Send a request (to the coordinator, or to ``topic``) and wait for its answer.
 

@@ -203,6 +203,7 @@ class Engine:
         if executor is None or gradients is None:
             raise EngineError("no generation was entered")
         started, self.pace.bubble_s = time.monotonic(), 0.0
+        began_s = time.time()
         self._keep_buffers()
         if self.sharding is not None:
             self.sharding.begin()
@@ -213,9 +214,11 @@ class Engine:
         bubble_s = self.pace.bubble_s
         if self.snapshots is not None:
             self.snapshots.finish()
-        self._apply(vote)
-        diverged = self.sharding.check(self.committed_step) if self.sharding is not None else ()
+        with self.pace.trace.span("apply"):
+            self._apply(vote)
+            diverged = self.sharding.check(self.committed_step) if self.sharding is not None else ()
         step_s = time.monotonic() - started
+        self.pace.trace.add("step", began_s, began_s + step_s, self.committed_step)
         if self.snapshots is not None:
             self.snapshots.committed(step_s, bubble_s)
         return StepResult(
@@ -233,7 +236,8 @@ class Engine:
         assert self.snapshots is not None and self.vote is not None
         # Bubbles are those of the next step from here on.
         self.pace.bubble_s = 0.0
-        self.snapshots.begin(generation, self.committed_step, self.vote)
+        with self.pace.trace.span("snapshot"):
+            self.snapshots.begin(generation, self.committed_step, self.vote)
 
     def digests(self) -> dict[int, str]:
         """Of the parameters of each owned layer."""
@@ -247,7 +251,7 @@ class Engine:
         said = [loss, squared, broken, stop, snap]
         ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
-        with self.pace.idle():
+        with self.pace.idle("vote"):
             self._communicator.settle(pending)
         total_loss, total_squared, total_broken, stops, snaps = ballot.tolist()
         vote = VoteData(

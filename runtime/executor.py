@@ -119,7 +119,7 @@ class StageExecutor:
         seat, model = self._seat, self._model
         row = (seat.first_microbatch + microbatch) * self._data.microbatch_rows + seat.first_row
         x = self._input(microbatch, row)
-        with self._stopwatch.computing(microbatch):
+        with self._pace.trace.span("forward", microbatch), self._stopwatch.computing(microbatch):
             output = model.forward(seat.first_layer, seat.end_layer, x, step=self._step, row=row)
             if seat.is_last:
                 loss = model.training.loss(output, self._targets.pop(microbatch)).squeeze()
@@ -156,7 +156,7 @@ class StageExecutor:
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         if not pairs:
             return
-        with self._stopwatch.computing(microbatch):
+        with self._pace.trace.span("backward", microbatch), self._stopwatch.computing(microbatch):
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
     # --- talking to the neighbours ---------------------------------------------------------------
@@ -197,6 +197,6 @@ class StageExecutor:
         """The oldest posted receive, complete."""
         tensors, pendings = self._arriving.popleft()
         for pending in pendings:
-            self._pace.wait(self._communicator, pending)
+            self._pace.wait(self._communicator, pending, "bubble")
         self._post_receive()
         return tensors

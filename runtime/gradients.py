@@ -93,9 +93,9 @@ class Gradients:
                 piece.missing.clear()
             self._launch(members)
         for pending in self._pending:
-            pace.wait(self._communicator, pending)
+            pace.wait(self._communicator, pending, "sync")
         if self._pending:
-            with pace.idle():
+            with pace.idle("sync"):
                 # Saying "ready" is a promise to peers that roll forward: the sums must really be there.
                 self._communicator.settle(self._pending[-1])
 

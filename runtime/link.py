@@ -29,6 +29,7 @@ from runtime.protocol import (
     Slow,
     Snap,
 )
+from runtime.trace_protocol import Trace
 
 BEAT_S = 0.05
 
@@ -81,6 +82,8 @@ class Mailbox:
                 case KeepSnapshot(step=step, pinned=pinned):
                     if self.keep is not None:
                         self.keep(step, pinned)
+                case Trace():
+                    self._pace.trace.ask(instruction)
                 case Exit():
                     os._exit(0)
             self._condition.notify_all()

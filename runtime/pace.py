@@ -10,8 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from runtime.communicator import Communicator, Pending
+from runtime.tracing import Recorder
+
+Wait = Literal["bubble", "sync", "vote"]
+"""What a step waits for: a neighbour's activations or gradients, sums of gradients, everybody."""
 
 
 class Pace:
@@ -26,6 +31,7 @@ class Pace:
         """Chaos: computing takes so many times as long."""
         self.window: threading.Event | None = None
         """Set while ``waiting``, for who has work for such times."""
+        self.trace = Recorder()
         self._sleep_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:
@@ -40,27 +46,30 @@ class Pace:
             time.sleep(sleep_s)
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Nothing to do but wait for others."""
+    def idle(self, what: Wait | None = None) -> Iterator[None]:
+        """Nothing to do but wait for others. :param what: for the trace, where it is part of a step."""
         self.waiting = True
         if self.window is not None:
             self.window.set()
-        started = time.monotonic()
+        began_s, started = time.time(), time.monotonic()
         try:
             yield
         finally:
-            self.bubble_s += time.monotonic() - started
+            took_s = time.monotonic() - started
+            self.bubble_s += took_s
+            if what is not None:
+                self.trace.add(what, began_s, began_s + took_s)
             self.waiting = False
             if self.window is not None:
                 self.window.clear()
             self.progress += 1
 
-    def wait(self, communicator: Communicator, pending: Pending) -> None:
+    def wait(self, communicator: Communicator, pending: Pending, what: Wait | None = None) -> None:
         """``communicator.wait``, as idle time where it has to wait."""
         if pending.done:
             communicator.wait(pending)
             return
-        with self.idle():
+        with self.idle(what):
             communicator.wait(pending)
 
     def wait_any(self, communicator: Communicator, pendings: Sequence[Pending]) -> None:

@@ -26,6 +26,7 @@ A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous 
 import msgspec
 
 from runtime.frames import Frame
+from runtime.trace_protocol import Trace, Traced
 
 
 class VoteData(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +182,7 @@ class Exit(Frame, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Sleep | Slow | Exit
+Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Sleep | Slow | Trace | Exit
 
 # --- trainer → node ----------------------------------------------------------------------------
 
@@ -337,7 +338,11 @@ class Raised(Frame, frozen=True, kw_only=True):
 
 SnapshotReport = Snapping | Snapped | SnapshotFailed
 TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
-Report = Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
+MachineReport = (
+    Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
+)
+"""What the node's machine hears of; a trace goes to who asked for it."""
+Report = MachineReport | Traced
 
 
 class Output(Frame, frozen=True, kw_only=True):

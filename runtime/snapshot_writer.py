@@ -151,15 +151,17 @@ class SnapshotWriter:
             capture.hurried = capture.waiting = True
             self._changed.notify_all()
         self._window.set()
-        started = time.monotonic()
+        began_s, started = time.time(), time.monotonic()
         try:
             self._stand(lambda: capture.slot is not None or capture.failed)
             while not capture.failed and self._make_next(capture, idle=False):
                 self._pace.progress += 1
             self._stand(lambda: capture.done)
         finally:
+            stood_s = time.monotonic() - started
+            self._pace.trace.add("stall", began_s, began_s + stood_s, capture.step)
             with self._changed:
-                capture.stall_s += time.monotonic() - started
+                capture.stall_s += stood_s
                 capture.waiting = False
                 self._changed.notify_all()
 
@@ -210,13 +212,15 @@ class SnapshotWriter:
             unit = capture.units[capture.taken]
             capture.taken += 1
         assert capture.slot is not None
-        started = time.monotonic()
+        began_s, started = time.time(), time.monotonic()
         try:
             unit.make(capture.slot)
         except Exception as error:
             capture.error = error
         finally:
             took_s = time.monotonic() - started
+            kind = "copy" if threading.current_thread() is self._thread else "help"
+            self._pace.trace.add(kind, began_s, began_s + took_s, capture.step, unit.read_bytes)
             with self._changed:
                 capture.copied += 1
                 capture.copy_s += took_s

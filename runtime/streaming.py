@@ -10,8 +10,8 @@ import platform
 from collections.abc import Mapping
 
 STREAMED_BYTES = 256 * 1024
-"""A copy of so many bytes or more streams, and one of 16 times as many on four pages at once, which is quicker
-again. Less is likely to be read again soon, by this very core."""
+"""A copy of so many bytes or more streams, and one of 16 times as many on four pages at once, which is
+quicker again. Less is likely to be read again soon, by this very core."""
 
 _VARIABLE = "GLIBC_TUNABLES"
 _TUNABLE = "glibc.cpu.x86_non_temporal_threshold"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from runtime.communicator import Aborted, Communicator, PeerLost, make_communicator
-from runtime.engine import Engine
+from runtime.engine import Engine, StepResult
 from runtime.link import Link, Mailbox
 from runtime.pace import Pace
 from runtime.profile import measure
@@ -174,32 +174,42 @@ class Trainer:
                 state_s=entered.state_s,
             )
         )
-        while engine.committed_step < engine.data.steps:
-            result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
-            self._link.send(
-                Stepped(
-                    generation=generation,
-                    step=engine.committed_step,
-                    vote=result.vote,
-                    step_s=result.step_s,
-                    bubble_s=result.bubble_s,
-                    microbatch_ms=result.microbatch_ms,
-                )
-            )
-            for one in result.diverged:
+        try:
+            while engine.committed_step < engine.data.steps:
+                self._pace.trace.begin(engine.committed_step + 1)
+                result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
                 self._link.send(
-                    ReplicaDiverged(
+                    Stepped(
                         generation=generation,
                         step=engine.committed_step,
-                        layer=one.layer,
-                        detail=one.detail,
+                        vote=result.vote,
+                        step_s=result.step_s,
+                        bubble_s=result.bubble_s,
+                        microbatch_ms=result.microbatch_ms,
                     )
                 )
-            if result.snap:
-                self._snap(engine, generation)
-            if result.stop:
-                return
+                self._say_diverged(generation, engine, result)
+                if result.snap:
+                    self._snap(engine, generation)
+                self._tell_trace(engine, resume)
+                if result.stop:
+                    return
+        finally:
+            self._tell_trace(engine, resume, over=True)
         self._link.send(Done(generation=generation, step=engine.committed_step, digests=engine.digests()))
+
+    def _say_diverged(self, generation: int, engine: Engine, result: StepResult) -> None:
+        for one in result.diverged:
+            self._link.send(
+                ReplicaDiverged(
+                    generation=generation, step=engine.committed_step, layer=one.layer, detail=one.detail
+                )
+            )
+
+    def _tell_trace(self, engine: Engine, resume: Resume, *, over: bool = False) -> None:
+        traced = self._pace.trace.end(resume.generation, resume.rank, engine.committed_step, over=over)
+        if traced is not None:
+            self._link.send(traced)
 
     def _snap(self, engine: Engine, generation: int) -> None:
         """Behind Stepped: whoever hears that a snapshot is complete has heard of its step."""

@@ -68,6 +68,7 @@ def test_every_topic_is_documented() -> None:
     names = [topics.cluster_state, topics.events, topics.request]
     of_a_node = (topics.node_state, topics.node_signal, topics.node_command, topics.node_echo, topics.chaos)
     names += [topic("<node>") for topic in of_a_node]
+    names.append(topics.trace("<node>"))
     names.append(topics.reply("<client>"))
     assert [n for n in names if n.removeprefix(f"{topics.root}/") not in table_rows("events.md")] == []
 

@@ -23,6 +23,7 @@ from ftd.cli import (
     reliability,
     sim,
     snapshot,
+    trace,
 )
 from ftd.errors import FtdError
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUNNING = (local, coordinator, node, client, snapshot, chaos)
+_RUNNING = (local, coordinator, node, client, snapshot, trace, chaos)
 for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, install, doctor, sim):
     module.register(app)
 

@@ -69,7 +69,7 @@ def _coordinator(topics: Topics) -> list[str]:
 
 
 def _node(topics: Topics, name: str) -> list[str]:
-    reads = (topics.node_command(name), topics.chaos(name))
+    reads = (topics.node_command(name), topics.chaos(name), topics.trace(name))
     writes = (topics.node_signal(name), topics.events, topics.reply("+"))
     return [
         *(f"read {topic}" for topic in reads),
@@ -85,7 +85,8 @@ def _tool(topics: Topics) -> list[str]:
 
 
 def _operator(topics: Topics) -> list[str]:
-    return [*_tool(topics), f"write {topics.request}", f"read {topics.reply('+')}"]
+    writes = (topics.request, topics.trace("+"))
+    return [*_tool(topics), *(f"write {topic}" for topic in writes), f"read {topics.reply('+')}"]
 
 
 def _entry(user: str, role: str, rights: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from ftd.node.processes import adopt_orphans
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots import Snapshots
 from ftd.node.supervisor import Supervisor
+from ftd.node.traces import Traces
 from ftd.node.translation import prepare_frame, resume_frame
 from ftd.node.voice import Voice
 from ftd.wire.codec import decode_to_node
@@ -97,6 +98,7 @@ class NodeDaemon:
             tell=self.announce,
         )
         self._chaos = Chaos(node=config.node, devices=config.devices, allowed=config.chaos, hands=self)
+        self._traces = Traces(node=config.node, devices=config.devices, send=self._send, answer=self.answer)
         self._voice: Voice | None = None
         self._signals = 0
 
@@ -116,6 +118,7 @@ class NodeDaemon:
             feed=self._on_trainer,
             cause=self._driver.cause,
             environment=trainer_environment,
+            traced=self._traces.on_traced,
         )
         try:
             await self._listen()
@@ -150,6 +153,7 @@ class NodeDaemon:
     async def _end(self) -> None:
         """Leave nothing behind: trainers, connection, sockets, files."""
         self._driver.stop_timers()
+        self._traces.close()
         await self._supervisor.close()
         if self._voice is not None:
             await self._voice.close(GOODBYE_S)
@@ -239,6 +243,9 @@ class NodeDaemon:
         elif topic == self._topics.chaos(self._node):
             if not retained:  # A fault that somebody left retained must not strike at every start.
                 self._chaos.on_request(payload)
+        elif topic == self._topics.trace(self._node):
+            if not retained:
+                self._traces.on_request(payload)
         elif topic == self._topics.node_state(self._node) and payload and self._voice is not None:
             self._voice.note_state(decode_json(payload, NodeStateMessage))
 
@@ -359,6 +366,9 @@ class NodeDaemon:
                 cause=self._driver.cause(), name=event, reason=reason, node=self._node, details=details
             )
         )
+
+    def _send(self, device: int, frame: protocol.Instruction) -> bool:
+        return self._supervisor.send(device, frame)
 
     def answer(self, client: str, answer: Answer) -> None:
         self._speaking().answer(client, answer)

@@ -26,6 +26,7 @@ from ftd.node.translation import event_of
 from ftd.node.zygote import Zygote
 from runtime import protocol, zygote_protocol
 from runtime.frames import Decoder, ProtocolError, encode
+from runtime.trace_protocol import Traced
 from statemachine.events import Event, TrainerFailed
 from statemachine.values import FailureCause
 
@@ -63,6 +64,7 @@ class Supervisor:
     :param feed: takes every event, in the order in which things happened.
     :param cause: makes the cause id of an event that nobody asked for.
     :param environment: ``device → variables`` added to a trainer's environment.
+    :param traced: takes a trainer's answer to a Trace.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Supervisor:
         feed: Callable[[Event], None],
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
+        traced: Callable[[int, Traced], None],
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
         self._feed = feed
         self._cause = cause
         self._environment = environment
+        self._traced = traced
         self._current: dict[int, Trainer] = {}
         self._unborn: dict[int, list[Trainer]] = {device: [] for device in range(devices)}
         self._by_pid: dict[int, Trainer] = {}
@@ -135,13 +139,15 @@ class Supervisor:
         if trainer is not None:
             self._end(trainer, grace_s)
 
-    def send(self, device: int, frame: protocol.Instruction) -> None:
-        """A frame for the device's trainer; lost if there is none (its failure is, or will be, an event)."""
+    def send(self, device: int, frame: protocol.Instruction) -> bool:
+        """A frame for the device's trainer; lost, ``False``, if there is none (its failure is, or will be, an
+        event)."""
         trainer = self._current.get(device)
         if trainer is None or trainer.writer is None or trainer.writer.is_closing():
             log.info("send_without_trainer", device=device, frame=type(frame).__name__)
-            return
+            return False
         trainer.writer.write(encode(frame))
+        return True
 
     def refuse(self, device: int, cause: FailureCause, detail: str) -> None:
         """Report the device's trainer as failed for a reason found here (a job it could not be told)."""
@@ -289,6 +295,9 @@ class Supervisor:
             return
         if isinstance(frame, protocol.Raised):
             self._fail(trainer, "unprepared" if frame.where == "prepare" else "raised", frame.detail)
+            return
+        if isinstance(frame, Traced):
+            self._traced(trainer.device, frame)
             return
         self._feed(
             event_of(

@@ -137,7 +137,7 @@ def vote_of(data: protocol.VoteData) -> Vote:
     return Vote(loss=data.loss, gradient_norm=data.gradient_norm, skipped=data.skipped)
 
 
-def event_of(report: protocol.Report, *, device: int, pid: int, at: float, cause: str) -> Event:
+def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float, cause: str) -> Event:
     """What a trainer's frame means to the agent machine."""
     base: dict[str, Any] = {"at": at, "cause": cause}
     match report:

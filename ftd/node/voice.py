@@ -51,6 +51,7 @@ class Voice:
             subscriptions=(
                 self._topics.node_command(self._node),
                 self._topics.chaos(self._node),
+                self._topics.trace(self._node),
                 self._topic,
             ),
             will=Will(topic=self._topic, payload=encode_json(will)),

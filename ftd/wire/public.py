@@ -181,6 +181,31 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schema: int = SCHEMA
 
 
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """To ``trace/<node>``: what one trainer does in some steps; ``data`` of the answer is ``TraceData``."""
+
+    request: str
+    reply: str
+    device: int = 0
+    first_step: int = 0
+    """From this step on, or from the next where it is over."""
+    steps: int = 5
+    within_s: float = 60.0
+    """When they have taken longer, the answer is no."""
+    schema: int = SCHEMA
+
+
+class TraceData(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.tracing``)."""
+
+    node: str
+    device: int
+    rank: int
+    generation: int
+    dropped: int
+    spans: list[tuple[str, int, int, int, int]]
+
+
 _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
 

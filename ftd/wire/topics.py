@@ -48,15 +48,19 @@ class Topics:
         """JSON chaos requests to a node."""
         return f"{self.root}/chaos/{node}"
 
+    def trace(self, node: str) -> str:
+        """JSON requests to a node for a trace of what one of its trainers does."""
+        return f"{self.root}/trace/{node}"
+
     def reply(self, client: str) -> str:
         """JSON answers to one client."""
         return f"{self.root}/reply/{client}"
 
     def node_of(self, topic: str) -> str | None:
-        """The node's name in a ``node/<node>/…`` or ``chaos/<node>`` topic of this cluster, else None."""
+        """The node's name in a topic of this cluster that is one node's, else None."""
         levels = topic.removeprefix(self.root + "/").split("/")
         match levels:
-            case ["node", name, "state" | "signal" | "command"] | ["chaos", name]:
+            case ["node", name, "state" | "signal" | "command"] | ["chaos" | "trace", name]:
                 return name
             case _:
                 return None

@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ftd.cli.trace import ask
+from ftd.config.address import ClusterAddress
+from ftd.errors import FtdError, RequestRefused
+from ftd.view.trace import rows_of
+from ftd.wire.public import TraceRequest
 from tests.e2e.playground import HOME, Playground, Run, tiny_job
 
 SameLosses = Callable[[Run], None]
@@ -161,4 +166,27 @@ def test_garbage_on_every_topic_harms_nobody(
     ground.further(20)
     assert [r["cause"] for r in run.recoveries] == ["start"]
     assert all(ground.cluster.fleet.running(name) for name in HOME)
+    same_losses(ground.stop_job())
+
+
+def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
+    """Every rank's steps come back; what cannot be traced is refused; losses stay."""
+    address = ClusterAddress(broker=ground.cluster.broker, cluster=ground.cluster.options.cluster)
+    with pytest.raises(FtdError, match="nothing is training"):
+        ground.on_loop(ask(address, 2, 60.0))
+    ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    ground.until_step(3)
+    state, found = ground.on_loop(ask(address, 2, 60.0))
+    assert state["phase"] == "RUNNING"
+    rows = rows_of(found, {})
+    assert [row.rank for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        kinds = [span.kind for span in row.spans]
+        assert kinds.count("step") == 2 and {"forward", "backward", "vote", "apply"} <= set(kinds)
+    for wrong, words in (("steps", "1001"), ("device", "devices 0 to 0")):
+        envelope = ground.client.envelope()
+        request = TraceRequest(**envelope, **{wrong: 1001})  # type: ignore[arg-type]
+        with pytest.raises(RequestRefused, match=words):
+            ground.on_loop(ground.client.request(request, topic=ground.client.topics.trace("node-0")))
+    ground.further(3)
     same_losses(ground.stop_job())

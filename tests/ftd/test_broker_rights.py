@@ -62,7 +62,7 @@ async def problem_of(address: BrokerAddress, *subscriptions: str) -> str:
 
 READS = {
     USERS.coordinator: (T.node_signal(), T.node_state(), T.request, T.events, T.cluster_state),
-    "host-a": (T.node_command("host-a"), T.chaos("host-a"), T.node_state("host-a")),
+    "host-a": (T.node_command("host-a"), T.chaos("host-a"), T.trace("host-a"), T.node_state("host-a")),
     "grafana": (T.cluster_state, T.node_state(), T.events),
     "alice": (T.cluster_state, T.events, T.reply("me")),
 }
@@ -74,6 +74,7 @@ WRITES = [
     (USERS.coordinator, T.cluster_state, "grafana"),
     (USERS.coordinator, T.reply("me"), "alice"),
     ("alice", T.request, USERS.coordinator),
+    ("alice", T.trace("host-a"), "host-a"),
     ("mallory", T.chaos("host-a"), "host-a"),
 ]
 DENIED = [

@@ -1,0 +1,121 @@
+"""Traces on demand: a client asks over MQTT what a trainer does, the trainer records, the node answers.
+
+It is watching alone and changes nothing, so neither the coordinator nor the machines take part.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from ftd.wire.public import Answer, TraceData, TraceRequest, decode_json
+from runtime.trace_protocol import Trace, Traced
+from runtime.tracing import MOST_STEPS
+
+log = structlog.get_logger()
+
+MOST_WITHIN_S = 3600.0
+_MOST_WAITING = 16
+_REMEMBERED = 64
+"""Requests whose answer is kept for a client that asks again: its first answer was lost or late."""
+
+
+class Traces:
+    """Takes the payloads of ``trace/<node>`` and the trainers' ``Traced``.
+
+    :param send: a frame to the trainer of a device; ``False`` where it has none.
+    :param answer: to a client, by its id.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        devices: int,
+        send: Callable[[int, Trace], bool],
+        answer: Callable[[str, Answer], None],
+    ) -> None:
+        self._node = node
+        self._devices = devices
+        self._send = send
+        self._answer = answer
+        self._waiting: dict[str, tuple[TraceRequest, asyncio.TimerHandle]] = {}
+        self._answered: dict[str, Answer] = {}
+
+    def on_request(self, payload: bytes) -> None:
+        """Check and pass on; the same request is served once.
+
+        :raises WireError: the payload is no such request; there is nobody to answer.
+        """
+        request: TraceRequest = decode_json(payload, TraceRequest)
+        if request.request in self._waiting:
+            return
+        if (known := self._answered.get(request.request)) is not None:
+            self._answer(request.reply, known)
+            return
+        problem = self._problem(request)
+        if problem is None:
+            frame = Trace(request=request.request, first_step=request.first_step, steps=request.steps)
+            if not self._send(request.device, frame):
+                problem = f"{self._node} runs no trainer on device {request.device} now"
+        if problem is not None:
+            self._say(request, Answer(request=request.request, accepted=False, detail=problem))
+            return
+        late = asyncio.get_running_loop().call_later(request.within_s, self._give_up, request.request)
+        self._waiting[request.request] = (request, late)
+
+    def on_traced(self, device: int, traced: Traced) -> None:
+        """The trainer's answer; nobody waits for it any more where it comes late."""
+        found = self._waiting.pop(traced.request, None)
+        if found is None:
+            return
+        request, late = found
+        late.cancel()
+        data = TraceData(
+            node=self._node,
+            device=device,
+            rank=traced.rank,
+            generation=traced.generation,
+            dropped=traced.dropped,
+            spans=[msgspec.structs.astuple(span) for span in traced.spans],
+        )
+        log.info("traced", device=device, spans=len(traced.spans), dropped=traced.dropped)
+        detail = f"{len(traced.spans)} spans of rank {traced.rank}"
+        self._say(
+            request,
+            Answer(request=request.request, accepted=True, detail=detail, data=msgspec.to_builtins(data)),
+        )
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        for _, late in self._waiting.values():
+            late.cancel()
+        self._waiting.clear()
+
+    def _give_up(self, number: str) -> None:
+        request, _ = self._waiting.pop(number)
+        detail = (
+            f"{self._node}/{request.device} did not train {request.steps} steps within {request.within_s:g} s"
+        )
+        self._say(request, Answer(request=number, accepted=False, detail=detail))
+
+    def _problem(self, request: TraceRequest) -> str | None:
+        """Why this request cannot be obeyed, or ``None``."""
+        if not 0 <= request.device < self._devices:
+            return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
+        if not 1 <= request.steps <= MOST_STEPS:
+            return f"steps is {request.steps}; 1 to {MOST_STEPS} can be traced"
+        if request.first_step < 0:
+            return f"first_step is {request.first_step}; give 0 to begin with the next step"
+        if not 0 < request.within_s <= MOST_WITHIN_S:
+            return f"within_s is {request.within_s:g}; give at most {MOST_WITHIN_S:g} seconds"
+        if len(self._waiting) >= _MOST_WAITING:
+            return f"{self._node} is busy with {_MOST_WAITING} traces; ask again later"
+        return None
+
+    def _say(self, request: TraceRequest, answer: Answer) -> None:
+        self._answered[request.request] = answer
+        while len(self._answered) > _REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+        self._answer(request.reply, answer)

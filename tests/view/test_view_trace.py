@@ -1,0 +1,108 @@
+"""Traces: clocks put right by votes, copies summed by when they fell, Chrome's format, the picture."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftd.cli.trace import trace
+from ftd.errors import ConfigurationError
+from ftd.view.trace import Copied, chrome_trace, copied, rows_of
+from ftd.view.trace_plot import copied_line, draw_trace, plot_trace
+from ftd.wire.public import TraceData
+from runtime.trace_protocol import Trace
+from runtime.tracing import MOST_SPANS, Recorder
+
+FAST = 1_000_000_000_000_000
+
+
+def data(rank: int, clock_us: int, spans: list[tuple[str, int, int, int, int]]) -> TraceData:
+    shifted = [(kind, FAST + clock_us + began, took, n, size) for kind, began, took, n, size in spans]
+    return TraceData(node=f"node-{rank}", device=0, rank=rank, generation=1, dropped=rank, spans=shifted)
+
+
+SPANS = [
+    ("step", 0, 1000, 7, 0),
+    ("forward", 0, 300, 0, 0),
+    ("bubble", 300, 200, 0, 0),
+    ("copy", 400, 200, 6, 4096),
+    ("vote", 900, 50, 0, 0),
+    ("help", 960, 10, 6, 1024),
+]
+
+
+def test_hosts_whose_clocks_differ_pass_a_vote_at_one_moment() -> None:
+    rows = rows_of([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline 1, stage 1"})
+    assert [row.rank for row in rows] == [0, 1]
+    assert [row.place for row in rows] == ["pipeline 1, stage 1", ""]
+    for row in rows:
+        (vote,) = row.of("vote")
+        assert (vote.began_us, vote.ended_us) == (900, 950)
+
+
+def test_copies_are_summed_by_when_they_fell() -> None:
+    (row,) = rows_of([data(0, 0, SPANS)], {})
+    assert copied(row) == Copied(waiting_bytes=2048, beside_bytes=2048, stalled_bytes=1024)
+    assert "40% while waiting" in copied_line([row]) and "20% while training stood still" in copied_line(
+        [row]
+    )
+    assert copied_line([]) == "no snapshot was copied meanwhile"
+
+
+def test_the_trace_is_in_chromes_format() -> None:
+    document = json.loads(chrome_trace(rows_of([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt"))
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 2 * len(SPANS)
+    assert {event["tid"] for event in spans if event["cat"] == "copy"} == {1}
+    assert {event["pid"] for event in spans} == {0, 1}
+    copy = next(event for event in spans if event["cat"] == "copy")
+    assert copy["ts"] == 400 and copy["dur"] == 200 and copy["args"]["bytes"] == 4096
+    names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0 · node-0/0", "rank 1 · node-1/0"]
+
+
+def test_the_picture_names_every_rank_and_step() -> None:
+    figure = draw_trace(rows_of([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt")
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert {"rank 0  node-0/0", "rank 1  node-1/0", "step 7"} <= set(texts)
+    draw_trace([], name="nothing")
+
+
+def test_a_recorder_records_when_asked_for_so_many_steps_and_no_more_than_there_is_room() -> None:
+    recorder = Recorder()
+
+    def step(number: int, spans: int = 1) -> object:
+        recorder.begin(number)
+        for _ in range(spans):
+            with recorder.span("forward"):
+                pass
+        return recorder.end(1, 0, number)
+
+    assert step(1) is None and not recorder.on
+    recorder.ask(Trace(request="r", first_step=3, steps=2))
+    assert [step(2), step(3)] == [None, None]
+    traced = recorder.end(1, 0, 3, over=True)
+    assert traced is not None and len(traced.spans) == 1, "the generation ended"
+    assert recorder.end(1, 0, 3, over=True) is None
+    recorder.ask(Trace(request="s", first_step=0, steps=1))
+    recorder.begin(9)
+    for _ in range(MOST_SPANS + 5):
+        recorder.add("copy", 1.0, 2.0)
+    full = recorder.end(1, 0, 9)
+    assert full is not None and (full.request, len(full.spans), full.dropped) == ("s", MOST_SPANS, 5)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    for place, words in (("trace.pdf", ".svg"), ("nowhere/trace.json", "no directory")):
+        with pytest.raises(ConfigurationError, match=words):
+            trace(out=[tmp_path / place])
+
+
+def test_the_picture_is_written_in_both_formats(tmp_path: Path) -> None:
+    rows = rows_of([data(0, 0, SPANS)], {})
+    for kind, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        plot_trace(rows, tmp_path / f"trace.{kind}", name="gpt")
+        assert (tmp_path / f"trace.{kind}").read_bytes().startswith(begin)
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        plot_trace(rows, tmp_path / "no" / "trace.png", name="gpt")
