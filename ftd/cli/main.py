@@ -4,6 +4,8 @@ Exit codes: 0 done; 1 failed or refused; 2 configuration or usage; 3 no broker o
 """
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -29,8 +31,6 @@ from ftd.errors import FtdError
 
 app = typer.Typer(
     name="ftd",
-    help="Keeps distributed PyTorch training running through failures.\n\n"
-    "Start a whole cluster on this machine: ftd local examples/gpt.toml --nodes 4",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -38,6 +38,25 @@ app = typer.Typer(
 _RUNNING = (local, coordinator, node, client, snapshot, trace, chaos)
 for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, install, doctor, sim):
     module.register(app)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ftd {version('ftd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Keeps distributed PyTorch training running through failures.
+
+    Start a whole cluster on this machine: ftd local examples/gpt.toml --nodes 4
+    """
 
 
 def main() -> None:

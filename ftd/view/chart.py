@@ -35,6 +35,16 @@ class History:
             self._means = [(a + b) / 2 for a, b in pairs]
             self._stride *= 2
 
+    def cut(self, step: int) -> None:
+        """Forget what comes behind ``step``. Of a mean that it lies in, the part before it keeps the mean."""
+        kept = max(0, step + 1 - self.first_step)
+        whole, part = divmod(kept, self._stride)
+        if whole < len(self._means):
+            self._open = [self._means[whole]] * part
+            del self._means[whole:]
+        else:
+            del self._open[kept - len(self._means) * self._stride :]
+
     @property
     def values(self) -> list[float]:
         """Means over equal runs of steps, oldest first; the newest run may be shorter."""

@@ -13,13 +13,13 @@ from ftd.view.blocks import PipelineBars, node_table
 from ftd.view.chart import History, loss_chart
 from ftd.view.lines import event_line
 from ftd.view.text import (
-    FAILURE_CAUSES,
     PHASE_STYLES,
     QUIET_EVENTS,
     JsonMap,
     NodeColours,
     clock,
     duration,
+    is_failure,
     number,
     planning_words,
     plural,
@@ -68,9 +68,11 @@ class Picture:
         details: JsonMap = event.get("details") or {}
         if name == "StepCommitted":
             self._see_step(int(event["step"]), details.get("loss"))
+        if name == "RolledBack":
+            self._go_back(int(details.get("to_step") or 0))
         if name == "RecoveryCompleted":
             recovery: JsonMap = details.get("recovery") or {}
-            if recovery.get("cause") in FAILURE_CAUSES:
+            if is_failure(str(recovery.get("cause")), int(recovery.get("rolled_back_steps") or 0)):
                 self._failures.append(int(recovery["step"]))
             elif recovery.get("cause") != "start":
                 self._changes.append(int(recovery.get("step") or 0))
@@ -84,6 +86,14 @@ class Picture:
         self._recorded_step = step
         self._loss = loss
         self._losses.add(step, loss)
+
+    def _go_back(self, step: int) -> None:
+        """Later steps were undone, and are done again."""
+        self._seen_step = min(self._seen_step, step)
+        if int(self._state.get("step") or 0) > step:
+            self._state = {**self._state, "step": step}
+        self._recorded_step = min(self._recorded_step, step)
+        self._losses.cut(step)
 
     def progress_line(self) -> str:
         """Where the run stands, for a log."""

@@ -76,7 +76,7 @@ class ReportBuilder:
                 self._job |= {k: v for k, v in details.items() if k in ("name", "steps")}
                 self._job |= {"id": details["job"]} if "job" in details else {}
             case "StepCommitted":
-                self._steps.setdefault(int(event["step"]), event)
+                self._commit(int(event["step"]), event)
             case "RecoveryCompleted":
                 self._recoveries.setdefault(int(details["recovery"]["generation"]), event)
             case "Quiesced" if event.get("generation") is not None:
@@ -93,6 +93,12 @@ class ReportBuilder:
                 self.on_process(event["node"], int(details["pid"]), int(details["device"]))
             case name if name in _DETECTIONS:
                 self._detections.append(event)
+
+    def _commit(self, step: int, event: Mapping[str, Any]) -> None:
+        """One that was undone and done again counts as it was done last."""
+        before = self._steps.get(step)
+        if before is None or (event.get("generation") or 0) > (before.get("generation") or 0):
+            self._steps[step] = dict(event)
 
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
         """A process id became known: of the node's daemon, or of the trainer of ``device``.
@@ -169,14 +175,21 @@ class ReportBuilder:
             fault_at = float(told["fault_at"])
         if fault_at is not None and fault_at > detected_at:  # it struck when the recovery was under way
             fault_at = None
-        detected_ms = None if fault_at is None else (detected_at - fault_at) * 1000
+        waited_ms = detected_ms = None if fault_at is None else (detected_at - fault_at) * 1000
+        how = self._noticed_by(told)
+        if told["cause"] == "resumed" and fault_at is not None:
+            # It was noticed before the pause that this ended.
+            known = [d for node, at in faults if (d := self._detection(node, at, detected_at))]
+            if known:
+                first = min(known, key=_detected_at)
+                how, detected_ms = _how(first), (_detected_at(first) - fault_at) * 1000
         measured_from: Literal["fault", "detection"] = "detection" if fault_at is None else "fault"
         step = int(told["step"])
         return Recovery(
             cause=told["cause"],
             node=next(iter(told["nodes"]), None),
             nodes=tuple(told["nodes"]),
-            detected_how=self._noticed_by(told),
+            detected_how=how,
             measured_from=measured_from,
             at_s=self._since(detected_at),
             detected_ms=_rounded(detected_ms),
@@ -184,7 +197,7 @@ class ReportBuilder:
             plan_ms=round(told["plan_ms"], 3),
             state_ms=round(told["state_ms"], 3),
             resume_ms=round(told["resume_ms"], 3),
-            total_ms=round((detected_ms or 0.0) + told["total_ms"], 3),
+            total_ms=round((waited_ms or 0.0) + told["total_ms"], 3),
             commit_gap_ms=self._gap_ms(step),
             rolled_back_steps=told["rolled_back_steps"],
             recomputed_steps=told["recomputed_steps"],
@@ -259,14 +272,20 @@ def _attribute(
 
     A fault belongs to the first recovery from a failure (or, after ``term``, from a drain) of its node that
     was completed after it, and to all later ones of that node until the node's next fault. So one recovery
-    may have several faults (two nodes at once) and one fault several recoveries (lost, later returned).
+    may have several faults (two nodes at once) and one fault several recoveries (lost, later returned). What
+    goes on after a pause got over all faults since the last one before, whichever nodes they struck.
     """
     owners: dict[tuple[str | None, float], list[int]] = {}
     for node, at in faults:
         until = min((t for n, t in faults if n == node and t > at), default=math.inf)
         mine = owners.setdefault((node, at), [])
+        ended_at = -math.inf
         for generation, event in sorted(recoveries.items()):
             told: JsonMap = event["details"]["recovery"]
+            before, ended_at = ended_at, float(told["detected_at"]) + float(told["total_ms"]) / 1000
+            if told["cause"] == "resumed" and not mine and before <= at <= float(told["detected_at"]):
+                mine.append(generation)
+                continue
             completed_at = float(told["detected_at"]) + float(told["total_ms"]) / 1000
             if node not in told["nodes"] or completed_at < at or float(told["detected_at"]) >= until:
                 continue

@@ -14,10 +14,11 @@ from ftd.view.chart import History, loss_chart
 from ftd.view.document import Fault, PipelineFacts, Recovery, Report
 from ftd.view.text import (
     CAUSE_WORDS,
-    FAILURE_CAUSES,
+    TIER_WORDS,
     NodeColours,
     duration,
     how_words,
+    is_failure,
     milliseconds,
     number,
     plural,
@@ -66,7 +67,7 @@ def _headline(report: Report) -> RenderableType:
     grid.add_column(style="dim")
     grid.add_column()
     total = report.job.steps
-    failures = [r for r in report.recoveries if r.cause in FAILURE_CAUSES]
+    failures = [r for r in report.recoveries if is_failure(r.cause, r.rolled_back_steps)]
     lost = sum(r.rolled_back_steps for r in report.recoveries)
     redone = sum(r.recomputed_steps for r in report.recoveries)
     grid.add_row(
@@ -124,8 +125,8 @@ class _Chart:
             history,
             width=options.max_width,
             height=CHART_HEIGHT,
-            failures=[r.step for r in changes if r.cause in FAILURE_CAUSES],
-            changes=[r.step for r in changes if r.cause not in FAILURE_CAUSES],
+            failures=[r.step for r in changes if is_failure(r.cause, r.rolled_back_steps)],
+            changes=[r.step for r in changes if not is_failure(r.cause, r.rolled_back_steps)],
         )
 
 
@@ -158,7 +159,8 @@ class _RecoveryTable:
 
 
 def _number(index: int, recovery: Recovery) -> Text:
-    return Text(str(index), style="red" if recovery.cause in FAILURE_CAUSES else "green")
+    failure = is_failure(recovery.cause, recovery.rolled_back_steps)
+    return Text(str(index), style="red" if failure else "green")
 
 
 def _cells(recovery: Recovery) -> list[RenderableType]:
@@ -181,7 +183,10 @@ def _cells(recovery: Recovery) -> list[RenderableType]:
 def _what(recovery: Recovery, report: Report) -> Text:
     faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
     nodes = ", ".join(recovery.nodes) or "cluster"
-    text = Text.assemble((nodes, "bold"), f" {CAUSE_WORDS.get(recovery.cause, recovery.cause)}")
+    words = CAUSE_WORDS.get(recovery.cause, recovery.cause)
+    if recovery.cause == "resumed" and recovery.rolled_back_steps:
+        words = "lost, and back"
+    text = Text.assemble((nodes, "bold"), f" {words}")
     if faults:
         text.append(f" ({', '.join(dict.fromkeys(f.fault for f in faults))})", style="dim")
     return text
@@ -204,7 +209,9 @@ def _decisions(report: Report) -> RenderableType:
         )
         grid.add_row(_number(index, recovery), "what", happened)
         grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
-        if recovery.decision in _DECISION_WORDS:
+        if recovery.rolled_back_steps:
+            grid.add_row("", "state", _rollback(recovery))
+        elif recovery.decision in _DECISION_WORDS:
             sentence = _DECISION_WORDS[recovery.decision]
             grid.add_row("", "step", sentence.format(step=recovery.step, next=_next_step(recovery)))
         if recovery.generations_tried > 1:
@@ -214,6 +221,14 @@ def _decisions(report: Report) -> RenderableType:
         grid.add_row("", "layout", _Change(before, _pipelines(recovery.pipelines_after, colours)))
         parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
     return Group(*parts)
+
+
+def _rollback(recovery: Recovery) -> str:
+    source = TIER_WORDS.get(recovery.tier, recovery.tier)
+    undone = plural(recovery.rolled_back_steps, "committed step")
+    return (
+        f"no live replica was left: back to step {recovery.step} by {source}; {undone} undone, and done again"
+    )
 
 
 def _next_step(recovery: Recovery) -> int:

@@ -60,6 +60,20 @@ QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
 
 FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
+
+def is_failure(cause: str, rolled_back_steps: int) -> bool:
+    """A loss; or what ended the pause that it led to, when state had to come back from a snapshot."""
+    return cause in FAILURE_CAUSES or rolled_back_steps > 0
+
+
+TIER_WORDS = {
+    "memory": "a snapshot in the nodes' memory",
+    "decoded": "a snapshot in the nodes' memory, parts of it decoded",
+    "buddy": "a snapshot in the nodes' memory, parts of it from copies at buddies",
+    "persistent": "a persistent checkpoint",
+}
+"""Where everybody's state came from, after a rollback."""
+
 CAUSE_WORDS = {
     "start": "started",
     "node_lost": "lost",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ COMMANDS = [
     "story",
     "drain",
     "stop",
+    "snapshot now",
+    "snapshot every",
+    "snapshot protect",
     "plan",
     "profile",
     "chaos",
@@ -46,7 +50,7 @@ def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.Com
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(tmp_path: Path, command: str) -> None:
-    done = ftd(command, "--help", directory=tmp_path)
+    done = ftd(*command.split(), "--help", directory=tmp_path)
     assert done.returncode == 0
     assert f"Example: ftd {command}" in done.stdout
 
@@ -252,3 +256,8 @@ def test_the_command_line_starts_without_what_only_daemons_need() -> None:
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    done = ftd("--version", directory=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"ftd {version('ftd')}\n")

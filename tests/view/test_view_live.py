@@ -149,3 +149,15 @@ def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: 
         view.on_state({**waiting, "planning": {"done": done, "total": 64}})
     told = [line for line in out.getvalue().splitlines() if "planning" in line]
     assert [line.split("planning ")[1] for line in told] == ["5 of 64", "37 of 64"]
+
+
+def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], state: Json) -> None:
+    picture = Picture(120)
+    for step in range(1, 12):
+        picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
+    picture.see_state({**state, "step": 11})
+    picture.see_event(event("RolledBack", 22, step=7, details={"from_step": 11, "to_step": 7, "undone": 4}))
+    assert picture.step == 7
+    assert picture._losses.values == [1.0] * 7
+    picture.see_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
+    assert picture.step == 8 and picture._losses.values == [1.0] * 7 + [0.5]

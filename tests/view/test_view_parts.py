@@ -109,3 +109,16 @@ def test_the_chart_survives_losses_that_are_not_finite() -> None:
     assert [row[1:3] for row in rows] == ["  ", "  "]
     assert rows[0][0] == "█" and rows[1][3] != " "
     assert loss_chart(History(), width=10, height=2).plain == "waiting for the first step"
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 37, 63, 99, 100])
+def test_a_history_that_is_cut_goes_on_behind_the_cut(step: int) -> None:
+    history = History(capacity=64)
+    for done in range(1, 101):
+        history.add(done, 1.0)
+    history.cut(step)
+    assert step <= len(history.values) * history.steps_per_value < step + history.steps_per_value
+    for again in range(step + 1, 101):
+        history.add(again, 2.0)
+    assert len(history.values) == 100 // history.steps_per_value
+    assert column_of(100, history, 200) == len(history.values) - 1

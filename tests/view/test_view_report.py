@@ -1,15 +1,18 @@
 """The report: faults matched to recoveries, phases, what is measured from where."""
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ftd.view.document import SCHEMA_VERSION, Report, ReportError
 from ftd.view.report import ReportBuilder
 from ftd.view.schema import schema_of
+from ftd.view.summary import render_summary
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
@@ -234,3 +237,48 @@ def test_every_field_is_explained_in_the_documentation() -> None:
         if f"`{field}`" not in text
     ]
     assert not missing
+
+
+def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
+    """All trainers of both nodes die at step 11; everybody goes back to the snapshot of step 7."""
+    told = recovery(
+        "resumed", 2, 7, nodes=["a", "b"], detected_how=None, detected_at=14.0, total_ms=300.0
+    ) | {"rolled_back_steps": 4, "tier": "memory", "recomputed_steps": 1}
+    first = [
+        event("StepCommitted", 10 + step / 10, step=step, generation=1, details={"loss": 1.0})
+        for step in range(1, 12)
+    ]
+    again = [
+        event("StepCommitted", 14 + step / 10, step=step, generation=2, details={"loss": 0.5})
+        for step in range(8, 14)
+    ]
+    return [
+        *first,
+        event("ChaosInjected", 11.2, node="a", details={"fault": "kill", "at": 11.2}),
+        event("ChaosInjected", 11.2, node="b", details={"fault": "kill", "at": 11.2}),
+        event("TrainerLost", 11.22, node="a", details={"device": 0, "cause": "exited", "detail": "-9"}),
+        event("TrainerLost", 11.25, node="b", details={"device": 0, "cause": "exited", "detail": "-9"}),
+        event("ClusterPaused", 11.3, reason="no node is ready", details={"needed": 1, "present": 0}),
+        event("RolledBack", 14.1, step=7, generation=2, details={"from_step": 11, "to_step": 7, "undone": 4}),
+        *again,
+        event("RecoveryCompleted", 14.9, details={"recovery": told}),
+    ]
+
+
+def test_a_rollback_is_a_failure_with_its_tier_and_the_steps_undone(event: Make, recovery: Make) -> None:
+    report = built(rolled_back_run(event, recovery))
+    assert [fault.generations for fault in report.faults] == [(2,), (2,)]
+    (only,) = report.recoveries
+    assert (only.rolled_back_steps, only.tier) == (4, "memory")
+    assert only.detected_ms == pytest.approx(20.0) and only.total_ms == pytest.approx(3100.0)
+    assert [s.loss for s in report.steps] == [1.0] * 7 + [0.5] * 6
+    text = page(report)
+    assert "1 failure, 0 other changes" in text and "4 lost" in text
+    assert "back to step 7 by a snapshot in the nodes' memory; 4 committed steps undone" in text
+    assert "needed no recovery" not in text
+
+
+def page(report: Report) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render_summary(report))
+    return console.export_text()
