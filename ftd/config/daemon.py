@@ -22,6 +22,7 @@ from ftd.config.address import (
 from ftd.config.environment import overridden
 from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
 from ftd.config.secrets import read_secret
+from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.config.tls import tls_context
 from ftd.errors import ConfigurationError
 from statemachine.timing import Timing
@@ -69,6 +70,12 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
     snapshot_rate_mib_s: int | None = None
     """At most so much is sent to them in a second, copies too; left out: what the network gives."""
+    snapshot_tls_cert: str | None = None
+    """PEM: shown to other nodes that read or send snapshots; then they speak TLS, all of them."""
+    snapshot_tls_key: str | None = None
+    """Of that certificate, in a file that others cannot read."""
+    snapshot_tls_ca: str | None = None
+    """PEM: the authorities that other nodes' certificates are to be of."""
     checkpoint_rate_mib_s: int | None = None
     """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
 
@@ -113,6 +120,7 @@ class DaemonConfig:
     snapshot_limit_bytes: int | None
     snapshot_port: int
     snapshot_rate_bytes_s: float | None
+    snapshot_tls: ShardTls | None
     checkpoint_rate_bytes_s: float | None
     state_dir: Path
     secret: str | None
@@ -173,6 +181,12 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
         snapshot_port=file.node.snapshot_port,
+        snapshot_tls=shard_tls(
+            file.node.snapshot_tls_cert,
+            file.node.snapshot_tls_key,
+            file.node.snapshot_tls_ca,
+            directory,
+        ),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),

@@ -60,7 +60,9 @@ class CopySender:
         manifest, session = held.manifest, self._client.session
         device = _device_of(held.directory)
         path = f"/v1/{quote(manifest.job_id, safe='')}/{manifest.step}/copies/{quote(self._owner)}/{device}"
-        async with session.put(to.url(path), data=encode_record(manifest), allow_redirects=False) as response:
+        async with session.put(
+            self._client.url(to, path), data=encode_record(manifest), allow_redirects=False
+        ) as response:
             received = await self._received(to, response)
         for part in manifest.parts:
             first = received.get(part.name)
@@ -68,7 +70,7 @@ class CopySender:
                 raise PeerError(f"{to} says that it has {first} bytes of {part.name}")
             if first < part.size_bytes:
                 await self._send_part(held, part, first, to, f"{path}/{quote(part.name)}")
-        async with session.post(to.url(path), allow_redirects=False) as response:
+        async with session.post(self._client.url(to, path), allow_redirects=False) as response:
             if response.status == 422:
                 return await _reason(response)
             await _check(to, response, 204)
@@ -84,7 +86,7 @@ class CopySender:
         async with asyncio.timeout(self._stall_s) as limit:
             body = self._flow(memory, limit)
             async with self._client.session.put(
-                to.url(path), data=body, headers=headers, allow_redirects=False
+                self._client.url(to, path), data=body, headers=headers, allow_redirects=False
             ) as response:
                 await self._received(to, response)
 

@@ -8,6 +8,7 @@ word (``KeepSnapshot``); that it did is checked. The coordinator commits what al
 import asyncio
 import contextlib
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,12 +49,13 @@ class Persister:
         node: str,
         arenas: Arenas,
         token: str,
+        tls: ssl.SSLContext | None = None,
         rate_bytes_s: float | None,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         tell: Callable[[str, int], DamageTold],
     ) -> None:
-        self._node, self._arenas, self._token = node, arenas, token
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s = rate_bytes_s
         self._feed, self._stamp, self._tell = feed, stamp, tell
         self._order: Persist | None = None
@@ -111,7 +113,7 @@ class Persister:
             written.append(LayerOnDisk(**msgspec.structs.asdict(file)))
 
         record = order.record
-        async with ShardClient(self._token) as client:
+        async with ShardClient(self._token, tls=self._tls) as client:
             restorer = Restorer(
                 restore=Restore(
                     job_id=order.job_id,

@@ -7,6 +7,7 @@ contract is a ``PeerError`` that names it, and the next source is tried.
 
 import asyncio
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import structlog
 import xxhash
 from yarl import URL
 
+from ftd.config.tls import TlsFields, explained
 from ftd.errors import PeerError
 from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, Meter, NodeManifest
 from storage.errors import DamagedError
@@ -36,6 +38,9 @@ _ATTEMPTS = 6
 _PAUSE_S = 0.1
 _BUSY_S = 60.0
 """So long a node may answer that it has too many readers."""
+_TLS_FIELDS = TlsFields(
+    name="the host of [node] on that node", ca="node.snapshot_tls_ca", whose="that node's certificate"
+)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 T = TypeVar("T")
@@ -52,10 +57,17 @@ class Source:
     def __str__(self) -> str:
         return f"the snapshot server of {self.node} ({self.address})"
 
-    def url(self, path: str) -> URL:
+    def url(self, path: str, *, secure: bool = False) -> URL:
         """:raises ValueError: the address is no host:port."""
         host, _, port = self.address.rpartition(":")
-        return URL.build(scheme="http", host=host.strip("[]"), port=int(port), path=path, encoded=True)
+        host = host.strip("[]")
+        return URL.build(
+            scheme="https" if secure else "http",
+            host=f"[{host}]" if ":" in host else host,
+            port=int(port),
+            path=path,
+            encoded=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +90,11 @@ class Wanted:
 
 
 class ShardClient:
-    """``async with ShardClient(token) as client``. :param stall_s: no news for so long is a stall."""
+    """``async with ShardClient(token) as client``.
+
+    :param stall_s: no news for so long is a stall.
+    :param tls: whom to believe; ``None``: plain HTTP.
+    """
 
     def __init__(
         self,
@@ -87,8 +103,10 @@ class ShardClient:
         stall_s: float = STALL_S,
         block_bytes: int = BLOCK_BYTES,
         streams: int = MOST_STREAMS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._token = token
+        self._tls = tls
         self._stall_s = stall_s
         self._block_bytes = block_bytes
         self._streams = asyncio.Semaphore(streams)
@@ -98,7 +116,7 @@ class ShardClient:
         self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls or True),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             max_line_size=4096,
@@ -110,6 +128,10 @@ class ShardClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.session.close()
+
+    def url(self, source: Source, path: str) -> URL:
+        """:raises ValueError: see ``Source.url``."""
+        return source.url(path, secure=self._tls is not None)
 
     async def manifest(self, source: Source, job_id: str, step: int) -> NodeManifest | None:
         """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
@@ -184,6 +206,9 @@ class ShardClient:
             except Busy:
                 if time.monotonic() > busy_until:
                     raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
+            except aiohttp.ClientSSLError as error:
+                inner = getattr(error, "certificate_error", error.os_error)
+                raise PeerError(f"{source}: {explained(inner, _TLS_FIELDS)}") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 broken += 1  # TimeoutError is an OSError.
                 if broken == _ATTEMPTS:
@@ -193,7 +218,7 @@ class ShardClient:
             await asyncio.sleep(_PAUSE_S * max(1, broken))
 
     async def _read_manifest(self, source: Source, path: str) -> bytes | None:
-        async with self.session.get(source.url(path), allow_redirects=False) as response:
+        async with self.session.get(self.url(source, path), allow_redirects=False) as response:
             if response.status == 404:
                 return None
             check_status(source, response, 200)
@@ -215,7 +240,7 @@ class ShardClient:
         headers = {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
         if block.hasher is not None:
             headers[WANT_DIGEST_HEADER] = "xxh3"
-        url = source.url(f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
+        url = self.url(source, f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
         async with self.session.get(url, headers=headers, allow_redirects=False) as response:
             check_status(source, response, 206)
             digest = response.headers.get(DIGEST_HEADER, "")

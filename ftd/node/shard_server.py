@@ -9,6 +9,7 @@ is cut off. A snapshot that is released in the middle of a stream does no harm: 
 import asyncio
 import hmac
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 
@@ -46,6 +47,7 @@ class ShardServer:
     :param port: 0 takes a free one.
     :param rate_bytes_s: of all streams together that it sends.
     :param copies: where there are none, none are taken.
+    :param tls: with this node's certificate; ``None``: plain HTTP.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class ShardServer:
         stall_s: float = STALL_S,
         greeting_s: float = GREETING_S,
         copies: Copies | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._arenas = arenas
         self._copies = None if copies is None else CopyServer(copies, stall_s=stall_s)
         self._authorization = f"Bearer {token}".encode()
+        self._tls = tls
         self._host = host
         self._port = port
         self.rate = Rate(rate_bytes_s)
@@ -100,7 +104,10 @@ class ShardServer:
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, self._host, self._port)
+        limit = self._greeting_s if self._tls is not None else None
+        self._server = await loop.create_server(
+            self._accept, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit
+        )
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -115,7 +122,8 @@ class ShardServer:
     def _accept(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "made by setup()"
-        if len(server.connections) >= MOST_CONNECTIONS:
+        # With TLS a connection is one only when both sides are content; until then it is a stranger.
+        if max(len(server.connections), len(self._strangers)) >= MOST_CONNECTIONS:
             return _Turned()
         connection = server()
         loop = asyncio.get_running_loop()

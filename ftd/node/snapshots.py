@@ -56,6 +56,8 @@ class Snapshots:
         self._config = config
         self._feed, self._stamp, self._tell = feed, stamp, tell
         self._token = bearer_token(secret)
+        tls = config.snapshot_tls
+        self._tls = tls.client_context() if tls is not None else None
         self._arenas = Arenas(
             config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
         )
@@ -67,11 +69,13 @@ class Snapshots:
             port=config.snapshot_port,
             rate_bytes_s=config.snapshot_rate_bytes_s,
             copies=self._copies,
+            tls=tls.server_context() if tls is not None else None,
         )
         self._persister = Persister(
             node=config.node,
             arenas=self._arenas,
             token=self._token,
+            tls=self._tls,
             rate_bytes_s=config.checkpoint_rate_bytes_s,
             feed=feed,
             stamp=stamp,
@@ -191,7 +195,7 @@ class Snapshots:
         try:
             if not held:
                 raise PeerError("what was written is not in this node's memory")
-            async with ShardClient(self._token) as client:
+            async with ShardClient(self._token, tls=self._tls) as client:
                 sender = CopySender(client, self._arenas, owner=self._config.node, rate=self._server.rate)
                 size = await sender.send(held, to)
         except (PeerError, OSError, ValueError) as error:
@@ -273,7 +277,7 @@ class Snapshots:
         put = staged_in(directory)
         if restore.url:
             return {"checkpoint_bytes": await read_checkpoint(restore, layers, put)}
-        async with ShardClient(self._token) as client:
+        async with ShardClient(self._token, tls=self._tls) as client:
             restorer = Restorer(
                 restore=restore,
                 node=self._config.node,
