@@ -1,6 +1,7 @@
 """Snapshots as trainers write them, and nodes that serve them."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -201,6 +202,13 @@ def write_group(
             layout={"groups": [described], "vote": None},
             device=group.first_layer,  # A device for each group: no two of them in one manifest.
         )
+
+
+def copy_to_buddy(root: Path, owner: str, buddy: str, device: int = 0) -> None:
+    """What ``buddy`` has once ``owner`` sent its part."""
+    there = root / buddy / JOB / f"copy-{device}-{owner}"
+    there.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(root / owner / JOB / f"device-{device}", there)
 
 
 async def raw_request(port: int, text: str, *, token: str | None = TOKEN) -> bytes:

@@ -9,11 +9,15 @@ from typing import Any
 from kept_snapshots import JOB, Node, flip, make_layer, shared_directory, write_group
 
 from ftd.config.daemon import DaemonConfig, daemon_config
+from ftd.node.copy_sender import CopySender
+from ftd.node.shard_client import ShardClient, Source
+from ftd.node.shard_protocol import Rate, bearer_token
 from ftd.node.snapshots import Snapshots
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from statemachine.events import Event, HeldSnapshots, RestoringFailed
+from statemachine.effects import SendCopy
+from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed
 from statemachine.messages import Resume
-from statemachine.values import HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
+from statemachine.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
 from storage.checkpoint import CheckpointStore
 
 STEP = 8
@@ -220,3 +224,58 @@ def test_arenas_are_the_jobs_own_limited_and_go_with_it() -> None:
         await daemon.until(lambda: not (root / JOB).exists())
 
     with_daemon(body, snapshot_limit_mib=6)
+
+
+def send_to(address: str, generation: int = 1) -> SendCopy:
+    buddy = Buddy(node="n1", address=address)
+    return SendCopy(cause="c", job_id=JOB, step=STEP, generation=generation, buddy=buddy)
+
+
+def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        def last() -> Event:
+            [event] = daemon.events
+            daemon.events.clear()
+            return event
+
+        daemon.snapshots.send_copy(send_to(peer.address))
+        await daemon.until(lambda: daemon.events)
+        failed = last()
+        assert isinstance(failed, CopyFailed)
+        assert failed.detail.startswith("no copy at its buddy n1: the snapshot server of n1")
+        peer.copies.begin(JOB, None)
+        daemon.snapshots.send_copy(send_to(peer.address))
+        await daemon.until(lambda: daemon.events)
+        sent = last()
+        assert isinstance(sent, CopyCommitted) and (sent.generation, sent.step) == (1, STEP)
+        assert peer.copies.held() == [(JOB, STEP, 1, "n0")]
+        daemon.snapshots.send_copy(send_to(peer.address, generation=2))
+        await daemon.until(lambda: daemon.events)
+        gone = last()
+        assert isinstance(gone, CopyFailed) and gone.detail.endswith("not in this node's memory")
+
+    with_daemon(body)
+
+
+def test_copies_are_taken_for_the_job_under_way_told_kept_and_removed_with_it() -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        limits = {prepared[1] for prepared in (daemon.snapshots.prepare(job(), 0),)}
+        assert limits == {(64 << 20) // 2}
+        both = replace(job(), snapshot=SnapshotPolicy(every_steps=5, protection="aec+buddy"))
+        directory, limit = daemon.snapshots.prepare(both, 0)
+        assert limit == (64 << 20) // 4
+        async with ShardClient(bearer_token("sesame")) as client:
+            sender = CopySender(client, peer.arenas, owner="n1", rate=Rate(None))
+            to = Source(node="n0", address=f"127.0.0.1:{daemon.snapshots.port}")
+            await sender.send(peer.arenas.find(JOB, STEP), to)
+        [told] = [event for event in daemon.events if isinstance(event, CopiesHeld)]
+        assert told.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)
+        copies = Path(directory).parent / "copy-0-n1"
+        assert copies.is_dir()
+        daemon.snapshots.keep_copies(JOB, STEP + 1)
+        assert isinstance(daemon.events[-1], CopiesHeld) and daemon.events[-1].snapshots == ()
+        await daemon.until(lambda: not copies.exists())
+        daemon.snapshots.remove(JOB)
+        await daemon.until(lambda: not Path(directory).parent.exists())
+
+    with_daemon(body, snapshot_limit_mib=64)

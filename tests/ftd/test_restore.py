@@ -8,7 +8,17 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from kept_snapshots import JOB, TOKEN, Layer, Node, flip, make_layer, shared_directory, write_group
+from kept_snapshots import (
+    JOB,
+    TOKEN,
+    Layer,
+    Node,
+    copy_to_buddy,
+    flip,
+    make_layer,
+    shared_directory,
+    write_group,
+)
 
 from ftd.node.arenas import Arenas
 from ftd.node.restore import Restored, RestoreError, Restorer, staged_in
@@ -237,4 +247,58 @@ def test_layers_of_no_bytes_and_of_one_owner() -> None:
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 2, ("n0",), "aec"),))
         cluster.write(sizes=())
+        asyncio.run(main(cluster))
+
+
+def alone(first: int, end: int, owner: str, buddy: str) -> SnapshotGroup:
+    return SnapshotGroup(
+        first_layer=first, end_layer=end, owners=(owner,), protection="aec+buddy", buddy=buddy
+    )
+
+
+def test_a_buddy_s_copy_stands_for_an_owner_that_is_lost_damaged_or_silent() -> None:
+    async def main(cluster: Cluster) -> None:
+        whole = await cluster.restore("n0", range(4))
+        assert whole.own_bytes > 0 and cluster.told == []
+        # n0 has a copy of what n1 alone owned: nothing is fetched.
+        done = await cluster.restore("n0", range(4), without=["n1"])
+        assert done.fetched_bytes == 0 and cluster.told == []
+        await cluster.restore("newcomer", range(4), without=["n1"])
+        await cluster.restore("newcomer", range(4), silent=["n1"])
+        assert {said[:2] for said in cluster.told} == {("n1", "manifest")}
+        cluster.told.clear()
+        flip(cluster.root / "n1", STEP, "group-2/shard", device=2)
+        await cluster.restore("newcomer", range(4))
+        assert [said[:2] for said in cluster.told] == [("n1", "group-2/shard")]
+        (cluster.root / "n0" / JOB / "copy-2-n1").rename(cluster.root / "gone")
+        with pytest.raises(RestoreError, match="layers 2 to 3") as caught:
+            await cluster.restore("newcomer", range(4))
+        assert caught.value.bad == ("n1",)
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(alone(0, 2, "n0", "n1"), alone(2, 4, "n1", "n0")))
+        cluster.write()
+        copy_to_buddy(root, "n0", "n1", 0)
+        copy_to_buddy(root, "n1", "n0", 2)
+        asyncio.run(main(cluster))
+
+
+def test_a_copy_takes_the_place_of_an_owner_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(cluster: Cluster) -> None:
+        asked = ShardClient.manifest
+
+        async def then_gone(self: ShardClient, source, job, step):  # type: ignore[no-untyped-def]
+            found = await asked(self, source, job, step)
+            if source.node == "n1":
+                (cluster.root / "n1" / JOB / "device-2" / f"step-{STEP:012d}.json").unlink()
+            return found
+
+        monkeypatch.setattr(ShardClient, "manifest", then_gone)
+        await cluster.restore("newcomer", [2, 3])
+        assert ("n1", "group-2/shard") in [said[:2] for said in cluster.told]
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(alone(0, 2, "n0", "n1"), alone(2, 4, "n1", "n0")))
+        cluster.write()
+        copy_to_buddy(root, "n1", "n0", 2)
         asyncio.run(main(cluster))
