@@ -21,6 +21,8 @@ FIRST_EVERY_STEPS = 5
 ENOUGH_SNAPSHOTS = 2
 ENOUGH_STEPS = 3
 """Without a snapshot."""
+GROWTH = 4
+"""At most so many times the interval before: what the first few measurements say is soon looked at again."""
 
 
 def every_steps(c: Cluster, job: Job) -> int:
@@ -79,7 +81,8 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     choice = choose_interval(
         cost,
         present=policy.every_steps,
-        most=min(job.steps, job.checkpoint.every_steps or job.steps),  # Checkpoints are made of snapshots.
+        # Checkpoints are made of snapshots.
+        most=min(job.steps, job.checkpoint.every_steps or job.steps, GROWTH * policy.every_steps),
         cheap_share=policy.cheap_share,
         settled=settled,
     )
