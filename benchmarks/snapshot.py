@@ -8,11 +8,14 @@ core must be left for the copy:
   one memcpy of the same bytes, torch.save, DCP save and DCP async_save into /dev/shm;
 * iteration time with a snapshot in every iteration against none, in alternating rounds, of a step that takes
   3.5 times as long as the copy (matrix products; the optimizer changes one matrix, so the step is computing);
-* load: restore() with its digests against torch.load and DCP load, from /dev/shm and from a disk whose pages
-  were dropped;
+* load: restore() with its digests, in the process that wrote and in a new one (which maps the memory and
+  makes the optimizer's state), and by decoding what one of three hosts kept, against torch.load and DCP load,
+  from /dev/shm and from a disk whose pages were dropped;
+* with ``--peer``, DLRover's in-memory checkpoint of the same state, in an environment that holds
+  ``dlrover==0.6.1`` and torch;
 * 20 kills at random moments of a process that takes one snapshot after another.
 
-    python -m benchmarks.snapshot [--sizes 1 4] [--disk DIRECTORY]
+    python -m benchmarks.snapshot [--sizes 1 4] [--disk DIRECTORY] [--peer VENV]
 """
 
 import contextlib
@@ -32,12 +35,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
 from ftd import Snapshotter
+from storage.codes import make_code
+from storage.shards import ShardLayout, fetch_from, make_shard, restore
 
 WIDTH = 1024
 GIB = 1024**3
@@ -150,8 +156,66 @@ def measure_ours(
         rounds.append((statistics.median(without), statistics.median(taking)))
     found["rounds_s"] = rounds
     found["completed"] = snapshots.counts.completed
-    found["load_s"] = [timed(snapshots.restore) for _ in range(3)]
-    snapshots.remove()
+    found["load_s"] = [timed(snapshots.restore) for _ in range(5)]
+    snapshots.close()
+    found["load_new_s"] = loaded_anew(place, len(tensors) // 3) if rounds_wanted > 3 else []
+    shutil.rmtree(place / "bench")
+    return found
+
+
+def loaded_anew(place: Path, matrices: int) -> list[float]:
+    """``restore()`` in a new process, its model there and its optimizer not stepped yet: mapping and all."""
+    reading, writing = os.pipe()
+
+    def load() -> bool:
+        model = nn.Module()
+        model.layers = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(matrices))
+        optimizer = Light(list(model.parameters()))
+        optimizer.state.clear()
+        snapshots = Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
+        os.write(writing, f"{timed(snapshots.restore)}".encode())
+        snapshots.close()
+        return True
+
+    child = in_child(load)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        return [float(told.read())]
+
+
+def measure_decoding(tensors: list[Tensor]) -> list[float]:
+    """What one of three hosts kept is made again out of the other two's segments and parity (aec)."""
+    size = sum(t.nbytes for t in tensors)
+    layout = ShardLayout(code=make_code("aec", 3), bucket_bytes=size)
+    bucket = np.ones(size, dtype=np.uint8)
+    shards = {owner: np.ones(layout.shard_bytes(owner), dtype=np.uint8) for owner in range(3)}
+    for owner in range(3):
+        make_shard(layout, owner, bucket, shards[owner])
+    fetch = fetch_from({owner: shards[owner] for owner in (1, 2)})
+
+    def load() -> None:
+        restore(layout, frozenset({1, 2}), fetch, bucket)
+        end = 0
+        for tensor in tensors:
+            flat = torch.from_numpy(bucket[end : end + tensor.nbytes])
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+            end += tensor.nbytes
+
+    return [timed(load) for _ in range(3)]
+
+
+def measure_dlrover(venv: Path, gib: float, rounds: int) -> dict[str, Any]:
+    """What its worker prints; ``problem`` where it does not run."""
+    done = subprocess.run(
+        [venv / "bin/python", Path(__file__).parent / "peers/dlrover_worker.py",
+         "--gib", str(gib), "--rounds", str(rounds)],
+        capture_output=True, text=True, check=False, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_s"')]
+    if not lines:
+        return {"problem": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
@@ -285,7 +349,9 @@ def measure(gib: float, disk: Path) -> dict[str, Any]:
         ours = measure_ours(model, optimizer, tensors, place, rounds_wanted=3 if gib > 2 else 6)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return {"ours": ours, "peers": measure_peers(model, optimizer, disk, repeats=1 if gib > 2 else 3)}
+    decoding = [] if gib > 2 else measure_decoding(tensors)
+    peers = measure_peers(model, optimizer, disk, repeats=1 if gib > 2 else 3)
+    return {"ours": ours, "decoding_s": decoding, "peers": peers}
 
 
 def rows_of(result: Result, gib: float, found: dict[str, Any]) -> None:
@@ -304,7 +370,17 @@ def rows_of(result: Result, gib: float, found: dict[str, Any]) -> None:
     row("snapshot() and step(), no time", ours["hurried_s"])
     for name in ("torch.save shm", "DCP save shm", "DCP async_save shm", "torch.save disk", "DCP save disk"):
         row(name, peers[name])
+    dlrover = found.get("dlrover", {})
+    if "save_s" in dlrover:
+        row("DLRover to memory, first call", dlrover["first_s"])
+        row("DLRover to memory", dlrover["save_s"])
     row("restore() from own memory, verified", ours["load_s"])
+    if ours["load_new_s"]:
+        row("restore() in a new process", ours["load_new_s"])
+    if found["decoding_s"]:
+        row("decoding a third, one thread", found["decoding_s"])
+    if "load_s" in dlrover:
+        row("DLRover from memory", dlrover["load_s"])
     for name in ("torch.load shm", "DCP load shm", "torch.load disk", "DCP load disk"):
         row(name, peers[name])
     rounds = ours["rounds_s"]
@@ -342,6 +418,7 @@ def run() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], help="GiB of state")
     parser.add_argument("--disk", type=Path, default=RESULTS, help="a directory on a disk")
+    parser.add_argument("--peer", type=Path, help="virtual environment that holds DLRover: measure it too")
     parser.add_argument("--measure", type=float, help="GiB: measure in this process and print JSON")
     given = parser.parse_args()
     given.disk.mkdir(parents=True, exist_ok=True)
@@ -369,12 +446,14 @@ def run() -> None:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         found = json.loads(done.stdout.splitlines()[-1])
+        if given.peer is not None:
+            found["dlrover"] = measure_dlrover(given.peer.absolute(), gib, 3 if gib > 2 else 6)
+            if "problem" in found["dlrover"]:
+                result.notes.append(f"{gib:g} GiB: DLRover did not run: {found['dlrover']['problem']}")
         result.data[f"{gib:g} GiB"] = found
         rows_of(result, gib, found)
-    result.notes.append(
-        "DLRover's in-memory checkpoint is not in this run: it wants its own launcher; its call is one "
-        "memcpy, by measurements on this kind of machine"
-    )
+    if given.peer is None:
+        result.notes.append("DLRover's in-memory checkpoint: --peer VENV, an environment with dlrover==0.6.1")
     main(result, given.out)
 
 

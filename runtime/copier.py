@@ -21,10 +21,16 @@ from runtime.side_stream import SideStreams, copy_piece
 from runtime.tensor_image import Source, Unit
 from storage.arena import Slot
 from storage.manifest import Part, digest_of
+from storage.shards import xor_into
 
 Bytes = NDArray[np.uint8]
 HEADER = "header"
 _EXIT_S = 60.0
+
+
+def part_name(rank: int, what: str, number: int | None = None) -> str:
+    """Of a part of a rank's snapshot; unlike those of other ranks, with which it may lie side by side."""
+    return f"rank-{rank}/{what}" if number is None else f"rank-{rank}/{what}-{number:05d}"
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +38,13 @@ class Capture:
     """One snapshot on its way. The copier's lock guards what changes."""
 
     step: int
+    rank: int
     units: list[Unit]
+    """Of the shared image, then of this rank's own."""
+    shared_units: int
     sources: list[Source]
-    image_bytes: int
+    body_bytes: int
+    """The units' together; the header comes behind them."""
     header: Callable[[], bytes]
     """Called on the copier's thread."""
     layout: dict[str, Any]
@@ -71,13 +81,17 @@ class Copier:
     _stopped: bool = False
     _thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Before the first snapshot, which need not wait for a thread then."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
+            self._thread.start()
+
     def begin(self, capture: Capture) -> None:
         """Copy it from now on; the caller sees to it that nothing changes before ``finish``."""
+        self.start()
         self.side.begin(capture.devices)
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
-                self._thread.start()
             self._queue.append(capture)
             self._changed.notify_all()
 
@@ -138,7 +152,7 @@ class Copier:
 
     def _carry(self, capture: Capture) -> None:
         header = capture.header()
-        slot = self.open_slot(capture.image_bytes + len(header))
+        slot = self.open_slot(capture.body_bytes + len(header))
         if capture.devices:
             self.side.pin(slot.number, slot.view)
         with self._changed:
@@ -153,10 +167,10 @@ class Copier:
         if capture.error is not None:
             raise capture.error
         self.side.finish(capture.devices)
-        slot.view[capture.image_bytes : capture.image_bytes + len(header)] = np.frombuffer(header, np.uint8)
+        slot.view[capture.body_bytes : capture.body_bytes + len(header)] = np.frombuffer(header, np.uint8)
         parts = [
             Part(
-                name=f"image-{number:05d}",
+                name=part_name(capture.rank, "shared" if number < capture.shared_units else "own", number),
                 offset=unit.offset,
                 size_bytes=unit.size_bytes,
                 digest=capture.digests.get(number) or self._digest(capture, number),
@@ -164,7 +178,12 @@ class Copier:
             for number, unit in enumerate(capture.units)
         ]
         parts.append(
-            Part(name=HEADER, offset=capture.image_bytes, size_bytes=len(header), digest=digest_of(header))
+            Part(
+                name=part_name(capture.rank, HEADER),
+                offset=capture.body_bytes,
+                size_bytes=len(header),
+                digest=digest_of(header),
+            )
         )
         self.complete(capture.step, slot, tuple(parts), capture.layout)
 
@@ -194,12 +213,19 @@ class Copier:
         try:
             assert capture.slot is not None
             view = capture.slot.view
+            for offset, size in capture.units[number].gaps:
+                view[offset : offset + size] = 0
             for piece in capture.units[number].pieces:
                 source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
                 target = view[piece.offset : piece.offset + piece.size_bytes]
-                if isinstance(source, Tensor):
+                if piece.added and isinstance(source, Tensor):
+                    with self.side.on(source.device):  # Behind the copy that it is added to.
+                        xor_into(target, source.cpu().numpy())
+                elif isinstance(source, Tensor):
                     with self.side.on(source.device):
                         copy_piece(target, source)
+                elif piece.added:
+                    xor_into(target, source)
                 else:
                     target[:] = source
         except Exception as error:

@@ -49,6 +49,19 @@ class Ranks:
         dist.all_gather(rows, mine)
         return [[int(number) for number in row] for row in rows]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's, by rank, of any lengths. Everybody must call it.
+
+        :raises SnapshotError: see ``gather``.
+        """
+        lengths = [row[0] for row in self.gather([len(data)])]
+        words = -(-max(lengths) // 8)
+        padded = data.ljust(8 * words, b"\0")
+        numbers = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, 8 * words, 8)]
+        rows = self.gather(numbers)
+        whole = [b"".join(n.to_bytes(8, "little", signed=True) for n in row) for row in rows]
+        return [some[:length] for some, length in zip(whole, lengths, strict=True)]
+
     def all_of(self, flag: bool) -> bool:
         """Whether it is so on every rank. Everybody must call it."""
         return all(row[0] for row in self.gather([int(flag)]))

@@ -28,13 +28,16 @@ class Registered:
     kind: Kind
     guarded: bool
     """All its parameters are guarded, says its owner."""
+    replicated: bool
+    """DistributedDataParallel keeps its parameters the same on all ranks."""
 
     @classmethod
     def of(cls, name: str, thing: Any, *, guarded: bool) -> "Registered":
         """:raises SnapshotError: it has no state that could be kept, or restored."""
         kind: Kind
+        replicated = False
         if isinstance(thing, nn.Module):
-            kind, thing = "module", _unwrapped(thing)
+            kind, (thing, replicated) = "module", _unwrapped(thing)
         elif isinstance(thing, Optimizer):
             # Accelerate's wrapper passes on all but the hooks.
             kind, thing = "optimizer", getattr(thing, "optimizer", thing)
@@ -52,7 +55,7 @@ class Registered:
                 "state_dict() and load_state_dict(), or a dict or list of plain data (a number that changes: "
                 "{'epoch': 3})"
             )
-        return cls(name=name, thing=thing, kind=kind, guarded=guarded)
+        return cls(name=name, thing=thing, kind=kind, guarded=guarded, replicated=replicated)
 
     def state(self) -> Any:
         """Nested, with the tensors themselves in it."""
@@ -73,6 +76,18 @@ class Registered:
             return own | {id(p) for group in self.thing.param_groups for p in group["params"]}
         if self.kind == "module" and self.guarded:
             return {id(p) for p in self.thing.parameters()}
+        return set()
+
+    def shared_ids(self, replicated: set[int]) -> set[int]:
+        """Of the tensors that are the same on all ranks.
+
+        :param replicated: of the parameters that DDP keeps the same. What an optimizer keeps for such a one
+            is a function of the same gradients; not where it is sharded (``ZeroRedundancyOptimizer``).
+        """
+        if self.kind == "module" and self.replicated:
+            return {id(p) for p in self.thing.parameters()}
+        if self.kind == "optimizer" and not hasattr(self.thing, "consolidate_state_dict"):
+            return {id(t) for p, s in self.thing.state.items() if id(p) in replicated for t in _tensors(s)}
         return set()
 
     def refuses(self, saved: Any, entries: list[Entry]) -> str:
@@ -100,14 +115,15 @@ class Registered:
                 self.thing[:] = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Without DDP's and torch.compile's wrapping, whose names would not fit an unwrapped model."""
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
+    """Without DDP's and torch.compile's wrapping, whose names would not fit; and whether it was DDP's."""
+    replicated = False
     while True:
         inner = getattr(module, "_orig_mod", None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
+            inner, replicated = module.module, True
         if not isinstance(inner, nn.Module):
-            return module
+            return module, replicated
         module = inner
 
 

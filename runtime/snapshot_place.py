@@ -2,7 +2,8 @@
 
 ``<directory>/<name>/rank-<r>`` holds an arena and a lock. A snapshot is released only when all ranks that
 can be seen here hold a newer one in common: a rank that is killed between two snapshots of its neighbours
-leaves a step that every one of them has. That is read off the neighbours' manifests; nobody is asked.
+leaves a step that every one of them has. That is read off the neighbours' manifests; nobody is asked. Where
+a keeper protects the snapshots among hosts, it says in a file which ones all hosts need.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from runtime.keeper_protocol import Key, read_kept
 from runtime.plain_state import SnapshotError
 from storage.arena import SLOTS, Arena, Slot
 from storage.errors import ArenaFullError, DamagedError
@@ -23,19 +25,22 @@ from storage.manifest import Manifest, Part, digest_of, read_record
 
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_SLOTS = 2
+_COUNTS = {2: "two", 3: "three"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LOCK_S = 20.0
 _NEIGHBOURS_S = 0.5
 _POLL_S = 0.001
-
-Key = tuple[int, int]
-"""Generation and step: later runs come after earlier ones, whatever their steps."""
 
 _open_here: set[Path] = set()
 
 
 def key_of(manifest: Manifest) -> Key:
     return manifest.generation, manifest.step
+
+
+def default_root() -> Path:
+    """Of all that this user keeps in shared memory; need not be there."""
+    return SHARED_MEMORY / f"ftd-{os.getuid()}"
 
 
 def default_directory() -> Path:
@@ -45,7 +50,7 @@ def default_directory() -> Path:
     """
     if not SHARED_MEMORY.is_dir():
         raise SnapshotError(f"there is no {SHARED_MEMORY}: give directory= in a memory file system")
-    mine = SHARED_MEMORY / f"ftd-{os.getuid()}"
+    mine = default_root()
     mine.mkdir(mode=0o700, exist_ok=True)
     found = mine.lstat()
     if mine.is_symlink() or found.st_uid != os.getuid():
@@ -63,6 +68,9 @@ class Place:
     _lock: IO[str]
     neighbours: list[Path] = field(default_factory=list)
     """Arenas of the other ranks on this host."""
+    protected: bool = False
+    """A keeper says what must stay; and ``restored`` stays until it has newer ones everywhere."""
+    restored: Key | None = None
     _closed: bool = False
 
     @classmethod
@@ -84,29 +92,33 @@ class Place:
             raise
 
     def reserve(self, size_bytes: int) -> None:
-        """Room for two snapshots, touched now.
+        """Room for two snapshots, or three where one may be on its way to other hosts; touched now.
 
         :raises ArenaFullError: carries the bytes that are needed and those that are there.
         """
+        slots = SLOTS if self.protected else KEPT_SLOTS
         there = sum(f.stat().st_size for f in self.arena.directory.glob("slot-*"))
-        needed, free = KEPT_SLOTS * size_bytes, shutil.disk_usage(self.arena.directory).free
+        needed, free = slots * size_bytes, shutil.disk_usage(self.arena.directory).free
         if needed - there > free:
             raise ArenaFullError(
-                f"two snapshots of {size_bytes} bytes need {needed} bytes in {self.arena.directory}, and "
-                f"{there + free} are there: make the file system larger (mount -o remount,size=…), or give "
-                "directory= in another one",
+                f"{_COUNTS[slots]} snapshots of {size_bytes} bytes need {needed} bytes in "
+                f"{self.arena.directory}, and {there + free} are there: make the file system larger "
+                "(mount -o remount,size=…), or give directory= in another one",
                 needed_bytes=needed,
                 free_bytes=there + free,
             )
-        self.arena.reserve(size_bytes, KEPT_SLOTS)
+        self.arena.reserve(size_bytes, slots)
 
     def slot(self, size_bytes: int) -> Slot:
         """One that is free. Waits a little for neighbours who are about to complete, before it takes a third.
 
         :raises ArenaFullError: there is none.
         """
-        deadline = time.monotonic() + _NEIGHBOURS_S
         self._let_go()
+        if self.protected:
+            self._make_room()
+            return self.arena.begin(size_bytes)
+        deadline = time.monotonic() + _NEIGHBOURS_S
         while len(self.arena.snapshots) >= KEPT_SLOTS and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             self._let_go()
@@ -154,10 +166,23 @@ class Place:
     def _let_go(self) -> None:
         """Of what is older than the newest that all ranks here hold."""
         held = sorted(self.arena.snapshots, key=key_of, reverse=True)
+        if self.protected:
+            common = read_kept(self.job).common
+            if common is not None and common > (self.restored or (0, 0)):
+                self.arena.release([m.step for m in held if key_of(m) < common])
+            return
         for manifest in held:
             if all(_holds(neighbour, key_of(manifest)) for neighbour in self.neighbours):
                 self.arena.release([m.step for m in held if key_of(m) < key_of(manifest)])
                 return
+
+    def _make_room(self) -> None:
+        """What nobody waits for makes way: not the newest that all hosts have, nor one on its way there."""
+        kept = read_kept(self.job)
+        held = sorted(self.arena.snapshots, key=key_of)
+        spare = [m.step for m in held if key_of(m) not in (kept.common, kept.pinned, self.restored)]
+        if len(held) == SLOTS:
+            self.arena.release(spare[:1])
 
 
 def _holds(directory: Path, key: Key) -> bool:

@@ -22,26 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-from torch import Tensor
-
-from runtime.copier import HEADER, Capture, Copier
-from runtime.plain_state import SnapshotError, encode, freeze, rebuild, thaw
-from runtime.random_states import random_states, set_random_states
-from runtime.ranks import Ranks, place_number
-from runtime.registered import Registered, expected_state
-from runtime.snapshot_place import Key, Place, key_of
-from runtime.tensor_image import Entry, Image, Known, Source, Unit, gathered, placed
-from storage.arena import SLOTS, Slot
+from runtime.catalogue import Restorable
+from runtime.contents import Contents
+from runtime.copier import HEADER, Copier, part_name
+from runtime.keeper import KeeperError
+from runtime.keeper_protocol import Key, Layout, read_kept
+from runtime.plain_state import SnapshotError
+from runtime.protection import Protection, layout_of
+from runtime.ranks import Ranks
+from runtime.registered import Registered
+from runtime.saved import NOTHING, Saved
+from runtime.snapshot_place import Place, default_root, key_of
+from runtime.tensor_image import Bytes
+from storage.arena import Slot
 from storage.manifest import Manifest, Part, digest_of
 
 log = logging.getLogger("ftd.snapshotter")
-
-_FORMAT = 1
-_SPARE_BYTES = 256 * 1024
-_ENTRY_BYTES = 256
-"""Of a header, for each tensor that is expected."""
 
 
 @dataclass(slots=True)
@@ -63,6 +59,10 @@ class Snapshotter:
     :param directory: of a memory file system; ``/dev/shm/ftd-<uid>/snapshots`` otherwise.
     :param random_state: keep the states of torch's, numpy's and Python's random numbers, too.
     :param limit_bytes: of this rank's memory; it takes twice its state, three times for moments.
+    :param protection: against the loss of hosts, by their keepers (``ftd node --snapshots-only``): ``buddy``
+        or ``arc:k`` (copies on the next k hosts), ``aec``, ``aec2`` (parity, against one and two losses), or
+        several joined by ``+``.
+    :param keeper: its socket, where it is not the default one; ``$FTD_KEEPER`` says so, too.
     :param things: what ``register`` takes, by name.
     :raises SnapshotError: a name or a thing that cannot be used; says what would work.
     :raises ArenaFullError: there is too little memory: carries what is needed and what there is.
@@ -76,18 +76,15 @@ class Snapshotter:
         directory: str | Path | None = None,
         random_state: bool = True,
         limit_bytes: int | None = None,
+        protection: str = "none",
+        keeper: str | Path | None = None,
         **things: Any,
     ) -> None:
         self.counts = Counts()
         self._name = name
-        self._random = random_state
-        self._things: dict[str, Registered] = {}
+        self._protection = Protection.open(name, protection, keeper, default_root())
+        self._contents = Contents(self._protection, random_state)
         self._hooks: list[Any] = []
-        self._known: dict[int, Known] = {}
-        self._units: tuple[list[tuple[int, int]], list[Unit]] = ([], [])
-        self._staging = np.empty(0, dtype=np.uint8)
-        self._generation = 0
-        """Of this run; 0 until the ranks have met."""
         self._last: int | None = None
         self._restored: Key | None = None
         self._clean = False
@@ -96,7 +93,9 @@ class Snapshotter:
         ranks = Ranks.now()
         for key, thing in things.items():
             self._add(key, thing, guarded=False)
-        self._place = Place.open(name, ranks.rank, Path(directory) if directory else None, limit_bytes)
+        facts = self._protection.facts
+        where = Path(facts.directory) if facts else Path(directory) if directory else None
+        self._place = Place.open(name, ranks.rank, where, limit_bytes)
         self._copier = Copier(self._place.slot, self._complete, self._failed)
         self._process = os.getpid()
         atexit.register(self.close)
@@ -123,29 +122,27 @@ class Snapshotter:
         try:
             self._reserve()
         except BaseException:
-            del self._things[name]
+            del self._contents.things[name]
             raise
 
     def _add(self, name: str, thing: Any, *, guarded: bool) -> None:
-        if name in self._things:
+        if name in self._contents.things:
             raise SnapshotError(f"{name!r} is registered already: give each thing a name of its own")
-        self._things[name] = Registered.of(name, thing, guarded=guarded)
+        self._contents.things[name] = Registered.of(name, thing, guarded=guarded)
 
     def _reserve(self) -> None:
-        """Room for what is registered and what its optimizers will keep; steps wait for copies from then."""
-        image, trees = self._walk()
-        size, tensors = image.size_bytes, len(image.entries)
-        for registered in self._things.values():
-            if registered.kind == "optimizer":
-                more_bytes, more = expected_state(registered.thing)
-                size, tensors = size + more_bytes, tensors + more
-        plain_bytes = 2 * len(encode(trees))
-        self._place.reserve(size + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES)
+        """Room for what is registered and what its optimizers will keep; steps wait for copies from then.
+
+        With protection, what a rank keeps is known once all have met.
+        """
+        if self._protection.facts is None or self._protection.generation:
+            self._place.reserve(self._contents.expected_bytes())
+            self._contents.capture(0)  # What it finds out is known at the first snapshot.
         for handle in self._hooks:
             handle.remove()
         self._hooks = [
             r.thing.register_step_pre_hook(self._before_step)
-            for r in self._things.values()
+            for r in self._contents.things.values()
             if r.kind == "optimizer"
         ]
 
@@ -169,10 +166,16 @@ class Snapshotter:
         self._copier.finish()
         self._last = step
         try:
-            self._copier.begin(self._capture(step))
+            self._copier.begin(self._contents.capture(step))
         except SnapshotError as error:
             self._failed(step, error)
         self.counts.stall_s += time.perf_counter() - began
+
+    @property
+    def protected_step(self) -> int | None:
+        """Of the newest snapshot that every host has, protected; ``None`` without protection."""
+        common = read_kept(self._place.job).common if self._place.protected else None
+        return None if common is None else common[1]
 
     def wait(self) -> None:
         """Until all that was begun is complete, or was dropped."""
@@ -189,68 +192,8 @@ class Snapshotter:
         self._copier.finish()
         self.counts.stall_s += time.perf_counter() - began
 
-    def _walk(self) -> tuple[Image, dict[str, Any]]:
-        """What is registered, as it is now; nothing is copied but plain data."""
-        image = Image(known=self._known)
-        guarded: set[int] = set()
-        for registered in self._things.values():
-            guarded |= registered.guarded_ids()
-
-        def take(tensor: Tensor, where: str) -> int:
-            return image.add(tensor, where, at_once=id(tensor) not in guarded)
-
-        things = {
-            name: {"kind": registered.kind, "state": freeze(registered.state(), name, take)}
-            for name, registered in self._things.items()
-        }
-        numbers = freeze(random_states(), "random numbers", take) if self._random else None
-        self._known = image.seen
-        return image, {"format": _FORMAT, "things": things, "random": numbers}
-
-    def _capture(self, step: int) -> Capture:
-        image, trees = self._walk()
-        sources = self._sources(image)
-        ranges = [(entry.offset, entry.size_bytes) for entry in image.entries]
-        if ranges != self._units[0]:
-            self._units = (ranges, image.units())
-        ranks = Ranks.now()
-        return Capture(
-            step=step,
-            units=self._units[1],
-            sources=sources,
-            image_bytes=image.size_bytes,
-            header=lambda: encode({**trees, "entries": image.entries}),
-            layout={"kind": "snapshotter", "ranks": ranks.count, "image_bytes": image.size_bytes},
-            devices={source.device for source in sources if isinstance(source, Tensor)},
-        )
-
-    def _sources(self, image: Image) -> list[Source]:
-        """Guarded tensors themselves; of the others copies, made now."""
-        staged = [
-            number
-            for number, at_once in enumerate(image.at_once)
-            if at_once and isinstance(image.views[number], np.ndarray)
-        ]
-        wanted = sum(image.entries[number].size_bytes for number in staged)
-        if len(self._staging) < wanted:
-            self._staging = np.zeros(wanted, dtype=np.uint8)
-        sources, end = list(image.views), 0
-        for number in staged:
-            size = image.entries[number].size_bytes
-            copy, view = self._staging[end : end + size], image.views[number]
-            assert isinstance(view, np.ndarray)
-            copy[:] = view
-            sources[number], end = copy, end + size
-        chosen: list[Source] = []
-        for number, source in enumerate(sources):
-            if source is None or (image.at_once[number] and isinstance(source, Tensor)):
-                flat = gathered(image.tensors[number])
-                source = flat.numpy() if flat.device.type == "cpu" else flat  # noqa: PLW2901
-            chosen.append(source)
-        return chosen
-
     def _complete(self, step: int, slot: Slot, parts: tuple[Part, ...], layout: dict[str, Any]) -> None:
-        self._place.complete((self._generation, step), slot, parts, layout)
+        self._place.complete((self._protection.generation, step), slot, parts, layout)
         self.counts.completed += 1
         self.counts.completed_step = step
 
@@ -269,8 +212,26 @@ class Snapshotter:
         :raises SnapshotError: torch.distributed is not initialised, and there are several ranks.
         """
         self.wait()
-        own: dict[Key, Manifest] = {}
         self._foreign = ""
+        own = self._own()
+        ranks = Ranks.now()
+        restored = None
+        for found in self._meet(ranks, own):
+            saved = self._obtained(found, own.get(found.key), ranks.rank)
+            if ranks.all_of(saved is not None):
+                assert saved is not None
+                saved.load(self._contents.things, random=self._contents.random)
+                restored = found.key
+                break
+        if restored is None and own and self._protection.asked and not self._protection.active:
+            self._foreign = "parts of it may be on other hosts, and no keeper answers"
+        self._restored, self._last, self._clean = restored, None, False
+        self._begin()
+        return restored[1] if restored else None
+
+    def _own(self) -> dict[Key, Manifest]:
+        """What lies here of this rank's, and fits."""
+        own: dict[Key, Manifest] = {}
         for problem in self._place.arena.problems:
             log.warning("%s: passed over: %s", self._name, problem)
         for manifest in self._place.arena.snapshots:
@@ -278,57 +239,43 @@ class Snapshotter:
             if foreign:
                 self._foreign = why
             if why:
-                log.warning("%s: the snapshot of step %d is passed over: %s", self._name, manifest.step, why)
+                self._pass_over(manifest.step, why)
             else:
                 own[key_of(manifest)] = manifest
-        ranks = Ranks.now()
-        restored = None
-        for key in self._meet(ranks, own):
-            damaged = self._place.damaged(own[key])
-            if damaged:
-                log.warning(
-                    "%s: the snapshot of step %d is passed over: %s changed since it was written",
-                    self._name,
-                    key[1],
-                    ", ".join(damaged[:3]),
-                )
-            if ranks.all_of(not damaged):
-                self._load(own[key])
-                restored = key
-                break
-        self._restored, self._last, self._clean = restored, None, False
-        return restored[1] if restored else None
+        return own
 
-    def _meet(self, ranks: Ranks, own: dict[Key, Manifest]) -> list[Key]:
-        """The snapshots that all ranks hold, the newest first; and a generation for this run."""
-        here = place_number(self._place.job)
+    def _meet(self, ranks: Ranks, own: dict[Key, Manifest]) -> list[Restorable]:
+        """The snapshots that all ranks can have, the newest first; and what each keeps from now on."""
         newest = max((m.generation for m in self._place.arena.snapshots), default=0)
-        keys = sorted(own, reverse=True) + [(-1, -1)] * (SLOTS - len(own))
-        rows = ranks.gather([here, newest, *(number for key in keys for number in key)])
-        self._generation = max(row[1] for row in rows) + 1
-        self._place.neighbours = [
-            self._place.job / f"rank-{rank}"
-            for rank, row in enumerate(rows)
-            if row[0] == here and rank != ranks.rank and ranks.count > 1
-        ]
-        held = [set(zip(row[2::2], row[3::2], strict=True)) - {(-1, -1)} for row in rows]
-        return sorted(set.intersection(*held), reverse=True)
+        layouts = {key: layout for key, m in own.items() if (layout := layout_of(m)) is not None}
+        job = self._place.job
+        found = self._protection.meet(ranks, job, layouts, newest, self._contents.shared_digest())
+        self._place.neighbours = [job / f"rank-{rank}" for rank in self._protection.same_host]
+        return found
+
+    def _begin(self) -> None:
+        """What is kept is known: allocate it, and have it protected."""
+        self._place.protected, self._place.restored = self._protection.active, self._restored
+        self._reserve()
+        self._copier.start()
+        self._protection.begin(self._restored)
 
     def _begin_run(self) -> None:
         """Before a run's first snapshot: former runs' snapshots go, but for the one that was restored."""
         if self._clean:
             return
-        if self._generation == 0:
+        if self._protection.generation == 0:
             if self._place.arena.snapshots:
                 raise SnapshotError(
                     f"{self._place.arena.directory} holds a snapshot of step "
                     f"{self._place.arena.snapshots[0].step}: call restore() first, or remove() to begin anew"
                 )
             self._meet(Ranks.now(), {})
+            self._begin()
         if self._foreign:
             raise SnapshotError(
-                f"{self._place.arena.directory} holds a snapshot that is not of this job, and would be "
-                f"lost ({self._foreign}): take another name, or remove() it"
+                f"{self._place.arena.directory} holds a snapshot that was not restored, and would be lost "
+                f"({self._foreign}): see to that, take another name, or remove() it"
             )
         self._place.keep_only({self._restored} if self._restored else set())
         self._clean = True
@@ -337,44 +284,60 @@ class Snapshotter:
         """(somebody else could restore it, why it cannot be restored here); (False, "") when it can."""
         if manifest.job_id != self._name:
             return True, f"it is of job {manifest.job_id!r}"
-        if manifest.layout.get("kind") != "snapshotter":
-            return True, "it was not written by a Snapshotter"
+        layout = layout_of(manifest)
+        if layout is None:
+            return True, "it was not written by a Snapshotter of this version"
         count = Ranks.now().count
-        if manifest.layout.get("ranks") != count:
-            return True, f"it is of {manifest.layout.get('ranks')} ranks, and there are {count}"
-        header = manifest.part(HEADER)
-        if digest_of(self._place.arena.bytes_of(manifest, header)) != header.digest:
+        if layout.ranks != count and not layout.shared_bytes:
+            return True, f"it is of {layout.ranks} ranks, and there are {count}"
+        header = manifest.part(part_name(layout.rank, HEADER))
+        data = self._place.arena.bytes_of(manifest, header)
+        if digest_of(data) != header.digest:
             return False, "its header changed since it was written"
-        content, entries = self._read(manifest)
-        if content["format"] != _FORMAT:
-            return True, f"it is of format {content['format']}, and this version reads {_FORMAT}"
-        saved = {name: thing["kind"] for name, thing in content["things"].items()}
-        here = {name: registered.kind for name, registered in self._things.items()}
-        if saved != here:
-            return True, f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
-        for name, registered in self._things.items():
-            why = registered.refuses(content["things"][name]["state"], entries)
-            if why:
-                return True, f"{name}: {why}"
-        return False, ""
+        why = Saved.of(data, NOTHING, NOTHING).refuses(self._contents.things)
+        return bool(why), why
 
-    def _read(self, manifest: Manifest) -> tuple[dict[str, Any], list[Entry]]:
-        data = self._place.arena.bytes_of(manifest, manifest.part(HEADER)).tobytes()
-        content = thaw(data)
-        return content, msgspec.convert(content["entries"], list[Entry])
+    def _obtained(self, found: Restorable, manifest: Manifest | None, rank: int) -> Saved | None:
+        """From this host's memory, and what is not there from others'; ``None``: it cannot be had."""
+        step = found.key[1]
+        here = manifest is not None and found.source_of(rank) == rank
+        try:
+            brought, shared = NOTHING, NOTHING
+            if found.layout.shared_bytes or not here:
+                brought, shared = self._protection.bring(found, rank, own=not here)
+        except KeeperError as error:
+            # It may be there tomorrow: nothing of it may be let go for a run that begins anew.
+            self._foreign = str(error)
+            self._pass_over(step, str(error))
+            return None
+        if not here:
+            size = found.layout.own_bytes
+            saved = Saved.of(brought[size:], brought[:size], shared)
+        else:
+            assert manifest is not None
+            layout = layout_of(manifest)
+            assert layout is not None
+            damaged = self._place.damaged(manifest)
+            if damaged:
+                self._pass_over(step, f"{', '.join(damaged[:3])} changed since it was written")
+                return None
+            saved = self._read(manifest, layout, shared)
+        why = saved.refuses(self._contents.things)
+        if why:
+            self._foreign = why
+            self._pass_over(step, why)
+        return None if why else saved
 
-    def _load(self, manifest: Manifest) -> None:
-        content, entries = self._read(manifest)
-        whole = Part(name="image", offset=0, size_bytes=manifest.layout["image_bytes"], digest="")
-        data = self._place.arena.bytes_of(manifest, whole)
+    def _read(self, manifest: Manifest, layout: Layout, shared: Bytes) -> Saved:
+        header = manifest.part(part_name(layout.rank, HEADER))
+        own = Part(
+            name="own", offset=header.offset - layout.own_bytes, size_bytes=layout.own_bytes, digest=""
+        )
+        arena = self._place.arena
+        return Saved.of(arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared)
 
-        def place(number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
-            return placed(entries[number], data, old, beside)
-
-        for registered in sorted(self._things.values(), key=lambda r: r.kind not in ("module", "optimizer")):
-            registered.load(content["things"][registered.name]["state"], place)
-        if self._random and content["random"] is not None:
-            set_random_states(rebuild(content["random"], None, lambda number, old: place(number, old, None)))
+    def _pass_over(self, step: int, why: str) -> None:
+        log.warning("%s: the snapshot of step %d is passed over: %s", self._name, step, why)
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -393,3 +356,4 @@ class Snapshotter:
         """Close, and give the memory back: nothing of this rank can be restored any more."""
         self.close()
         self._place.remove()
+        self._protection.remove()

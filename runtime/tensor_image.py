@@ -1,11 +1,13 @@
-"""Tensors one after the other in a flat image: which bytes lie where, and in which pieces they are copied.
+"""Tensors one after the other in flat images: which bytes lie where, and in which pieces they are copied.
 
+There are two: of tensors that are the same on all ranks (*shared*), and of this rank's *own*.
 A tensor that fills its memory without gaps, in whatever order of dimensions, is copied as it lies there
 (its bytes are viewed, not gathered); any other one is gathered when the snapshot is taken. A sharded tensor
 (FSDP2's) is its local shard.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.plain_state import SnapshotError
+from storage.shards import Piece as Kept
 
 Bytes = NDArray[np.uint8]
 Source = Bytes | Tensor
@@ -36,26 +39,33 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sharded: bool
     """The shard of this rank; ``shape`` is the shard's."""
     offset: int
+    """In its image."""
     size_bytes: int
+    shared: bool = False
+    """It is in the image that is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``[start, start + size_bytes)`` of source ``entry`` go to ``[offset, …)`` of the image."""
+    """Bytes ``[start, start + size_bytes)`` of source ``entry`` go to ``[offset, …)`` of what is kept."""
 
     entry: int
     start: int
     offset: int
     size_bytes: int
+    added: bool = False
+    """XORed with what is there, instead of copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A run of the image that is copied by one thread."""
+    """A run of what is kept that is copied by one thread, its pieces in their order."""
 
     offset: int
     size_bytes: int
     pieces: tuple[Piece, ...]
+    gaps: tuple[tuple[int, int], ...] = ()
+    """(offset, bytes) that become zero first: no piece covers them, and a parity must not see rests."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -111,10 +121,11 @@ class Image:
     """``None``: it must be gathered from ``tensors``."""
     tensors: list[Tensor] = field(default_factory=list)
     at_once: list[bool] = field(default_factory=list)
-    size_bytes: int = 0
+    own_bytes: int = 0
+    shared_bytes: int = 0
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, where: str, *, at_once: bool) -> int:
+    def add(self, tensor: Tensor, where: str, *, at_once: bool, shared: bool = False) -> int:
         """The tensor's number; the same for one that was added before (tied weights).
 
         :raises SnapshotError: a tensor whose memory is no plain row of values.
@@ -129,35 +140,78 @@ class Image:
         if number is not None and _alike(self.entries[number], found.entry):
             return number
         number = self._taken[key] = len(self.entries)
-        offset = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if found.entry.offset != offset:
-            found.entry = msgspec.structs.replace(found.entry, offset=offset)
+        offset = aligned(self.shared_bytes if shared else self.own_bytes)
+        if (found.entry.offset, found.entry.shared) != (offset, shared):
+            found.entry = msgspec.structs.replace(found.entry, offset=offset, shared=shared)
         self.entries.append(found.entry)
         self.views.append(found.view)
         self.tensors.append(tensor)
         self.at_once.append(at_once or found.view is None)
-        self.size_bytes = offset + found.entry.size_bytes
+        if shared:
+            self.shared_bytes = offset + found.entry.size_bytes
+        else:
+            self.own_bytes = offset + found.entry.size_bytes
         return number
 
-    def units(self) -> list[Unit]:
-        """Together they are the image's bytes, each once; gaps of alignment belong to the one before."""
-        return cut([(entry.offset, entry.size_bytes) for entry in self.entries], self.size_bytes)
+
+Range = tuple[int, int, int]
+"""Number of a source, its offset in the image, its bytes."""
 
 
-def cut(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[Unit]:
-    """:param ranges: (offset, bytes) of each source in the image, ascending."""
-    pieces: list[list[Piece]] = [[] for _ in range(-(-size_bytes // UNIT_BYTES))]
-    for number, (offset, size) in enumerate(ranges):
-        done = 0
-        while done < size:
-            unit = (offset + done) // UNIT_BYTES
-            step = min(size - done, (unit + 1) * UNIT_BYTES - offset - done)
-            pieces[unit].append(Piece(number, done, offset + done, step))
-            done += step
-    return [
-        Unit(index * UNIT_BYTES, min(UNIT_BYTES, size_bytes - index * UNIT_BYTES), tuple(row))
-        for index, row in enumerate(pieces)
-    ]
+def aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def cut(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[Unit]:
+    """The units of what is kept of an image: pieces of its bytes, or XORs of such.
+
+    :param ranges: the image's, ascending.
+    :param base: where the first of what is kept lies in the slot.
+    """
+    offsets = [offset for _, offset, _ in ranges]
+    units = []
+    for one in kept:
+        for first in range(0, one.size_bytes, UNIT_BYTES):
+            size, at = min(UNIT_BYTES, one.size_bytes - first), base + one.offset + first
+            rows = [_within(ranges, offsets, source + first, size, at) for source in one.sources]
+            pieces = [
+                Piece(number, start, offset, length, added)
+                for added, row in zip((False, *[True] * (len(rows) - 1)), rows, strict=True)
+                for number, start, offset, length in row
+            ]
+            units.append(Unit(at, size, tuple(pieces), tuple(_gaps(rows[0], at, at + size))))
+    return units
+
+
+def whole(size_bytes: int) -> list[Kept]:
+    """All of an image, as it is."""
+    return [Kept(offset=0, size_bytes=size_bytes, sources=(0,))] if size_bytes else []
+
+
+_Row = list[tuple[int, int, int, int]]
+"""Source, first byte of it, offset in the slot, bytes."""
+
+
+def _within(ranges: Sequence[Range], offsets: list[int], first: int, size: int, at: int) -> _Row:
+    """The image's bytes [first, first + size), which come to lie at ``at``."""
+    row: _Row = []
+    for number, offset, length in ranges[max(0, bisect_right(offsets, first) - 1) :]:
+        if offset >= first + size:
+            break
+        low, high = max(first, offset), min(first + size, offset + length)
+        if low < high:
+            row.append((number, low - offset, at + low - first, high - low))
+    return row
+
+
+def _gaps(row: _Row, end: int, last: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) from ``end`` to ``last`` that nothing in the row covers."""
+    for _, _, offset, length in row:
+        if offset > end:
+            yield end, offset - end
+        end = offset + length
+    if last > end:
+        yield end, last - end
 
 
 def _address(tensor: Tensor, where: str) -> int:

@@ -78,6 +78,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM: the authorities that other nodes' certificates are to be of."""
     checkpoint_rate_mib_s: int | None = None
     """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
+    snapshot_peers: tuple[str, ...] = ()
+    """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
 
 
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +124,7 @@ class DaemonConfig:
     snapshot_rate_bytes_s: float | None
     snapshot_tls: ShardTls | None
     checkpoint_rate_bytes_s: float | None
+    snapshot_peers: tuple[str, ...]
     state_dir: Path
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
@@ -189,6 +192,7 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         ),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
+        snapshot_peers=_peers(file.node.snapshot_peers),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         secret=_secret(file, directory),
         timing=_timing(file.timing),
@@ -248,6 +252,18 @@ def way_to(broker: BrokerAddress) -> str:
 def _require_port(port: int, field: str) -> None:
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
+
+
+def _peers(peers: tuple[str, ...]) -> tuple[str, ...]:
+    for peer in peers:
+        host, _, port = peer.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigurationError(
+                f"{peer!r} is no host:port",
+                field="node.snapshot_peers",
+                remedy='for example ["host-b:7130"], its node.host and node.snapshot_port',
+            )
+    return peers
 
 
 def _default_snapshot_dir() -> Path:

@@ -64,10 +64,20 @@ class _Mapped:
 
 
 class Arenas:
-    """:param limit_bytes: of all arenas of the node together; ``None`` leaves it to the file system."""
+    """:param limit_bytes: of all arenas of the node together; ``None`` leaves it to the file system.
+    :param names: of a job's arenas, with groups for a number and for an owner.
+    """
 
-    def __init__(self, root: Path, *, devices: int, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        devices: int,
+        limit_bytes: int | None = None,
+        names: tuple[re.Pattern[str], ...] = (_DEVICE, _COPY),
+    ) -> None:
         self.root = root
+        self._names = names
         self._devices = devices
         self._limit_bytes = limit_bytes
         self._lock: IO[bytes] | None = None
@@ -297,7 +307,7 @@ class Arenas:
         """Own ones in the order of devices, then copies, each with its owner."""
         found: list[tuple[str, int, Path]] = []
         for path in self._entries(job):
-            match = _DEVICE.fullmatch(path.name) or _COPY.fullmatch(path.name)
+            match = next(filter(None, (names.fullmatch(path.name) for names in self._names)), None)
             if match is not None:
                 found.append((match[2], int(match[1]), path))
         return [(path, owner) for owner, _, path in sorted(found)]

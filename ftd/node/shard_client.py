@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -41,6 +41,7 @@ _BUSY_S = 60.0
 _TLS_FIELDS = TlsFields(
     name="the host of [node] on that node", ca="node.snapshot_tls_ca", whose="that node's certificate"
 )
+_MOST_ANSWER_BYTES = 4 * 1024 * 1024
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class ShardClient:
         self._streams = asyncio.Semaphore(streams)
         self._ways: dict[str, asyncio.Lock] = {}
 
-    async def __aenter__(self) -> "ShardClient":
+    async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
@@ -190,6 +191,31 @@ class ShardClient:
             await self.insist(block.place.source, lambda: self._receive(block))
         if block.hasher is not None and block.hasher.hexdigest() != block.digest:
             raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
+
+    async def ask(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        """A short request and its answer, tried once.
+
+        :raises PeerError: there is no answer, or it is no; says why.
+        """
+        source = Source(node=address, address=address)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self.session.request(
+                method, self.url(source, path), data=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = bytearray()
+                async for chunk in response.content.iter_any():
+                    answer += chunk
+                    if len(answer) > _MOST_ANSWER_BYTES:
+                        raise PeerError(f"{source} sent more than {_MOST_ANSWER_BYTES} bytes")
+                if response.status == 409:
+                    raise PeerError(answer.decode(errors="replace")[:500])
+                check_status(source, response, 200)
+                return bytes(answer)
+        except Busy:
+            raise PeerError(f"{source} is busy") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerError(f"{source}: {words_of(error)}") from None
 
     # --- one request -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import hmac
 import re
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 from aiohttp import web
@@ -48,6 +48,7 @@ class ShardServer:
     :param rate_bytes_s: of all streams together that it sends.
     :param copies: where there are none, none are taken.
     :param tls: with this node's certificate; ``None``: plain HTTP.
+    :param routes: answered, too, to those who have the token.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ShardServer:
         greeting_s: float = GREETING_S,
         copies: Copies | None = None,
         tls: ssl.SSLContext | None = None,
+        routes: Iterable[web.RouteDef] = (),
     ) -> None:
         self._arenas = arenas
         self._copies = None if copies is None else CopyServer(copies, stall_s=stall_s)
@@ -74,6 +76,7 @@ class ShardServer:
         self._most_streams = most_streams
         self._stall_s = stall_s
         self._greeting_s = greeting_s
+        self._routes = tuple(routes)
         self._streams = 0
         self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._verifying = asyncio.Lock()
@@ -89,6 +92,7 @@ class ShardServer:
     async def start(self) -> None:
         """:raises OSError: the address cannot be bound."""
         app = web.Application(middlewares=[self._guard])
+        app.router.add_routes(self._routes)
         app.router.add_get("/v1/{job}/{step}", self._manifest, allow_head=False)
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
         if self._copies is not None:

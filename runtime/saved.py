@@ -1,0 +1,83 @@
+"""A snapshot that was found, as bytes: whether it fits what is registered, and into it."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.plain_state import rebuild, thaw
+from runtime.random_states import set_random_states
+from runtime.registered import Registered
+from runtime.tensor_image import Bytes, Entry, placed
+
+FORMAT = 2
+_MOST_THREADS = 4
+"""More do not copy faster than memory gives."""
+NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """:param own: the image of what was this rank's own. :param shared: of what was the same on all ranks."""
+
+    content: dict[str, Any]
+    entries: list[Entry]
+    own: Bytes
+    shared: Bytes
+
+    @classmethod
+    def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "Saved":
+        content = thaw(header.tobytes())
+        return cls(
+            content=content,
+            entries=msgspec.convert(content["entries"], list[Entry]),
+            own=own,
+            shared=shared,
+        )
+
+    def refuses(self, things: Mapping[str, Registered]) -> str:
+        """Why it cannot be loaded; empty when it can."""
+        if self.content["format"] != FORMAT:
+            return f"it is of format {self.content['format']}, and this version reads {FORMAT}"
+        saved = {name: thing["kind"] for name, thing in self.content["things"].items()}
+        here = {name: registered.kind for name, registered in things.items()}
+        if saved != here:
+            return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
+        for name, registered in things.items():
+            why = registered.refuses(self.content["things"][name]["state"], self.entries)
+            if why:
+                return f"{name}: {why}"
+        return ""
+
+    def load(self, things: Mapping[str, Registered], *, random: bool) -> None:
+        """On all cores: nothing else of the script runs now, whatever it leaves to torch later."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(threads, min(_MOST_THREADS, os.cpu_count() or 1)))
+        try:
+            self._load(things, random)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _load(self, things: Mapping[str, Registered], random: bool) -> None:
+        def place(number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
+            entry = self.entries[number]
+            return placed(entry, self.shared if entry.shared else self.own, old, beside)
+
+        for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer")):
+            registered.load(self.content["things"][registered.name]["state"], place)
+        if random and self.content["random"] is not None:
+            numbers = self.content["random"]
+            set_random_states(rebuild(numbers, None, lambda number, old: place(number, old, None)))
+
+
+def mapped(path: str) -> Bytes:
+    """A file's bytes. :raises OSError: it is gone."""
+    with Path(path).open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
