@@ -255,6 +255,8 @@ def resume(a: Agent, command: Resume) -> None:
         forget_all(a)
     a.resume, a.stepping, a.lineage = command, False, command.lineage
     a.forget_beyond(command.step)
+    # Said under the new lineage, a step that was undone would count again.
+    a.unsent = [step for step in a.unsent if a.history.get(step.step) == step]
     if command.vote is not None:
         remember(a, CommittedStep(step=command.step, vote=command.vote))
     ranked = set(a.mine(command))

@@ -39,7 +39,10 @@ class Underway:
 
 
 def snap(a: Agent, command: Snap) -> None:
-    """Once for each order: a late duplicate would begin a snapshot that nobody waits for."""
+    """Once for each order: a late duplicate would begin a snapshot that nobody waits for.
+
+    So would a second trainer that is told behind the ballot in which the first one asked.
+    """
     order = command.generation, command.behind
     if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
         a.ignore("a Snap of another generation")
@@ -49,9 +52,8 @@ def snap(a: Agent, command: Snap) -> None:
         return
     a.snap_order = order
     last = a.job is not None and command.behind >= a.job.steps
-    for device in a.mine(a.resume):
-        phase = a.trainers[device].phase
-        if phase is TrainerPhase.TRAINING or (phase is TrainerPhase.DONE and last):
+    for device in a.mine(a.resume) if last else a.mine(a.resume)[:1]:
+        if a.trainers[device].phase is (TrainerPhase.DONE if last else TrainerPhase.TRAINING):
             snap = TrainerSnap(cause=a.cause, device=device, generation=command.generation, last=last)
             a.out.append(snap)
 

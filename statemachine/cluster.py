@@ -153,6 +153,12 @@ class ClusterMachine:
         """The job's newest persistent one, as far as this coordinator knows."""
         return self._c.persisting.newest
 
+    @property
+    def writing(self) -> str:
+        """Attempt at a persistent checkpoint that is under way; empty: none is."""
+        writing = self._c.persisting.writing
+        return writing.attempt if writing is not None else ""
+
     def _take_out(self) -> list[Effect]:
         """What this step wants, in the order that serves best and is still safe.
 

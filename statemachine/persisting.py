@@ -50,17 +50,19 @@ def shared(record: Snapshot, owners: tuple[str, ...], profile: ModelProfile) -> 
 def pursue(c: Cluster) -> None:
     """Begin one when it is time; give up one that cannot be finished any more."""
     writing, newest = c.persisting.writing, c.keeping.newest
+    if not c.connected:
+        return  # nobody can be heard, so nobody is gone
     if writing is not None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
         if gone and not writing.committing:
             give_up(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
-    elif newest is not None and c.connected and c.phase is ClusterPhase.RUNNING and _time(c, newest):
+    elif newest is not None and c.phase is ClusterPhase.RUNNING and _time(c, newest):
         _begin(c, newest)
 
 
 def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
     node = c.nodes.get(name)
-    here = node is not None and node.alive and node.incarnation == writing.incarnations[name]
+    here = node is not None and node.alive and node.incarnation == writing.incarnations.get(name)
     return not here and name not in writing.files
 
 
@@ -133,9 +135,9 @@ def _order(c: Cluster, node: NodeMachine) -> None:
 def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """It may have missed its order; what it has done it says itself."""
     writing, job = c.persisting.writing, c.job
-    if writing is None or job is None or signal.job_id != job.job_id or _is_gone(c, writing, node.name):
+    if writing is None or job is None or signal.job_id != job.job_id:
         return
-    if node.name in writing.shares and node.name not in writing.files and not writing.committing:
+    if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
         _order(c, node)
 
 
@@ -163,7 +165,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
         give_up(c, f"{node.name} wrote other layers than it was asked for")
         return
     writing.files[node.name] = signal.layers
-    if set(writing.files) == set(writing.shares):
+    if all_written(writing):
         writing.committing = True
         c.cancel_timer(PERSIST)
         c.out.append(
@@ -176,6 +178,10 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
                 layers=tuple(file for files in writing.files.values() for file in files),
             )
         )
+
+
+def all_written(writing: Writing) -> bool:
+    return set(writing.files) == set(writing.shares)
 
 
 def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) -> None:

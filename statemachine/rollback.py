@@ -172,7 +172,8 @@ def found(c: Cluster, event: CheckpointFound) -> str | None:
     for passed in event.skipped:
         c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
     if checkpoint is None:
-        return f"{attempt.why_lost}; nor is there a persistent checkpoint: {event.reason}"
+        look = f"ftd checkpoint verify {job.checkpoint.url}"
+        return f"{attempt.why_lost}; nor is there a sound checkpoint: {event.reason} (see: {look})"
     layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
     if checkpoint.layers != layers:
         return (

@@ -271,9 +271,10 @@ def overdue(c: Cluster) -> None:
 
 def _miss(c: Cluster, why: str) -> None:
     """The last step's is not tried again: the job ends without its checkpoint."""
-    last = c.keeping.underway is not None and c.keeping.underway.last
+    underway, job = c.keeping.underway, c.job
+    last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
     give_up(c, why)
-    if last:
+    if last and job is not None and job.checkpoint.every_steps > 0:
         c.persisting.done = c.dirty = True
         newest = c.persisting.newest
         c.emit(
@@ -300,7 +301,7 @@ def give_up(c: Cluster, why: str) -> None:
     keeping, underway = c.keeping, c.keeping.underway
     if underway is None:
         return
-    keeping.underway = None
+    keeping.underway, c.dirty = None, True
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
@@ -353,6 +354,10 @@ def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
     assert job is not None, "a snapshot is of a job"
     if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
         node.keep_said, node.keep_said_at = record.step, c.at
-        writing = c.persisting.writing
-        pinned = writing.record.step if writing is not None and writing.record.step < record.step else 0
-        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pinned))
+        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pinned(c, record)))
+
+
+def pinned(c: Cluster, record: Snapshot) -> int:
+    """Step of the older snapshot that is being written to the disk; 0: there is none."""
+    writing = c.persisting.writing
+    return writing.record.step if writing is not None and writing.record.step < record.step else 0

@@ -40,6 +40,8 @@ class SimArena:
     invariants: "Invariants"
     kept: dict[int, int] = field(default_factory=dict)
     """Per device: the step that its living trainer was told to keep."""
+    pinned: dict[int, int] = field(default_factory=dict)
+    """Likewise, the step that is being written to the disk."""
     slots: dict[int, list[Shard]] = field(default_factory=dict)
     """Per device, the newest last."""
     kept_copies: int = 0
@@ -49,11 +51,13 @@ class SimArena:
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
         """Find a slot to write into: what is not kept goes, but for the newest."""
-        here = self.slots.get(device, [])
-        others = [s for s in here if s.key.step != self.kept.get(device, 0) and s.key.step != key.step]
+        here, kept, pinned = self.slots.get(device, []), self.kept.get(device, 0), self.pinned.get(device, 0)
+        stays = {kept, pinned} - {0}
+        others = [s for s in here if s.key.step not in stays and s.key.step != key.step]
+        room = 2 - len(stays)
+        spared = others[-room:] if room > 0 else []
         for shard in list(here):
-            kept = shard.key.job_id == key.job_id and shard.key.step == self.kept.get(device, 0)
-            if not kept and shard not in others[-1:]:
+            if not (shard.key.job_id == key.job_id and shard.key.step in stays) and shard not in spared:
                 self._drop(device, shard)
 
     def commit(self, device: int, shard: Shard) -> None:
@@ -61,10 +65,16 @@ class SimArena:
         if self.holds(shard.key):
             self.invariants.written(self.node, shard.key)
 
-    def keep(self, device: int, step: int) -> None:
-        self.kept[device] = step
+    def keep(self, device: int, step: int, pinned: int) -> None:
+        self.kept[device], self.pinned[device] = step, pinned
         for shard in list(self.slots.get(device, [])):
-            if shard.key.step < step:
+            if shard.key.step < step and shard.key.step != pinned:
+                self._drop(device, shard)
+
+    def forget(self, device: int, after_step: int) -> None:
+        """A generation begins there: what is of a later step was undone."""
+        for shard in list(self.slots.get(device, [])):
+            if shard.key.step > after_step:
                 self._drop(device, shard)
 
     def _drop(self, device: int, shard: Shard) -> None:
@@ -117,6 +127,7 @@ class SimArena:
         self.kept.clear()
         self.copies.clear()
         self.kept_copies = 0
+        self.pinned.clear()
 
     def parts(self, key: HeldSnapshot) -> dict[int, Shard]:
         return {device: shard for device, here in self.slots.items() for shard in here if shard.key == key}

@@ -14,14 +14,17 @@ from planner.planner import Planner
 from planner.values import ModelProfile, Plan, Policy, Situation
 from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.effects import (
+    AbandonCheckpoint,
     AnswerRequest,
     BuildTemplates,
     CancelTemplates,
     CancelTimer,
     CheckRestore,
+    CommitCheckpoint,
     ComputePlan,
     Effect,
     EmitEvent,
+    FindCheckpoint,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -31,6 +34,8 @@ from statemachine.effects import (
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
+    CheckpointFailed,
+    CheckpointWritten,
     DrainRequested,
     JobSubmitted,
     NodeVanished,
@@ -44,7 +49,7 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.messages import FromNode, ToNode
-from statemachine.values import Job
+from statemachine.values import Checkpoint, Job
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -53,7 +58,8 @@ MOST_NODES = 7
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | AnswerRequest
+    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint
+    | FindCheckpoint | AnswerRequest
 )  # fmt: skip
 
 
@@ -180,8 +186,8 @@ class SimCoordinator:
         )
         self.feed(event)
 
-    def submit(self, job: Job) -> None:
-        self.feed(JobSubmitted(at=self.world.now, cause="submit", request=job.job_id, job=job))
+    def submit(self, job: Job, begin: Checkpoint | None) -> None:
+        self.feed(JobSubmitted(at=self.world.now, cause="submit", request=job.job_id, job=job, begin=begin))
 
     def drain(self, node: str) -> None:
         self.feed(DrainRequested(at=self.world.now, cause="drain", request="drain", node=node))
@@ -244,6 +250,12 @@ class SimCoordinator:
                 world.at(world.between(0.001, 0.1), self._weighed, effect, self._life)
             case CheckRestore():
                 world.at(world.between(0.001, 0.1), self._checked, effect, self._life)
+            case CommitCheckpoint():
+                world.at(world.between(0.001, 0.2), self._commit, effect, self._life)
+            case AbandonCheckpoint():
+                world.at(world.between(0.2, 0.3), self._abandon, effect, self._life)
+            case FindCheckpoint():
+                world.at(world.between(0.001, 0.2), self._find, effect, self._life)
             case PublishCluster() | AnswerRequest() | CancelTemplates():
                 pass
             case _:
@@ -263,6 +275,39 @@ class SimCoordinator:
     def _checked(self, effect: CheckRestore, life: int) -> None:
         if life == self._life:
             self.feed(check_restore(effect, self.world.now))
+
+    def _commit(self, effect: CommitCheckpoint, life: int) -> None:
+        """A coordinator that dies has committed or has not, and mostly does not hear of it."""
+        if life != self._life:
+            return
+        world, place = self.world, self.invariants.place
+        if world.chance(place.full):
+            failed = CheckpointFailed(
+                at=world.now, cause=effect.cause, attempt=effect.attempt, step=effect.step, detail="full"
+            )
+            self.feed(failed)
+            return
+        pruned = place.commit(effect)
+        world.at(world.between(0.0, 0.2), self._committed, effect, pruned, life)
+
+    def _committed(self, effect: CommitCheckpoint, pruned: tuple[int, ...], life: int) -> None:
+        if life == self._life:
+            written = CheckpointWritten(
+                at=self.world.now,
+                cause=effect.cause,
+                attempt=effect.attempt,
+                step=effect.step,
+                pruned=pruned,
+            )
+            self.feed(written)
+
+    def _abandon(self, effect: AbandonCheckpoint, life: int) -> None:
+        if life == self._life:
+            self.invariants.place.abandon(effect)
+
+    def _find(self, effect: FindCheckpoint, life: int) -> None:
+        if life == self._life:
+            self.feed(self.invariants.place.find(effect, self.world.now))
 
     def _weighed(self, effect: WeighPlan, life: int) -> None:
         if life != self._life:

@@ -13,7 +13,7 @@ Fault = Callable[["Simulation"], None]
 
 PHASES = (
     "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
-    "SnapshotCompleted", "SnapshotGivenUp",
+    "SnapshotCompleted", "SnapshotGivenUp", "CheckpointStarted", "CheckpointCompleted",
 )  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
@@ -214,6 +214,22 @@ def add_node(sim: "Simulation") -> None:
     sim.add_node()
 
 
+def lose_all_memory(sim: "Simulation") -> None:
+    """The whole cluster goes down and comes back: only what is on a disk is left."""
+    sim.log("all hosts crash, their memory is gone")
+    for node in list(sim.nodes.values()):
+        node.crash(host=True)
+        sim.world.at(sim.world.between(0.05, 6.0), sim.revive, node)
+
+
+def damage_checkpoint(sim: "Simulation") -> None:
+    """A byte of the newest checkpoint is not what was written."""
+    if sim.place.kept:
+        step = max(sim.place.kept)
+        sim.log(f"the checkpoint of step {step} is damaged")
+        sim.place.kept[step].damaged = True
+
+
 def restart_node(sim: "Simulation") -> None:
     """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
     node = _some_node(sim)
@@ -269,6 +285,8 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (1, stop_job),
     (4, switch_protection),
     (2, change_interval),
+    (2, lose_all_memory),
+    (1, damage_checkpoint),
 )
 """With weights."""
 
@@ -294,6 +312,19 @@ def _draw_rollback(sim: "Simulation") -> list[tuple[str, Fault, int]]:
     return drawn
 
 
+def _draw_going_back(sim: "Simulation") -> list[tuple[str, Fault, int]]:
+    """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
+    rng = sim.world.rng
+    if not sim.checkpoint.url or not sim.world.chance(0.4):
+        return []
+    drawn: list[tuple[str, Fault, int]] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
+    if sim.world.chance(0.3):
+        drawn.append(("CheckpointCompleted", damage_checkpoint, rng.randrange(3)))
+    for _ in range(rng.randrange(3)):
+        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
+    return drawn
+
+
 def draw(sim: "Simulation", until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng = sim.world.rng
@@ -301,7 +332,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
         sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
     reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 6))
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
-    pending += _draw_rollback(sim)
+    pending += _draw_rollback(sim) + _draw_going_back(sim)
     if sim.world.chance(0.3):
         pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
     commits = [

@@ -5,6 +5,7 @@ from typing import Any
 
 from ftd.sim import losses
 from ftd.sim.group import Group
+from ftd.sim.place import SimPlace
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
 from planner.parts import incomplete
@@ -14,7 +15,7 @@ from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent, SendCommand
 from statemachine.messages import KeepSnapshot, Quiesce, Resume
 from statemachine.rules import owned_layers
-from statemachine.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup
+from statemachine.values import Checkpoint, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 
 class Invariants:
@@ -24,6 +25,7 @@ class Invariants:
         self.world, self.versions, self.policy, self.profile = world, versions, policy, profile
         self.layers = len(profile.layers)
         self.nodes: dict[str, Any] = {}
+        self.place = SimPlace(invariants=self)
         self.groups: dict[int, Group] = {}
         self.protected: dict[int, str] = {}
         """What each generation was told to protect its snapshots with."""
@@ -56,11 +58,12 @@ class Invariants:
         self.trained: Group | None = None
         """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 
-    def new_job(self) -> None:
-        self.told.clear()
+    def new_job(self, begin: Checkpoint | None) -> None:
+        """:param begin: what it goes on from."""
+        self.told = {begin.step: int(begin.vote.loss)} if begin is not None else {}
         self.told_in.clear()
-        self.newest_told = self.known = 0
-        self.next_to_tell = 1
+        self.newest_told = self.known = begin.step if begin is not None else 0
+        self.next_to_tell = self.known + 1
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
         self.lineage, self.newest, self.trained = 0, None, None
@@ -78,7 +81,7 @@ class Invariants:
     def coordinator_stepped(self, machine: ClusterMachine) -> None:
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
-            self.new_job()
+            self.new_job(machine.checkpoint)
         step = machine.committed_step
         if step < self.known:
             self.broken(f"the committed step went back from {self.known} to {step}")
@@ -88,18 +91,23 @@ class Invariants:
         """What the journal says now; a rollback is in it, or never was."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
-            self.new_job()
+            self.new_job(machine.checkpoint)
         if machine.snapshot != self.newest:
             self.newest = machine.snapshot
             self._newest_is_complete()
+        self.place.writing = machine.writing
         if machine.lineage == self.lineage:
             return
         losses.rolls_back(self, machine)
         self.lineage, self.trained = machine.lineage, None
-        if self.newest is None or machine.committed_step != self.newest.step:
-            self.broken(f"rolled back to step {machine.committed_step}, of which no snapshot is complete")
+        step = machine.committed_step
+        if self.newest is None and machine.checkpoint is not None and machine.checkpoint.step == step:
+            self.place.goes_back(machine.checkpoint)
+        elif self.newest is None or step != self.newest.step:
+            self.broken(f"rolled back to step {step}, of which no snapshot is complete")
             return
-        step = self.known = self.newest.step
+        self.known = step
+        self.place.rolled_back(self.job_id or "", step)
         self.told = {number: version for number, version in self.told.items() if number <= step}
         self.newest_told = min(self.newest_told, step)
         self.next_to_tell = min(self.next_to_tell, step + 1)
@@ -252,6 +260,8 @@ class Invariants:
         over = self.finished_job or self.failed_job is not None
         if not over and self.newest is not None and key == self.key_of(self.newest):
             self.broken(f"{node} writes over its part of the newest snapshot, of step {key.step}")
+        if not over:
+            self.place.drops(node, key)
 
     def received(self, node: str, key: HeldSnapshot) -> None:
         self.writers.setdefault(key, set()).add(node)

@@ -81,3 +81,6 @@ def gives_up(truth: "Invariants") -> None:
                 f"the job was given up while {sorted(there)}, and buddies of {sorted(copied)}, hold the "
                 f"snapshot of {key.step}"
             )
+    sound = [step for step, kept in truth.place.kept.items() if not kept.damaged]
+    if sound:
+        truth.broken(f"the job was given up while there are sound checkpoints of steps {sound}")

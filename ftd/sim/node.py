@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, assert_never, cast
+from typing import TYPE_CHECKING, assert_never, cast
 
-from ftd.sim.arena import Copy, SimArena, restored
+from ftd.sim.arena import SimArena, restored
+from ftd.sim.copies import SimCopies
 from ftd.sim.network import Network
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import TIMING, World
+from ftd.sim.writer import SimWriter
 from planner.values import Device, ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
-from statemachine.buddies import copy_of
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -18,6 +19,7 @@ from statemachine.effects import (
     ExitDaemon,
     KeepCopies,
     KillTrainer,
+    PersistLayers,
     PublishNode,
     RemoveSnapshots,
     RenewIncarnation,
@@ -25,6 +27,7 @@ from statemachine.effects import (
     SendSignal,
     SetTimer,
     StartTrainer,
+    StopPersisting,
     TrainerKeepSnapshot,
     TrainerPrepare,
     TrainerQuiesce,
@@ -36,9 +39,6 @@ from statemachine.events import (
     BrokerConnected,
     BrokerLost,
     CommandArrived,
-    CopiesHeld,
-    CopyCommitted,
-    CopyFailed,
     HeldSnapshots,
     RestoringFailed,
     TerminationRequested,
@@ -50,7 +50,7 @@ from statemachine.events import (
 )
 from statemachine.messages import Fence, FromNode, ToNode
 from statemachine.rules import owned_layers
-from statemachine.values import FailureCause, HeldSnapshot, NodeFacts, NodeState
+from statemachine.values import FailureCause, NodeFacts, NodeState, Restore
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
     | TrainerPrepare | TrainerQuiesce | TrainerResume | TrainerSnap | TrainerKeepSnapshot | RemoveSnapshots
-    | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies
+    | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies | PersistLayers | StopPersisting
 )  # fmt: skip
 
 
@@ -104,7 +104,9 @@ class SimNode:
         self.trainers: dict[int, SimTrainer] = {}
         self.arena = SimArena(node=name, invariants=invariants)
         self.agent = AgentMachine(name, TIMING)
-        self._life = 0
+        self.writer = SimWriter(self)
+        self.copies = SimCopies(self)
+        self.life = 0
         """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
         self._timers: dict[str, int] = {}
         self._starts: dict[int, int] = {}
@@ -116,7 +118,7 @@ class SimNode:
     def start(self) -> None:
         self.up, self.left, self.frozen = True, False, False
         self.arena.kept_copies = 0
-        self._life += 1
+        self.life += 1
         self._backlog.clear()
         self._timers.clear()
         self.agent = AgentMachine(self.name, TIMING)
@@ -128,11 +130,11 @@ class SimNode:
         facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
-        self.world.at(self.world.between(0.0, 0.5), self._found, self._life)
+        self.world.at(self.world.between(0.0, 0.5), self._found, self.life)
 
     def _found(self, life: int) -> None:
         """The daemon has looked through its memory."""
-        if self._life == life:
+        if self.life == life:
             held = self.arena.snapshots()
             self.feed(HeldSnapshots(at=self.world.now, cause="arena", snapshots=held))
 
@@ -147,7 +149,8 @@ class SimNode:
 
     def _stop(self) -> None:
         self.up = self.frozen = False
-        self._life += 1
+        self.writer.stopped()
+        self.life += 1
         self._backlog.clear()
         for device in self._starts:
             self._starts[device] += 1
@@ -159,10 +162,10 @@ class SimNode:
         """SIGSTOP of the daemon: everything waits for it, its timers are late."""
         if self.up and not self.frozen:
             self.frozen = True
-            self.world.at(for_s, self.thaw, self._life)
+            self.world.at(for_s, self.thaw, self.life)
 
     def thaw(self, life: int | None = None) -> None:
-        if not self.frozen or (life is not None and life != self._life):
+        if not self.frozen or (life is not None and life != self.life):
             return
         self.frozen = False
         backlog, self._backlog = self._backlog, []
@@ -205,7 +208,7 @@ class SimNode:
             case SetTimer():
                 token = self._timers.get(effect.name, 0) + 1
                 self._timers[effect.name] = token
-                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self._life)
+                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self.life)
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
             case SendSignal():
@@ -233,10 +236,12 @@ class SimNode:
                 self._instruct(effect.device, self._keep, effect, 0.0005, 0.005)
             case SendCopy() | KeepCopies() | RemoveSnapshots():
                 self._remember(effect)
+            case PersistLayers() | StopPersisting():
+                self.writer.perform(effect)
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
             case RenewIncarnation():
-                self._life += 1
+                self.life += 1
                 self._timers.clear()
                 self.network.drop(self.name, process_died=True)
                 self._begin()
@@ -252,15 +257,15 @@ class SimNode:
     def _remember(self, effect: SendCopy | KeepCopies | RemoveSnapshots) -> None:
         match effect:
             case SendCopy():
-                self.world.at(self.world.between(0.01, 0.8), self._send_copy, effect, self._life)
+                self.copies.send(effect)
             case KeepCopies():
                 self.arena.keep_copies(effect.step)
-                self._tell_copies()
+                self.copies.tell()
             case RemoveSnapshots():
                 self.arena.remove(effect.job_id)
 
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
-        if self._timers.get(name) != token or life != self._life:
+        if self._timers.get(name) != token or life != self.life:
             return
         if name == "watch" and not self.frozen:
             self._beats()
@@ -297,6 +302,7 @@ class SimNode:
             return
         pid = self.world.serial()
         self.arena.kept.pop(device, None)
+        self.arena.pinned.pop(device, None)
         self.trainers[device] = SimTrainer(self, device, pid)
         self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
 
@@ -331,7 +337,7 @@ class SimNode:
             return
         if not self.up or self.agent.generation != resume.generation:
             return
-        staged, bad = restored(resume.restore, set(layers), self.invariants.nodes, self.invariants)
+        staged, bad = self._staged(resume.restore, set(layers))
         if bad and tries:
             self.world.at(0.5, self._resume, trainer, effect, tries - 1)
         elif bad or not staged:
@@ -340,41 +346,28 @@ class SimNode:
                     at=self.world.now,
                     cause=effect.cause,
                     generation=resume.generation,
-                    detail="shards cannot be had",
+                    detail="it cannot be had",
                     bad=bad,
+                    damaged=bool(resume.restore.url),
                 )
             )
         else:
             trainer.resume(resume, staged)
 
+    def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
+        if restore.url:
+            return self.invariants.place.read(restore, layers), ()
+        return restored(restore, layers, self.invariants.nodes, self.invariants)
+
     def _snap(self, trainer: SimTrainer, effect: TrainerSnap) -> None:
-        trainer.snap(effect.generation)
+        if effect.last:
+            trainer.snap_last(effect.generation)
+        else:
+            trainer.snap(effect.generation)
 
     def _keep(self, trainer: SimTrainer, effect: TrainerKeepSnapshot) -> None:
         if trainer.alive:
-            self.arena.keep(trainer.device, effect.step)
-
-    def _send_copy(self, effect: SendCopy, life: int) -> None:
-        """The daemon's word follows the buddy's, and may come to nothing in between."""
-        if self._life != life:
-            return
-        key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
-        buddy = self.invariants.nodes[effect.buddy.node]
-        reached = buddy.up and not buddy.frozen and not buddy.data_cut and not self.data_cut
-        said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
-        if not reached or not self.arena.holds(key) or self.world.chance(self.pace.full):
-            self.feed(CopyFailed(at=self.world.now, detail="the buddy cannot take it", **said))
-            return
-        buddy.arena.receive(Copy(key=copy_of(key, self.name), layers=self.arena.layers(key)))
-        buddy._tell_copies()
-        self.world.at(self.world.between(0.0, 0.1), self._copy_sent, said, life)
-
-    def _copy_sent(self, said: dict[str, Any], life: int) -> None:
-        if self._life == life:
-            self.feed(CopyCommitted(at=self.world.now, size_bytes=100, **said))
-
-    def _tell_copies(self) -> None:
-        self.feed(CopiesHeld(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
+            self.arena.keep(trainer.device, effect.step, effect.pinned)
 
     def fail_trainer(self, device: int, cause: FailureCause) -> None:
         """The process dies; the daemon hears of it a little later."""

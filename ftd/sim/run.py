@@ -8,11 +8,12 @@ from ftd.sim.coordinator import MOST_NODES, SimCoordinator
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
 from ftd.sim.node import Pace, SimNode
+from ftd.sim.place import SimPlace
 from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine.messages import FromNode, ToNode
-from statemachine.values import Job, SnapshotPolicy
+from statemachine.values import CheckpointPolicy, Job, SnapshotPolicy
 
 CHAOS_S = 16.0
 """Faults begin in this time; each lasts as long as it lasts, until the healing."""
@@ -108,6 +109,11 @@ class Simulation:
             auto_interval=world.chance(0.2),
             auto_protection=world.chance(0.2),
         )
+        self.checkpoint = CheckpointPolicy()
+        if self.snapshot.every_steps and world.chance(0.7):
+            self.checkpoint = CheckpointPolicy(
+                url="/checkpoints", every_steps=world.rng.choice((1, 2, 4)), keep=world.rng.choice((1, 2, 3))
+            )
         self.faults: list[str] = []
         self.healed = False
         self.job: Job | None = None
@@ -117,6 +123,9 @@ class Simulation:
         self.network = Network(world)
         self.network.duplicates = world.rng.choice((0.0, 0.0, 0.03))
         self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
+        self.place = self.invariants.place = SimPlace(
+            invariants=self.invariants, full=world.rng.choice((0.0, 0.0, 0.05))
+        )
         self.coordinator = SimCoordinator(world, self.network, self.invariants)
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
@@ -183,10 +192,18 @@ class Simulation:
             return
         self.jobs += 1
         steps = self.world.rng.randrange(12, 30)
+        if self.invariants.failed_job is not None:
+            self.place.remove_damaged()
+        begin = self.place.newest() if self.checkpoint.url else None
         self.job = Job(
-            job_id=f"job-{self.jobs}", name="job", steps=steps, policy=self.policy, snapshot=self.snapshot
+            job_id=f"job-{self.jobs}",
+            name="job",
+            steps=steps + (begin.step if begin is not None else 0),
+            policy=self.policy,
+            snapshot=self.snapshot,
+            checkpoint=self.checkpoint,
         )
-        self.coordinator.submit(self.job)
+        self.coordinator.submit(self.job, begin)
         self.world.at(1.0, self.look, self.job)
 
     def look(self, job: Job) -> None:

@@ -17,6 +17,7 @@ from statemachine.events import (
     TrainerDone,
     TrainerQuiesced,
     TrainerSnapped,
+    TrainerSnapping,
     TrainerSnapshotFailed,
     TrainerStepped,
 )
@@ -206,6 +207,7 @@ class SimTrainer:
         if rank < 0:
             self.phase = "idle"
             return
+        node.arena.forget(self.device, resume.step)
         self.phase = "joining"
         self.group = node.invariants.group(node.world, resume, self)
         self.group.join(self)
@@ -306,6 +308,22 @@ class SimTrainer:
     def snap(self, generation: int) -> None:
         if self.able and self.group is not None and self.group.generation == generation:
             self.snap_flag = True
+
+    def snap_last(self, generation: int) -> None:
+        """All steps are done: no ballot, and no step to copy it beside."""
+        if not self.able or self.group is None or self.group.generation != generation or self.phase != "done":
+            return
+        node = self.node
+        node.feed(
+            TrainerSnapping(
+                at=node.world.now,
+                cause="trainer",
+                device=self.device,
+                generation=generation,
+                step=self.committed,
+            )
+        )
+        self._begin_copy(self.group)
 
     def _begin_copy(self, group: "Group") -> None:
         node = self.node

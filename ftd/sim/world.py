@@ -20,6 +20,7 @@ TIMING = Timing(
     lost_state_s=60.0,
     restore_s=10.0,
     snapshot_s=3.0,
+    persist_s=6.0,
     steps_wanted_s=1.0,
     straggler_s=1.0,
     straggler_again_s=2.0,

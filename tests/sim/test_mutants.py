@@ -12,7 +12,9 @@ from planner.parts import part_needs
 from statemachine import (
     agent_commands,
     agent_snapshots,
+    durable,
     jobs,
+    persisting,
     recovery,
     rollback,
     rules,
@@ -268,3 +270,32 @@ def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
 
     monkeypatch.setattr(recovery, "decide", whole)
     found("starts without layer", SHARDED)
+
+
+def test_a_checkpoint_that_is_committed_before_every_layer_is_written_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(persisting, "all_written", lambda writing: True)
+    found("is committed with layers")
+
+
+def test_a_snapshot_that_goes_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "pinned", lambda c, record: 0)
+    found("while it is persisted")
+
+
+def test_a_coordinator_that_forgets_what_it_wrote_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_persisting", lambda c: {})
+    found("two checkpoints of step")
+
+
+def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def search(c: Cluster, reason: str) -> bool:
+        c.persisting.spoiled.clear()
+        return real(c, reason)
+
+    real = rollback.search
+    monkeypatch.setattr(rollback, "search", search)
+    found("no progress after the healing")

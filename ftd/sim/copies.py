@@ -1,0 +1,48 @@
+"""A simulated daemon's copies: its own part of a snapshot sent to its buddy, and what it keeps for others."""
+
+from typing import TYPE_CHECKING, Any
+
+from ftd.sim.arena import Copy
+from statemachine.buddies import copy_of
+from statemachine.effects import SendCopy
+from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed
+from statemachine.values import HeldSnapshot
+
+if TYPE_CHECKING:
+    from ftd.sim.node import SimNode
+
+
+class SimCopies:
+    """One daemon's."""
+
+    def __init__(self, node: "SimNode") -> None:
+        self._node = node
+
+    def send(self, effect: SendCopy) -> None:
+        world = self._node.world
+        world.at(world.between(0.01, 0.8), self._send, effect, self._node.life)
+
+    def tell(self) -> None:
+        """The agent, what is kept for others."""
+        node = self._node
+        node.feed(CopiesHeld(at=node.world.now, cause="arena", snapshots=node.arena.copy_keys()))
+
+    def _send(self, effect: SendCopy, life: int) -> None:
+        """The daemon's word follows the buddy's, and may come to nothing in between."""
+        node, world = self._node, self._node.world
+        if node.life != life:
+            return
+        key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
+        buddy = node.invariants.nodes[effect.buddy.node]
+        reached = buddy.up and not buddy.frozen and not buddy.data_cut and not node.data_cut
+        said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
+        if not reached or not node.arena.holds(key) or world.chance(node.pace.full):
+            node.feed(CopyFailed(at=world.now, detail="the buddy cannot take it", **said))
+            return
+        buddy.arena.receive(Copy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
+        buddy.copies.tell()
+        world.at(world.between(0.0, 0.1), self._sent, said, life)
+
+    def _sent(self, said: dict[str, Any], life: int) -> None:
+        if self._node.life == life:
+            self._node.feed(CopyCommitted(at=self._node.world.now, size_bytes=100, **said))

@@ -1,0 +1,58 @@
+"""A simulated daemon's part of a persistent checkpoint: one layer after the other, and then the answer."""
+
+from typing import TYPE_CHECKING
+
+from statemachine.effects import PersistLayers, StopPersisting
+from statemachine.events import LayersFailed, LayersWritten
+from statemachine.messages import Persist
+from statemachine.values import LayerOnDisk
+
+if TYPE_CHECKING:
+    from ftd.sim.node import SimNode
+
+
+class SimWriter:
+    """One daemon's."""
+
+    def __init__(self, node: "SimNode") -> None:
+        self._node = node
+        self.order: Persist | None = None
+        """What is being written."""
+
+    def perform(self, effect: PersistLayers | StopPersisting) -> None:
+        match effect:
+            case PersistLayers():
+                self.order = effect.order
+                world = self._node.world
+                world.at(world.between(0.02, 0.5), self._write, effect, ())
+            case StopPersisting():
+                self.order = None
+
+    def stopped(self) -> None:
+        """The daemon is gone."""
+        self.order = None
+
+    def _write(self, effect: PersistLayers, files: tuple[LayerOnDisk, ...]) -> None:
+        node, order, world = self._node, effect.order, self._node.world
+        if self.order is not order:
+            return
+        if node.frozen:
+            world.at(0.5, self._write, effect, files)
+            return
+        place = node.invariants.place
+        if len(files) == len(order.layers):
+            self.order = None
+            written = LayersWritten(
+                at=world.now, cause=effect.cause, attempt=order.attempt, layers=files, took_s=1.0
+            )
+            node.feed(written)
+            return
+        file = place.write(order, order.layers[len(files)])
+        if file is None or world.chance(place.full):
+            self.order = None
+            failed = LayersFailed(
+                at=world.now, cause=effect.cause, attempt=order.attempt, detail="no room, or nothing to write"
+            )
+            node.feed(failed)
+            return
+        world.at(world.between(0.02, 0.6), self._write, effect, (*files, file))

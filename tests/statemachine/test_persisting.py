@@ -1,0 +1,501 @@
+"""Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
+
+from typing import Any
+
+from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
+
+from planner.errors import StateLostError
+from statemachine.agent import AgentMachine
+from statemachine.cluster import ClusterMachine
+from statemachine.effects import (
+    AbandonCheckpoint,
+    AnswerRequest,
+    CommitCheckpoint,
+    ComputePlan,
+    EmitEvent,
+    FindCheckpoint,
+    PersistLayers,
+    SendCommand,
+    SendSignal,
+    StopPersisting,
+    TrainerSnap,
+)
+from statemachine.events import (
+    AgentStarted,
+    BrokerConnected,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
+    CommandArrived,
+    JobSubmitted,
+    LayersFailed,
+    LayersWritten,
+    NodeVanished,
+    PlanImpossible,
+    RestoreChecked,
+    TemplatesReady,
+)
+from statemachine.messages import (
+    CancelPersist,
+    Command,
+    Finished,
+    Heartbeat,
+    Hello,
+    KeepSnapshot,
+    LayersPersisted,
+    Persist,
+    PersistFailed,
+    Prepare,
+    Prepared,
+    RestoreFailed,
+    Resume,
+    Snap,
+    SnapshotCompleted,
+    ToNode,
+)
+from statemachine.persisting import attempt_of, shared
+from statemachine.timing import Timing
+from statemachine.values import (
+    Checkpoint,
+    CheckpointPolicy,
+    Job,
+    LayerOnDisk,
+    PassedOver,
+    Snapshot,
+    SnapshotGroup,
+    SnapshotPolicy,
+)
+
+NODES = ("node-0", "node-1", "node-2", "node-3")
+GROUPS = (
+    SnapshotGroup(first_layer=0, end_layer=2, owners=("node-0", "node-2"), protection="aec"),
+    SnapshotGroup(first_layer=2, end_layer=4, owners=("node-1", "node-3"), protection="aec"),
+)
+CHECKPOINT = Checkpoint(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
+
+
+def writing_job(steps: int = 40, every_steps: int = 4) -> Job:
+    plain = job(steps=steps, snapshot=SnapshotPolicy(every_steps=2, protection="aec"))
+    policy = CheckpointPolicy(url="/checkpoints", every_steps=every_steps)
+    return Job(
+        job_id=plain.job_id,
+        name=plain.name,
+        steps=steps,
+        policy=plain.policy,
+        snapshot=plain.snapshot,
+        checkpoint=policy,
+    )
+
+
+def on_disk(layers: tuple[int, ...]) -> tuple[LayerOnDisk, ...]:
+    return tuple(
+        LayerOnDisk(
+            layer=layer,
+            name=f"layer-{layer:04d}.bin",
+            size_bytes=10,
+            digest="d",
+            header_bytes=2,
+            header_digest="h",
+            payload_bytes=8,
+        )
+        for layer in layers
+    )
+
+
+class Writing(Coordination):
+    """Four nodes, two pipelines of two stages; what is complete in memory is written every fourth step."""
+
+    def begin(self, steps: int = 40, begin: Checkpoint | None = None, **policy: Any) -> None:
+        self.feed(BrokerConnected)
+        for number, name in enumerate(NODES):
+            self.hello(name, 100 + number)
+        self.feed(JobSubmitted, request="r", job=writing_job(steps, **policy), begin=begin)
+        for number, name in enumerate(NODES):
+            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
+        self.feed(TemplatesReady, job_id="job-1")
+        for name in NODES:
+            self.quiesced(name, 1, report())
+
+    def train(self, steps: int = 40) -> None:
+        self.begin(steps)
+        self.plan()
+        for name in NODES:
+            self.resumed(name, 1)
+
+    def snapshot(self, step: int) -> list[Any]:
+        """One of this step becomes complete everywhere; the effects of that."""
+        self.wait(1.0)
+        machine: ClusterMachine = self.machine
+        kept = machine.snapshot.step if machine.snapshot is not None else 0
+        self.stepped("node-0", 1, *range(1, step))
+        for name in NODES:
+            self.say(name, Heartbeat(generation=1, committed=committed(step - 1), kept=kept))
+        for name in NODES:
+            self.complete(name, step)
+        return self.last
+
+    def complete(self, name: str, step: int) -> None:
+        completed = SnapshotCompleted(
+            generation=1, step=step, vote=vote(step), size_bytes=100, copy_s=0.1, stall_s=0.0
+        )
+        self.say(name, completed)
+
+    def orders(self) -> dict[str, Persist]:
+        return {sent.node: sent.command for sent in self.commands(Persist)}
+
+    def commands(self, kind: type[Any]) -> list[SendCommand]:
+        return [sent for sent in self.all(SendCommand) if isinstance(sent.command, kind)]
+
+    def events(self, name: str) -> list[EmitEvent]:
+        return [event for event in self.all(EmitEvent) if event.name == name]
+
+    def wrote(self, order: Persist, node: str) -> None:
+        self.say(
+            node,
+            LayersPersisted(
+                job_id=order.job_id,
+                attempt=order.attempt,
+                step=order.record.step,
+                layers=on_disk(order.layers),
+                took_s=1.0,
+            ),
+        )
+
+    def written(self, step: int) -> CommitCheckpoint:
+        """The snapshot of this step is written by everybody, and committed."""
+        self.snapshot(step)
+        for node, order in self.orders().items():
+            self.wrote(order, node)
+        commit: CommitCheckpoint = self.one(CommitCheckpoint)
+        self.feed(CheckpointWritten, attempt=commit.attempt, step=step, pruned=())
+        return commit
+
+    def plan_or_not(self) -> None:
+        asked: ComputePlan = self.one(ComputePlan)
+        try:
+            self.plan()
+        except StateLostError as error:
+            lost = {"too_few": False, "reason": str(error), "lost_layers": error.layers}
+            self.feed(PlanImpossible, generation=asked.generation, **lost)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def test_every_layer_is_written_once_by_an_owner_and_the_shares_are_alike() -> None:
+    record = Snapshot(step=4, generation=1, vote=vote(4), groups=GROUPS)
+    assert shared(record, NODES, PROFILE) == {"node-0": (0,), "node-1": (2,), "node-2": (1,), "node-3": (3,)}
+    assert shared(record, ("node-0", "node-1"), PROFILE) == {"node-0": (0, 1), "node-1": (2, 3)}
+    assert shared(record, ("node-0",), PROFILE) == {"node-0": (0, 1)}
+
+
+def test_attempts_are_told_apart() -> None:
+    records = [
+        Snapshot(step=step, generation=generation, vote=vote(1), groups=GROUPS)
+        for step in (4, 5)
+        for generation in (1, 2)
+    ]
+    names = {attempt_of(job(job_id), record) for record in records for job_id in ("job-1", "job-2")}
+    assert len(names) == 8
+    assert all(name.replace("_", "").isalnum() for name in names)
+
+
+def test_a_snapshot_far_enough_behind_the_last_one_is_written_and_committed() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(3)
+    assert not s.orders()
+    s.snapshot(5)
+    orders = s.orders()
+    assert {name: order.layers for name, order in orders.items()} == {
+        "node-0": (0,),
+        "node-1": (2,),
+        "node-2": (1,),
+        "node-3": (3,),
+    }
+    assert s.events("CheckpointStarted")[0].step == 5
+    assert s.machine.public_state()["checkpoint"]["writing_step"] == 5
+    for node in ("node-3", "node-0", "node-1"):
+        s.wrote(orders[node], node)
+        assert not s.all(CommitCheckpoint)
+    s.wrote(orders["node-2"], "node-2")
+    commit: CommitCheckpoint = s.one(CommitCheckpoint)
+    assert sorted(file.layer for file in commit.layers) == [0, 1, 2, 3]
+    assert not s.events("CheckpointCompleted")
+    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=(1,))
+    assert s.events("CheckpointCompleted")[0].details["pruned"] == [1]
+    assert s.machine.checkpoint == Checkpoint(step=5, vote=vote(5), layers=4, size_bytes=40)
+    assert not s.snapshot(8) or not s.orders()
+    s.snapshot(10)
+    assert len(s.orders()) == 4
+
+
+def test_the_snapshot_that_is_written_stays_pinned_until_that_is_over() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    orders = s.orders()
+    s.snapshot(8)
+    assert {sent.command for sent in s.commands(KeepSnapshot)} == {
+        KeepSnapshot(job_id="job-1", step=8, pinned=5)
+    }
+    assert not s.orders()
+    s.say("node-0", PersistFailed(job_id="job-1", attempt=orders["node-0"].attempt, step=5, detail="full"))
+    assert {sent.command for sent in s.commands(KeepSnapshot)} == {KeepSnapshot(job_id="job-1", step=8)}
+
+
+def test_one_that_fails_is_given_up_and_the_next_snapshot_is_tried() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    order = s.orders()["node-1"]
+    s.say("node-1", PersistFailed(job_id="job-1", attempt=order.attempt, step=5, detail="no space left"))
+    assert [(e.reason, e.details["kept_step"]) for e in s.events("CheckpointGivenUp")] == [
+        ("node-1: no space left", None)
+    ]
+    assert len(s.commands(CancelPersist)) == 4
+    assert s.one(AbandonCheckpoint).attempt == order.attempt
+    s.wrote(order, "node-1")
+    assert s.events("MessageIgnored")
+    s.snapshot(7)
+    assert {order.record.step for order in s.orders().values()} == {7}
+
+
+def test_a_lost_node_gives_it_up_but_not_one_that_is_done() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    orders = s.orders()
+    s.wrote(orders["node-3"], "node-3")
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    assert not s.events("CheckpointGivenUp")
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    assert "node-2 is gone" in s.events("CheckpointGivenUp")[0].reason
+
+
+def test_a_node_whose_order_was_lost_gets_it_again_with_its_hello() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    order = s.orders()["node-1"]
+    here = {"job_id": "job-1", "prepared": True, "generation": 1, "training": True}
+    s.hello("node-1", 101, **here)
+    assert s.orders() == {"node-1": order}
+    s.wrote(order, "node-1")
+    s.hello("node-1", 101, **here)
+    assert not s.orders()
+
+
+def test_a_commit_that_fails_and_a_disk_that_hangs_give_it_up() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    for node, order in s.orders().items():
+        s.wrote(order, node)
+    commit = s.one(CommitCheckpoint)
+    s.feed(CheckpointFailed, attempt=commit.attempt, step=5, detail="read-only")
+    assert s.events("CheckpointGivenUp")[0].reason == "read-only"
+    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=())
+    assert s.events("MessageIgnored")
+    assert s.machine.checkpoint is None
+    s.snapshot(7)
+    s.fire("persist", after_s=3600.0)
+    assert "did not write" in s.events("CheckpointGivenUp")[0].reason
+
+
+def test_a_coordinator_that_restarts_gives_up_what_it_had_begun() -> None:
+    s = Writing()
+    s.train()
+    s.written(5)
+    s.snapshot(9)
+    order = s.orders()["node-0"]
+    machine, effects = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.machine = machine
+    s.took(effects)
+    s.feed(TemplatesReady, job_id="job-1")
+    s.feed(BrokerConnected)
+    assert s.events("CheckpointGivenUp")[0].details["kept_step"] == 5
+    assert s.one(AbandonCheckpoint).attempt == order.attempt
+    assert {sent.command for sent in s.commands(CancelPersist)} == {
+        CancelPersist(job_id="job-1", attempt=order.attempt)
+    }
+    assert machine.checkpoint is not None and machine.checkpoint.step == 5
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def all_done(s: Writing, steps: int) -> None:
+    s.stepped("node-0", 1, *range(1, steps + 1))
+    for name in NODES:
+        s.say(name, Heartbeat(generation=1, committed=committed(steps), kept=s.machine.snapshot.step))
+    for name in NODES:
+        s.say(name, Finished(generation=1, step=steps, digests={}))
+
+
+def test_the_last_step_is_written_before_the_job_ends() -> None:
+    s = Writing()
+    s.train(steps=8)
+    s.written(5)
+    all_done(s, 8)
+    assert {sent.node for sent in s.commands(Snap)} == set(NODES)
+    assert not s.events("JobFinished")
+    for name in NODES:
+        s.complete(name, 8)
+    for node, order in s.orders().items():
+        s.wrote(order, node)
+    s.feed(CheckpointWritten, attempt=s.one(CommitCheckpoint).attempt, step=8, pruned=())
+    assert s.events("CheckpointCompleted")[0].step == 8
+    assert s.events("JobFinished")
+
+
+def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
+    s = Writing()
+    s.train(steps=8)
+    s.written(5)
+    all_done(s, 8)
+    s.fire("snapshot", after_s=70.0)
+    assert "no snapshot of the last step" in s.events("CheckpointGivenUp")[0].reason
+    assert s.events("JobFinished")
+
+
+# --- going back, and going on --------------------------------------------------------------------
+
+
+def gone(s: Writing) -> None:
+    """Everything that somebody's memory held is lost; new nodes of the old names are ready."""
+    s.train()
+    s.written(5)
+    for number, name in enumerate(NODES):
+        s.feed(NodeVanished, node=name, incarnation=100 + number)
+    for number, name in enumerate(NODES):
+        s.hello(name, 200 + number)
+        s.say(name, Prepared(job_id="job-1", profile=None))
+    s.fire("join", after_s=0.2)
+
+
+def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
+    s = Writing()
+    gone(s)
+    generation = s.machine.generation
+    for name in NODES:
+        s.quiesced(name, generation, report())
+    s.plan_or_not()
+    s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
+    asked: FindCheckpoint = s.one(FindCheckpoint)
+    skipped = (PassedOver(step=None, reason="step-000000000009 is passed over: a file is missing"),)
+    found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=skipped, reason="")
+    assert "a file is missing" in s.events("CheckpointSkipped")[0].reason
+    s.plan()
+    told = s.events("RolledBack")[0]
+    assert (told.step, told.details["tier"]) == (5, "persistent")
+    restore = s.commands(Resume)[0].command.restore
+    assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
+    assert s.machine.snapshot is None
+    # A node finds a byte that was not written so: the next older one.
+    s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", damaged=True))
+    assert s.events("CheckpointSkipped")[0].step == 5
+    for name in NODES:
+        s.quiesced(name, generation + 1, report())
+    s.plan_or_not()
+    again: FindCheckpoint = s.one(FindCheckpoint)
+    assert again.spoiled == (5,)
+    s.feed(CheckpointFound, generation=again.generation, checkpoint=None, skipped=(), reason="none is left")
+    assert "none is left" in s.events("JobFailed")[0].reason
+
+
+def test_a_job_begins_from_a_checkpoint() -> None:
+    s = Writing()
+    s.begin(begin=CHECKPOINT)
+    s.plan_or_not()
+    asked: FindCheckpoint = s.one(FindCheckpoint)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT, skipped=(), reason="")
+    s.plan()
+    assert s.events("JobResumed")[0].step == 7
+    resume: Resume = s.commands(Resume)[0].command
+    assert (resume.step, resume.vote, resume.lineage) == (7, vote(7), 1)
+    assert s.machine.committed_step == 7
+
+
+def test_a_checkpoint_that_does_not_fit_the_job_is_refused() -> None:
+    s = Writing()
+    s.feed(BrokerConnected)
+    s.feed(JobSubmitted, request="r", job=writing_job(steps=5), begin=CHECKPOINT)
+    answer: AnswerRequest = s.one(AnswerRequest)
+    assert not answer.accepted
+    assert "more steps, or another url" in answer.detail
+    s = Writing()
+    s.begin(begin=CHECKPOINT)
+    s.plan_or_not()
+    other = Checkpoint(step=7, vote=vote(7), layers=9)
+    s.feed(CheckpointFound, generation=1, checkpoint=other, skipped=(), reason="")
+    assert "checkpoint.url: /checkpoints holds a model of 9 layers" in s.events("JobFailed")[0].reason
+
+
+# --- a node --------------------------------------------------------------------------------------
+
+
+class Node(Script):
+    def __init__(self) -> None:
+        super().__init__(AgentMachine("node-0", Timing()))
+        self.feed(AgentStarted, incarnation=100, facts=facts())
+        self.feed(BrokerConnected)
+        self.command(Prepare(job=writing_job(), profile=False))
+
+    def command(self, command: Command) -> None:
+        message = ToNode(node="node-0", incarnation=100, command=command, cause="test")
+        self.feed(CommandArrived, message=message)
+
+    def said(self, kind: type[Any]) -> list[Any]:
+        return [effect.signal for effect in self.all(SendSignal) if isinstance(effect.signal, kind)]
+
+
+def order(step: int = 5) -> Persist:
+    record = Snapshot(step=step, generation=1, vote=vote(step), groups=GROUPS)
+    return Persist(
+        job_id="job-1",
+        job_name="tiny",
+        url="/checkpoints",
+        attempt=attempt_of(job(), record),
+        record=record,
+        layers=(0, 1),
+        sources={},
+    )
+
+
+def test_a_node_obeys_an_order_once_and_answers_until_the_next_one() -> None:
+    s = Node()
+    s.command(order())
+    assert s.one(PersistLayers).order == order()
+    s.command(order())
+    assert s.last == []
+    s.feed(LayersWritten, attempt=order().attempt, layers=on_disk((0, 1)), took_s=2.0)
+    (first,) = s.said(LayersPersisted)
+    assert (first.step, first.layers) == (5, on_disk((0, 1)))
+    s.command(order())
+    assert s.said(LayersPersisted) == [first]
+    s.feed(BrokerConnected)
+    assert s.said(Hello)
+    assert s.said(LayersPersisted) == [first]
+
+
+def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
+    s = Node()
+    s.command(order(5))
+    s.command(order(9))
+    assert s.one(StopPersisting).attempt == order(5).attempt
+    assert s.one(PersistLayers).order == order(9)
+    s.feed(LayersFailed, attempt=order(5).attempt, detail="late")
+    assert s.last == []
+    s.command(CancelPersist(job_id="job-1", attempt=order(9).attempt))
+    assert s.one(StopPersisting).attempt == order(9).attempt
+    s.command(order(9))
+    assert not s.all(PersistLayers)
+
+
+def test_only_one_trainer_asks_for_a_snapshot() -> None:
+    """Else the second could ask behind the ballot in which the first one did: two, for one order."""
+    s = Node()
+    s.command(Snap(generation=0, behind=1))
+    assert not s.all(TrainerSnap)
