@@ -13,7 +13,7 @@ Fault = Callable[["Simulation"], None]
 
 PHASES = (
     "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
-    "SnapshotCompleted", "SnapshotGivenUp", "CheckpointStarted", "CheckpointCompleted",
+    "SnapshotCompleted", "SnapshotGivenUp",
 )  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
@@ -285,8 +285,6 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (1, stop_job),
     (4, switch_protection),
     (2, change_interval),
-    (2, lose_all_memory),
-    (1, damage_checkpoint),
 )
 """With weights."""
 
@@ -315,9 +313,11 @@ def _draw_rollback(sim: "Simulation") -> list[tuple[str, Fault, int]]:
 def _draw_going_back(sim: "Simulation") -> list[tuple[str, Fault, int]]:
     """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
     rng = sim.world.rng
-    if not sim.checkpoint.url or not sim.world.chance(0.4):
+    if not sim.checkpoint.url or not sim.world.chance(0.7):
         return []
     drawn: list[tuple[str, Fault, int]] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
+    if sim.world.chance(0.5):
+        drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
     if sim.world.chance(0.3):
         drawn.append(("CheckpointCompleted", damage_checkpoint, rng.randrange(3)))
     for _ in range(rng.randrange(3)):
