@@ -28,6 +28,7 @@ from runtime.pace import Pace
 from runtime.protocol import PipelineData, Resume, Snapped, SnapshotReport, StageData, TrainingData, WorldData
 from runtime.snapshot_movers import HostMover
 from runtime.snapshot_pieces import Bucket, source_of, units_of
+from runtime.snapshot_schedule import Schedule
 from runtime.snapshot_writer import SnapshotWriter
 from runtime.streaming import streaming_environment
 from storage.arena import Arena
@@ -101,7 +102,9 @@ def shards(result: Result, mib: int, directory: Path) -> None:
         arena = Arena.open(directory / f"arena-{number}")
         slot = arena.begin(layout.shard_bytes(0)).view
         parity = scheme != "none"
-        units = [u for u in units_of(layout, 0, bucket, 0) if (len(u.starts) > 1) == parity]
+        units = [
+            u for u in units_of(layout, 0, bucket, 0, Schedule().unit_bytes) if (len(u.starts) > 1) == parity
+        ]
         read_bytes = sum(unit.read_bytes for unit in units)
         sources = max(len(unit.starts) for unit in units)
         plain = plain_work(read_bytes, sources)

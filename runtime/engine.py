@@ -32,6 +32,7 @@ from runtime.sampling import Sampler
 from runtime.sharded_optimizer import ShardedOptimization
 from runtime.sharding import Diverged, Sharding
 from runtime.snapshot_groups import groups_of
+from runtime.snapshot_schedule import Elapsed
 from runtime.snapshot_writer import SnapshotWriter
 from runtime.state import LayerStates
 from runtime.training import load_training
@@ -202,8 +203,8 @@ class Engine:
         executor, gradients = self._executor, self._gradients
         if executor is None or gradients is None:
             raise EngineError("no generation was entered")
-        started, self.pace.bubble_s = time.monotonic(), 0.0
-        began_s = time.time()
+        started, began_s = time.monotonic(), time.time()
+        self.pace.begin_step()
         self._keep_buffers()
         if self.sharding is not None:
             self.sharding.begin()
@@ -211,7 +212,7 @@ class Engine:
         gradients.finish(self.pace)
         self.ready_step = self.committed_step + 1
         vote, stop, snap = self._ask(loss, stop_wanted(), snap_wanted())
-        bubble_s = self.pace.bubble_s
+        bubble_s, sums_s = self.pace.bubble_s, self.pace.sums_s
         if self.snapshots is not None:
             self.snapshots.finish()
         with self.pace.trace.span("apply"):
@@ -220,7 +221,7 @@ class Engine:
         step_s = time.monotonic() - started
         self.pace.trace.add("step", began_s, began_s + step_s, self.committed_step)
         if self.snapshots is not None:
-            self.snapshots.committed(step_s, bubble_s)
+            self.snapshots.committed(Elapsed(step_s=step_s, waits_s=bubble_s, sums_s=sums_s))
         return StepResult(
             vote=vote,
             stop=stop,
@@ -235,7 +236,7 @@ class Engine:
         """Behind a step that said ``snap``: its state is copied while the next is computed."""
         assert self.snapshots is not None and self.vote is not None
         # Bubbles are those of the next step from here on.
-        self.pace.bubble_s = 0.0
+        self.pace.begin_step()
         with self.pace.trace.span("snapshot"):
             self.snapshots.begin(generation, self.committed_step, self.vote)
 

@@ -26,13 +26,20 @@ class Pace:
         self.progress = 0
         self.waiting = False
         self.bubble_s = 0.0
-        """Waited for peers since the owner last set it to zero."""
+        """Waited for peers since ``begin_step``."""
+        self.sums_s = 0.0
+        """Of that, for sums of gradients."""
+        self.waiting_for: Wait | None = None
         self.slowness = 1.0
         """Chaos: computing takes so many times as long."""
         self.window: threading.Event | None = None
         """Set while ``waiting``, for who has work for such times."""
         self.trace = Recorder()
         self._sleep_s = 0.0
+
+    def begin_step(self) -> None:
+        """Waits are counted from here on."""
+        self.bubble_s = self.sums_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:
         """Chaos: have the main thread stand still at its next operation."""
@@ -48,7 +55,7 @@ class Pace:
     @contextmanager
     def idle(self, what: Wait | None = None) -> Iterator[None]:
         """Nothing to do but wait for others. :param what: for the trace, where it is part of a step."""
-        self.waiting = True
+        self.waiting, self.waiting_for = True, what
         if self.window is not None:
             self.window.set()
         began_s, started = time.time(), time.monotonic()
@@ -59,7 +66,8 @@ class Pace:
             self.bubble_s += took_s
             if what is not None:
                 self.trace.add(what, began_s, began_s + took_s)
-            self.waiting = False
+            self.sums_s += took_s if what == "sync" else 0.0
+            self.waiting, self.waiting_for = False, None
             if self.window is not None:
                 self.window.clear()
             self.progress += 1

@@ -30,6 +30,8 @@ class Capture:
     generation: int
     step: int
     vote: VoteData
+    unit_bytes: int
+    """Read for one unit, at most."""
     units: list[Unit] = field(default_factory=list)
     shards: list[tuple[str, int, int]] = field(default_factory=list)
     """Name, offset in the slot, size."""
@@ -58,7 +60,7 @@ class Capture:
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
-        self.units += units_of(layout, group.owner, bucket, offset)
+        self.units += units_of(layout, group.owner, bucket, offset, self.unit_bytes)
         name = f"group-{group.first_layer}"
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()

@@ -17,8 +17,6 @@ from runtime.snapshot_movers import Bytes, Mover, Source
 from runtime.tensor_image import gathered
 from storage.shards import ALIGNMENT_BYTES, ShardLayout
 
-UNIT_BYTES = 4 * 1024 * 1024
-"""Read for one unit: what is under way when a pause ends is late by less than a millisecond."""
 BLOCK_BYTES = 1024 * 1024
 """XORed at a time: the third source comes while the target is still in the cache."""
 
@@ -102,11 +100,14 @@ class Unit:
         self.bucket.fill(slot[self.offset : self.offset + self.size_bytes], self.starts)
 
 
-def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int) -> list[Unit]:
-    """The owner's shard of the bucket, at ``offset`` of the slot: in order, each byte once."""
+def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int, unit_bytes: int) -> list[Unit]:
+    """The owner's shard of the bucket, at ``offset`` of the slot: in order, each byte once.
+
+    :param unit_bytes: read for one unit, at most (``Schedule.unit_bytes``).
+    """
     units: list[Unit] = []
     for piece in layout.pieces(owner):
-        most = max(1, UNIT_BYTES // len(piece.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        most = max(1, unit_bytes // len(piece.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for done in range(0, piece.size_bytes, most):
             size = min(most, piece.size_bytes - done)
             starts = tuple(source + done for source in piece.sources)

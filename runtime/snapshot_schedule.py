@@ -2,37 +2,59 @@
 
 The copy of a step's state must end before the next step changes it. The paper splits it into layers:
 
-1. in the stage's *bubbles*, which are here all waits of the main thread for peers (``Pace.idle``): between
-   microbatches, for the last gradients, for the vote;
+1. in the stage's *bubbles*: waits of the main thread for a neighbour, or for the vote (``Pace.idle``);
 2. beside computing, what does not fit into the bubbles (``SplitParameter``);
-3. beside communication on other wires. There is no such layer here: a main thread that waits for
-   communication is in layer 1 already, and communication beside computing is not told from computing.
+3. while gradients are summed, what was left by both: only then does a device's link carry two things.
 
-The paper estimates both times beforehand, the bubbles from the shape of 1F1B. Here both are measured: the
-bandwidth of the copies so far, and the bubbles of the last steps as they were. And it is decided anew behind
-every unit, by what is left, so that a step that waits less than usual is noticed in time. What is left in the
-end is copied while the main thread stands still: the stall.
+Host memory has no link of its own to spare: there a wait for sums is a core that idles, so it counts as a
+bubble. (With a device this has never run.) The paper estimates all times beforehand, the bubbles from the
+shape of 1F1B. Here they are measured: the bandwidth of the copies so far, and the waits of the last steps as
+they were. It is decided anew behind every unit, by what is left, so that a step that waits less than usual
+is noticed in time. What is left in the end is copied while the main thread stands still: the stall. The size
+of a unit follows the bandwidth.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+Period = Literal["bubble", "computing", "communication"]
+"""Of a step, as in the three layers."""
 
 _STEPS = 8
 """Steps that an estimate is the mean of."""
 _MARGIN = 0.8
 """Part of the estimated time that is relied on."""
+_PAGE_BYTES = 4096
+_LATE_S = 0.0005
+"""What is under way when a bubble ends is late by so much at most."""
+_LEAST_UNIT_BYTES, _FIRST_UNIT_BYTES, _MOST_UNIT_BYTES = 1 << 20, 4 << 20, 16 << 20
+"""At 8 GB/s the first is right; smaller ones are all overhead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elapsed:
+    """Seconds: of a step, of all its waits, and of those of them that were for sums of gradients."""
+
+    step_s: float
+    waits_s: float
+    sums_s: float
 
 
 @dataclass(slots=True)
 class Schedule:
-    """Estimates. Written under the lock of whoever owns it."""
+    """Estimates. Written under the lock of whoever owns it.
 
-    _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    :param own_link: copies come from a device, over a link that sums may use, too.
+    """
+
+    own_link: bool = False
+    _steps: deque[Elapsed] = field(default_factory=lambda: deque(maxlen=_STEPS))
     _copied_bytes: float = 0.0
     _copied_s: float = 0.0
 
-    def note_step(self, step_s: float, bubble_s: float) -> None:
-        self._steps.append((step_s, bubble_s))
+    def note_step(self, elapsed: Elapsed) -> None:
+        self._steps.append(elapsed)
 
     def note_copy(self, read_bytes: int, seconds: float) -> None:
         self._copied_bytes += read_bytes
@@ -48,14 +70,40 @@ class Schedule:
         """Bytes read per second of copying; 0: not known yet."""
         return self._copied_bytes / self._copied_s if self._copied_s > 0 else 0.0
 
-    def can_wait(self, left_bytes: int, gone_s: float, idle_s: float) -> bool:
-        """The bubbles to come suffice for what is left: it need not be copied beside computing.
+    @property
+    def unit_bytes(self) -> int:
+        """To be read for one unit."""
+        wanted = self.bandwidth * _LATE_S or _FIRST_UNIT_BYTES
+        return int(min(max(wanted, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)) // _PAGE_BYTES * _PAGE_BYTES
 
-        :param gone_s: since the step began.
-        :param idle_s: of that, spent in bubbles.
+    def period(self, *, waiting: bool, for_sums: bool) -> Period:
+        """Which one it is now, by what the main thread does."""
+        if not waiting:
+            return "computing"
+        return "communication" if for_sums and self.own_link else "bubble"
+
+    def may_copy(self, period: Period, left_bytes: int, so_far: Elapsed) -> bool:
+        """Whether the next unit is made now.
+
+        :param so_far: of the step that is under way.
         """
+        match period:
+            case "bubble":
+                return True
+            case "computing" | "communication":
+                # Computing comes before the sums of a step are waited for: these get what it left.
+                return not self._fits_bubbles(left_bytes, so_far)
+            case _:
+                assert_never(period)
+
+    def _fits_bubbles(self, left_bytes: int, so_far: Elapsed) -> bool:
+        """The bubbles to come suffice for what is left."""
         if not self._steps or not self.bandwidth:
             return False
-        step_s = sum(step for step, _ in self._steps) / len(self._steps)
-        bubble_s = sum(bubble for _, bubble in self._steps) / len(self._steps)
-        return left_bytes / self.bandwidth <= _MARGIN * min(bubble_s - idle_s, step_s - gone_s)
+        step_s = sum(step.step_s for step in self._steps) / len(self._steps)
+        bubbles_s = sum(map(self._bubbles_s, self._steps)) / len(self._steps)
+        to_come_s = min(bubbles_s - self._bubbles_s(so_far), step_s - so_far.step_s)
+        return left_bytes / self.bandwidth <= _MARGIN * to_come_s
+
+    def _bubbles_s(self, elapsed: Elapsed) -> float:
+        return elapsed.waits_s - (elapsed.sums_s if self.own_link else 0.0)

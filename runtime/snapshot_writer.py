@@ -23,7 +23,7 @@ from runtime.side_stream import SideStreams
 from runtime.snapshot_capture import Capture
 from runtime.snapshot_groups import Group
 from runtime.snapshot_movers import DeviceMover, HostMover, Mover
-from runtime.snapshot_schedule import Schedule
+from runtime.snapshot_schedule import Elapsed, Schedule
 from runtime.state import LayerStates
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
@@ -83,7 +83,7 @@ class SnapshotWriter:
         self._groups: tuple[Group, ...] = ()
         self._side = SideStreams()
         self._mover: Mover = DeviceMover(device, self._side) if device.type == "cuda" else HostMover()
-        self._schedule = Schedule()
+        self._schedule = Schedule(own_link=device.type == "cuda")
         self._capture: Capture | None = None
         """The newest, while it may be being copied."""
         self._reserved = False
@@ -127,14 +127,14 @@ class SnapshotWriter:
             self._schedule.age()
         self._put(capture)
 
-    def committed(self, step_s: float, bubble_s: float) -> None:
+    def committed(self, elapsed: Elapsed) -> None:
         """Behind every step: it took so long, and so much of it was waiting.
 
         Behind the first of a generation room is made for its snapshots, in the background: only now there
         is an optimizer's state to measure, and nobody waits for this generation any more.
         """
         with self._changed:
-            self._schedule.note_step(step_s, bubble_s)
+            self._schedule.note_step(elapsed)
         if self._groups and not self._reserved:
             self._reserved = True
             with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
@@ -199,7 +199,8 @@ class SnapshotWriter:
     def _made(self, generation: int, step: int, vote: VoteData) -> Capture:
         if self._device.type == "cuda":
             self._side.begin({self._device})
-        capture = Capture(generation=generation, step=step, vote=vote)
+        unit_bytes = self._schedule.unit_bytes
+        capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
             capture.add(group, self._states, self._mover)
         return capture
@@ -313,19 +314,25 @@ class SnapshotWriter:
         )
 
     def _await_turn(self, capture: Capture) -> bool:
-        """Return when a unit may be made; True: in a bubble."""
+        """Return when a unit may be made; True: while the main thread waits for others."""
+        pace = self._pace
         while True:
-            if self._pace.waiting:
-                return True
+            waiting = pace.waiting
+            period = self._schedule.period(waiting=waiting, for_sums=pace.waiting_for == "sync")
             with self._changed:
-                gone_s = time.monotonic() - capture.begun_s
+                so_far = Elapsed(
+                    step_s=time.monotonic() - capture.begun_s, waits_s=pace.bubble_s, sums_s=pace.sums_s
+                )
                 if (
                     capture.hurried
                     or capture.taken == len(capture.units)
-                    or not self._schedule.can_wait(capture.left_bytes, gone_s, self._pace.bubble_s)
+                    or self._schedule.may_copy(period, capture.left_bytes, so_far)
                 ):
-                    return False
-            self._window.wait(_POLL_S)
+                    return waiting
+            if waiting:
+                time.sleep(_POLL_S)  # The window is open, and what it shows is not for copies.
+            else:
+                self._window.wait(_POLL_S)
 
     def _make_room(self) -> None:
         """Keep the one that is complete everywhere, a pinned one, and the newest.

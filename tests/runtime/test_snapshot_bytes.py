@@ -15,6 +15,7 @@ from runtime.communicator import Communicator, SoloCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
 from runtime.snapshot_pieces import Bytes, Unit
+from runtime.snapshot_schedule import Elapsed
 from runtime.snapshot_writer import SnapshotWriter
 from runtime.world import owners_of_layer
 from storage.arena import Arena
@@ -182,13 +183,16 @@ def test_the_next_step_waits_for_a_slow_copy(
 ) -> None:
     """Nothing of the next step is in the snapshot, however late it is copied."""
     make = Unit.make
+    alone = Alone(job(tmp_path), tmp_path / "arena")
+    engine = alone.rank.engine
 
     def late(unit: Unit, slot: Bytes) -> None:
+        writer = engine.snapshots
+        while writer is not None and writer._capture is not None:  # The main thread has not come for it yet.
+            time.sleep(0.01)
         time.sleep(0.3)
         make(unit, slot)
 
-    alone = Alone(job(tmp_path), tmp_path / "arena")
-    engine = alone.rank.engine
     alone.snap()
     alone.steps()
     monkeypatch.setattr(Unit, "make", late)
@@ -366,7 +370,7 @@ def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
     writer = alone.rank.engine.snapshots
     assert writer is not None
     for _ in range(8):
-        writer.committed(4.0, 2.0)
+        writer.committed(Elapsed(step_s=4.0, waits_s=2.0, sums_s=0.0))
     alone.snap()
     threading.Event().wait(0.1)
     assert alone.rank.reports[-1].step == 1, "no bubble so far"

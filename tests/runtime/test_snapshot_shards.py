@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from runtime.protocol import WorldData
 from runtime.snapshot_groups import groups_of
 from runtime.snapshot_movers import DeviceMover, HostMover
-from runtime.snapshot_pieces import BLOCK_BYTES, UNIT_BYTES, Bucket, source_of, units_of
-from runtime.snapshot_schedule import Schedule
+from runtime.snapshot_pieces import BLOCK_BYTES, Bucket, source_of, units_of
+from runtime.snapshot_schedule import Elapsed, Schedule
 from runtime.streaming import streaming_environment
 from storage.codes import make_code
 from storage.shards import ShardLayout, make_shard
 from tests.runtime.harness import pipeline
+
+UNIT_BYTES = Schedule().unit_bytes
 
 
 class HostStreams:
@@ -52,7 +54,7 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
         make_shard(layout, owner, np.frombuffer(plain, dtype=np.uint8), expected)
         # What the slot held before must not shine through the gaps.
         slot = np.full(64 + layout.shard_bytes(owner), 0xA5, dtype=np.uint8)
-        units = units_of(layout, owner, bucket, 64)
+        units = units_of(layout, owner, bucket, 64, UNIT_BYTES)
         for unit in reversed(units):
             assert unit.read_bytes <= max(UNIT_BYTES, 64 * len(unit.starts))
             unit.make(slot)
@@ -140,19 +142,51 @@ def test_groups_are_cut_where_a_pipeline_is(
     assert groups_of(WORLD, (), rank, "aec") == ()
 
 
-def test_bubbles_are_waited_for_only_where_they_suffice() -> None:
+def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> Elapsed:
+    return Elapsed(step_s=step_s, waits_s=waits_s, sums_s=sums_s)
+
+
+def test_computing_is_disturbed_only_for_what_bubbles_do_not_take() -> None:
     schedule = Schedule()
-    assert not schedule.can_wait(0, 0.0, 0.0)
+    assert schedule.may_copy("bubble", 1, at(0.0, 0.0))
+    assert schedule.may_copy("computing", 0, at(0.0, 0.0)), "nothing is known yet"
     schedule.note_copy(1000, 1.0)
-    assert not schedule.can_wait(1, 0.0, 0.0)
-    for bubble_s in (0.4, 0.6):
-        schedule.note_step(2.0, bubble_s)
+    assert schedule.may_copy("computing", 1, at(0.0, 0.0))
+    for waits_s in (0.4, 0.6):
+        schedule.note_step(at(2.0, waits_s, 0.3))
     assert schedule.bandwidth == 1000
-    assert schedule.can_wait(399, 0.0, 0.0)
-    assert not schedule.can_wait(401, 0.0, 0.0)
-    assert not schedule.can_wait(399, 0.0, 0.1), "part of the bubbles is over"
-    assert not schedule.can_wait(399, 1.6, 0.0), "the step ends before"
+    assert not schedule.may_copy("computing", 399, at(0.0, 0.0))
+    assert schedule.may_copy("computing", 401, at(0.0, 0.0))
+    assert schedule.may_copy("computing", 399, at(0.0, 0.1)), "part of the bubbles is over"
+    assert schedule.may_copy("computing", 399, at(1.6, 0.0)), "the step ends before"
     schedule.age()
     schedule.note_copy(3000, 0.5)
     assert math.isclose(schedule.bandwidth, 3500)
-    assert schedule.can_wait(1399, 0.0, 0.0)
+    assert not schedule.may_copy("computing", 1399, at(0.0, 0.0))
+
+
+def test_on_a_device_sums_are_disturbed_last() -> None:
+    host, device = Schedule(), Schedule(own_link=True)
+    for schedule in (host, device):
+        schedule.note_copy(1000, 1.0)
+        schedule.note_step(at(2.0, 0.5, 0.3))
+    assert host.period(waiting=True, for_sums=True) == "bubble"
+    assert device.period(waiting=True, for_sums=True) == "communication"
+    assert device.period(waiting=True, for_sums=False) == "bubble"
+    assert device.period(waiting=False, for_sums=False) == "computing"
+    # 0.2 s of bubbles, of which 0.16 s are relied on; with the sums it would be 0.4 s.
+    assert not host.may_copy("computing", 200, at(0.0, 0.0))
+    assert device.may_copy("computing", 200, at(0.0, 0.0))
+    assert not device.may_copy("computing", 150, at(0.0, 0.0))
+    assert not device.may_copy("communication", 150, at(0.0, 0.3, 0.3)), "the vote will do"
+    assert device.may_copy("communication", 150, at(0.0, 0.5, 0.3)), "left by both others"
+
+
+@given(st.floats(1.0, 1e12), st.floats(1e-6, 1e3))
+def test_units_follow_the_bandwidth_within_limits(copied: float, seconds: float) -> None:
+    schedule = Schedule()
+    schedule.note_copy(int(copied), seconds)
+    size = schedule.unit_bytes
+    assert 1 << 20 <= size <= 16 << 20 and size % 64 == 0
+    if 1 << 20 < size < 16 << 20:
+        assert size / schedule.bandwidth <= 0.0005
