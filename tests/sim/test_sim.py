@@ -17,8 +17,7 @@ from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
 
 SEEDS = 100
-MEETING = 130
-"""Seeds in which everything rare happens, too."""
+TIERS = {"memory", "decoded", "buddy", "persistent"}
 
 
 def test_many_seeds_hold() -> None:
@@ -59,7 +58,9 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     faults: Counter[str] = Counter()
     tiers: set[str] = set()
     shapes = set()
-    for seed in range(MEETING):
+    for seed in range(5 * SEEDS):
+        if seed >= SEEDS and tiers == TIERS:
+            break  # Whether a seed comes to one of the rare ones changes with all that is drawn.
         simulation = Simulation(seed)
         shapes.add(simulation.shape)
 
@@ -98,7 +99,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
     assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
-    assert tiers == {"memory", "decoded", "buddy"}
+    assert tiers == TIERS
     assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names
