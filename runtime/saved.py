@@ -1,7 +1,6 @@
 """A snapshot that was found, as bytes: whether it fits what is registered, and into it."""
 
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from runtime.plain_state import rebuild, thaw
@@ -18,8 +16,6 @@ from runtime.registered import Registered
 from runtime.tensor_image import Bytes, Entry, placed
 
 FORMAT = 2
-_MOST_THREADS = 4
-"""More do not copy faster than memory gives."""
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
@@ -57,15 +53,6 @@ class Saved:
         return ""
 
     def load(self, things: Mapping[str, Registered], *, random: bool) -> None:
-        """On all cores: nothing else of the script runs now, whatever it leaves to torch later."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(threads, min(_MOST_THREADS, os.cpu_count() or 1)))
-        try:
-            self._load(things, random)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _load(self, things: Mapping[str, Registered], random: bool) -> None:
         def place(number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
             entry = self.entries[number]
             return placed(entry, self.shared if entry.shared else self.own, old, beside)
