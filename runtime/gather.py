@@ -18,7 +18,7 @@ from runtime.parts import Range, Shape, contributions
 from runtime.protocol import WorldData
 from storage.buckets import Bucket
 
-PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
 """Received by one operation, from all members together."""
 _UNDER_WAY = 2
 

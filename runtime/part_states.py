@@ -22,7 +22,8 @@ from runtime.state import DTYPES, StateError
 from storage.layerstate import ALIGNMENT_BYTES
 from storage.partstate import PART_FORMAT, PartEntry, PartHeader
 
-Payload = list[tuple[PartEntry, Tensor]]
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's optimizers keep once for a whole parameter; all else has its shape, be that ``()``."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +63,7 @@ class PartStates:
                 parts=1,
                 replica=False,
                 slices=[
-                    SliceState(slice=one, state=self._optimization.whole.get(one.name, {}))
+                    SliceState(slice=one, state=_flattened(self._optimization.whole.get(one.name, {})))
                     for vector in self._shape.of_layer(layer)
                     for one in vector.slices(0, vector.numel)
                 ],
@@ -319,6 +320,16 @@ def _check_entry(place: str, entry: PartEntry, end: int) -> None:
         raise StateError(f"{place}: {entry.size_bytes} bytes cannot be {entry.count} of {entry.dtype}")
     if entry.offset < end or entry.offset % ALIGNMENT_BYTES:
         raise StateError(f"{place}: {entry.name} {entry.key} overlaps what comes before it")
+
+
+def _flattened(state: ParameterState) -> ParameterState:
+    """As the optimizer keeps it for a slice, which has one dimension."""
+    return {
+        key: value.reshape(-1)
+        if isinstance(value, Tensor) and (value.dim() or key not in _NUMBERS)
+        else value
+        for key, value in state.items()
+    }
 
 
 def _narrowed(piece: SliceState, one: Slice) -> ParameterState:

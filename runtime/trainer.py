@@ -91,6 +91,8 @@ class Trainer:
         self._mailbox.keep = None
         if self._engine is not None and self._engine.snapshots is not None:
             self._engine.snapshots.close()
+        if self._engine is not None and self._engine.sharding is not None:
+            self._engine.sharding.forget()
         if not prepare.arena:
             return
         engine.snapshots = SnapshotWriter(

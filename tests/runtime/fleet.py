@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from runtime import protocol as p
@@ -28,6 +30,9 @@ class Fleet:
         self.pipelines: Pipelines = ()
         self.generation = 0
         self.losses: dict[int, float] = {}
+        self.restore = ""
+        """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
+        self.restore_step = 0
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -43,6 +48,9 @@ class Fleet:
         """All of these go on under a new plan; the others are gone. Returns the step that they go on from."""
         reports = [report_of(engine) for engine in engines]
         best = max(reports, key=lambda report: report.committed_step)
+        if self.restore:
+            vote = p.VoteData(loss=0.0, gradient_norm=0.0)
+            best = msgspec.structs.replace(best, committed_step=self.restore_step, vote=vote)
         ranks = {engine: rank for rank, engine in enumerate(self.engines)}
         held = [
             part
@@ -68,23 +76,24 @@ class Fleet:
         rendezvous = Rendezvous(
             host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
         )
-        engine.settle(step, vote)
         communicator = make_communicator("gloo", rendezvous, rank, world.hosts, CPU)
         self._communicators[engine] = communicator
-        engine.enter(
-            p.Resume(
-                generation=self.generation,
-                step=step,
-                vote=vote,
-                rank=rank,
-                world=world,
-                rendezvous_host="",
-                rendezvous_port=0,
-                token=TOKEN,
-                protection=self.protection,
-            ),
-            communicator,
+        resume = p.Resume(
+            generation=self.generation,
+            step=step,
+            vote=vote,
+            rank=rank,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token=TOKEN,
+            protection=self.protection,
+            restore=self.restore,
         )
+        engine.settle(step, vote)
+        if self.restore:
+            engine.restore(Path(self.restore), resume)
+        engine.enter(resume, communicator)
 
     def steps(self, count: int) -> list[StepResult]:
         """All make so many steps; the last results."""

@@ -37,7 +37,7 @@ ALONE = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),
 
 @pytest.mark.parametrize(
     ("pipelines", "ranks", "protection"),
-    [(THREE_AND_TWO, 5, "aor"), (SPLIT_ROWS, 6, "none"), (ALONE, 2, "aor")],
+    [(THREE_AND_TWO, 5, "aor"), (SPLIT_ROWS, 6, "aor"), (ALONE, 2, "none")],
 )
 def test_losses_do_not_depend_on_the_layout(
     cluster: Cluster, pipelines: tuple[p.PipelineData, ...], ranks: int, protection: str

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -144,6 +145,30 @@ def test_a_generation_without_a_commit_changes_nothing(expected: list[float]) ->
         assert [fleet.losses[step] for step in range(1, 6)] == pytest.approx(expected[:5], rel=1e-9)
 
 
+def test_whole_layers_out_of_files_are_shared_out(tmp_path: Path, expected: list[float]) -> None:
+    """As a snapshot or a checkpoint has them, written by a job without ZeRO-1."""
+    plain = msgspec.structs.replace(job(), zero1=False)
+    alone = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
+    with Fleet(plain, 1, protection="none") as fleet:
+        fleet.enter(fleet.engines, alone)
+        fleet.steps(3)
+        for layer in range(4):
+            header, payload = fleet.engines[0].states.pack(layer)
+            (tmp_path / f"layer-{layer}.header").write_bytes(header)
+            (tmp_path / f"layer-{layer}.payload").write_bytes(payload.numpy().tobytes())
+    with Fleet(job(), 4) as fleet:
+        fleet.restore, fleet.restore_step = str(tmp_path), 3
+        assert fleet.enter(fleet.engines, TWO_AND_TWO) == 3
+        fleet.restore = ""
+        fleet.steps(1)
+        in_gather(fleet, fleet.engines[3])
+        fleet.broken_step()
+        assert fleet.enter(fleet.engines[:3], TWO_AND_ONE) == 5
+        fleet.steps(2)
+        losses = [fleet.losses[step] for step in range(4, 8)]
+        assert losses == pytest.approx(expected[3:7], rel=1e-9)
+
+
 # --- replicas ------------------------------------------------------------------------------------
 
 OPTIMIZERS = """
@@ -252,6 +277,21 @@ def test_a_replica_that_differs_is_told_and_made_anew(
         fleet.steps(1)
         assert not any(part.replica for part in sharding.parts())
         assert [one.layer for one in fleet.steps(1)[3].diverged] == [1, 2]
+        assert_replicas_agree(fleet)
+
+
+def test_one_rank_of_a_split_stage_keeps_the_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding_module, "CHECK_STEPS", 1)
+    split = (
+        pipeline((0, 3, [0, 1]), first_microbatch=0, microbatches=1),
+        pipeline((0, 1, [2]), (1, 3, [3]), first_microbatch=1, microbatches=1),
+    )
+    with Fleet(small(tmp_path, "adam"), 4) as fleet:
+        fleet.enter(fleet.engines, split)
+        for _ in range(2):
+            assert all(result.diverged == () for result in fleet.steps(1))
+        said = [{(part.part, part.replica) for part in report_of(e).parts} for e in fleet.engines]
+        assert said == [{(0, False), (1, True)}, {(0, False)}, *[{(1, False), (0, True)}] * 2]
         assert_replicas_agree(fleet)
 
 
