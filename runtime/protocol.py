@@ -23,6 +23,8 @@ ReplicaDiverged may come behind any Stepped where optimizer state is sharded and
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
+from typing import Literal
+
 import msgspec
 
 from runtime.frames import Frame
@@ -330,10 +332,10 @@ class Done(Frame, frozen=True, kw_only=True):
 class Raised(Frame, frozen=True, kw_only=True):
     """The training function or a layer raised; the process exits after this."""
 
-    where: str
-    """``prepare`` or ``training``."""
+    where: Literal["prepare", "restore", "training"]
+    """``restore``: the state to go on from does not fit the model."""
     detail: str
-    """Traceback."""
+    """Traceback; a sentence where it is known what is wrong."""
 
 
 SnapshotReport = Snapping | Snapped | SnapshotFailed

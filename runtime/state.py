@@ -202,7 +202,8 @@ def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: 
     if (entry.role, entry.key, tuple(value.shape), value.dtype) != (shared.kind, "", entry.shape, dtype):
         raise StateError(
             f"{place}: a {entry.role} of {entry.shape} {entry.dtype} came, "
-            f"this model has a {shared.kind} of {tuple(value.shape)} {value.dtype}"
+            f"this model has a {shared.kind} of {tuple(value.shape)} "
+            f"{str(value.dtype).removeprefix('torch.')}"
         )
 
 

@@ -8,6 +8,7 @@ state, reports, and waits for the next generation in the same process.
 import gc
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -34,8 +35,13 @@ from runtime.protocol import (
     Stepped,
 )
 from runtime.snapshot_writer import SnapshotWriter
+from runtime.state import StateError
 from runtime.store import Rendezvous
 from runtime.training import TrainingError
+
+
+class _ForeignError(RuntimeError):
+    """The state to go on from is of another model."""
 
 
 class Trainer:
@@ -51,7 +57,7 @@ class Trainer:
 
     def run(self) -> int:
         """Serve until the process is ended; returns an exit code only when something was raised."""
-        where = "prepare"
+        where: Literal["prepare", "restore", "training"] = "prepare"
         try:
             while True:
                 instruction = self._mailbox.next()
@@ -67,6 +73,8 @@ class Trainer:
                         self._snap_last(instruction)
         except TrainingError as error:
             self._link.send(Raised(where=where, detail=str(error)))
+        except _ForeignError as error:
+            self._link.send(Raised(where="restore", detail=str(error)))
         except Exception:
             self._link.send(Raised(where=where, detail=traceback.format_exc()))
         return 1
@@ -145,7 +153,10 @@ class Trainer:
         if resume.rank < 0:
             return
         if resume.restore:
-            engine.restore(Path(resume.restore), resume)
+            try:
+                engine.restore(Path(resume.restore), resume)
+            except StateError as error:
+                raise _ForeignError(str(error)) from error
         rendezvous = Rendezvous(
             host=resume.rendezvous_host,
             port=resume.rendezvous_port,

@@ -20,7 +20,7 @@ from statemachine.buddies import copies, copy_of
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.keeping import Keeping
-from statemachine.messages import RestoreFailed
+from statemachine.messages import RestoreFailed, TrainerLost
 from statemachine.node import NodeMachine
 from statemachine.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.snapshots import holders, key_of
@@ -264,6 +264,17 @@ def tell_untold(c: Cluster) -> None:
             c.emit("JobResumed", told["reason"], **where, **told["details"])
         else:
             c.emit("RolledBack", told["reason"], **where, **told["details"])
+
+
+def foreign(c: Cluster, signal: TrainerLost) -> str | None:
+    """A trainer cannot take the checkpoint's state. Returns why the job is lost, if that is why."""
+    restore, job = c.resumption.restore if c.resumption is not None else None, c.job
+    if restore is None or not restore.url or job is None or signal.generation != c.resumed_generation:
+        return None
+    return (
+        f"checkpoint.url: {restore.url} holds another model under the name {job.name!r} than this job's: "
+        f"{signal.detail}; give the job another url or name, or the arguments of the one that wrote it"
+    )
 
 
 def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:

@@ -50,7 +50,7 @@ from statemachine.recovery import (
     resume_command,
     take_quiesced,
 )
-from statemachine.rollback import take_restore_failed
+from statemachine.rollback import foreign, take_restore_failed
 from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.stragglers import take_times
 from statemachine.timeouts import node_lost
@@ -268,7 +268,10 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         detail=signal.detail,
     )
     c.publish()
-    if signal.cause == "raised" and c.resumption is not None:
+    if signal.cause == "foreign" and (why := foreign(c, signal)):
+        fail(c, why)
+        return
+    if signal.cause in ("raised", "foreign") and c.resumption is not None:
         c.raised += 1
         if c.raised >= c.timing.raise_limit:
             fail(

@@ -36,8 +36,9 @@ class ClusterPhase(StrEnum):
     FAILED = "FAILED"
 
 
-FailureCause = Literal["exited", "raised", "hung", "unprepared"]
-"""Of a trainer: its process ended; its code raised; it made no progress; it could not build the job."""
+FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
+"""Of a trainer: its process ended; its code raised; it made no progress; it could not build the job; the
+state that it was to go on from is of another model."""
 
 QuiesceMode = Literal["abort", "boundary"]
 """Stop at once and unwind; or stop together behind the step in flight (joins, drains)."""

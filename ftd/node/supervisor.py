@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from ftd.node.processes import bury, kill_group
-from ftd.node.translation import event_of
+from ftd.node.translation import cause_of, event_of
 from ftd.node.zygote import Zygote
 from runtime import protocol, zygote_protocol
 from runtime.frames import Decoder, ProtocolError, encode
@@ -294,7 +294,7 @@ class Supervisor:
         if trainer.reported:
             return
         if isinstance(frame, protocol.Raised):
-            self._fail(trainer, "unprepared" if frame.where == "prepare" else "raised", frame.detail)
+            self._fail(trainer, cause_of(frame), frame.detail)
             return
         if isinstance(frame, Traced):
             self._traced(trainer.device, frame)

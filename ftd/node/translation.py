@@ -27,7 +27,7 @@ from statemachine.events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
-from statemachine.values import DeviceReport, HeldPart, Job, Vote
+from statemachine.values import DeviceReport, FailureCause, HeldPart, Job, Vote
 
 
 def world_data(
@@ -137,6 +137,19 @@ def vote_of(data: protocol.VoteData) -> Vote:
     return Vote(loss=data.loss, gradient_norm=data.gradient_norm, skipped=data.skipped)
 
 
+def cause_of(raised: protocol.Raised) -> FailureCause:
+    """What a trainer whose code raised failed of."""
+    match raised.where:
+        case "prepare":
+            return "unprepared"
+        case "restore":
+            return "foreign"
+        case "training":
+            return "raised"
+        case _:
+            assert_never(raised.where)
+
+
 def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float, cause: str) -> Event:
     """What a trainer's frame means to the agent machine."""
     base: dict[str, Any] = {"at": at, "cause": cause}
@@ -166,7 +179,7 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
                 **base,
                 device=device,
                 pid=pid,
-                cause_of_failure="unprepared" if report.where == "prepare" else "raised",
+                cause_of_failure=cause_of(report),
                 detail=report.detail,
             )
         case _:

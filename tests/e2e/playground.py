@@ -192,11 +192,16 @@ class Playground:
 
     def submit(self, job: JobData) -> Run:
         """Submit, and wait for the first committed step."""
+        run = self.offer(job)
+        self.until_step(1)
+        return run
+
+    def offer(self, job: JobData) -> Run:
+        """Submit; it need not come to a step."""
         self.run = Run(job)
         envelope = self.client.envelope()
         request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
         self.on_loop(self.client.request(request))
-        self.until_step(1)
         return self.run
 
     def finish(self) -> Run:

@@ -149,6 +149,13 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_another_number_of_hosts
     assert (min(run.losses), max(run.losses)) == (newest + 1, last)
     assert steps_in(url)[0] == last
 
+    # Another model of as many layers under the same name: refused by name, and nothing there is touched.
+    kept = steps_in(url)
+    ground.offer(checkpoint_job(tmp_path, steps=last + 50, arguments="width = 40"))
+    reason = ground.until_event("JobFailed")["reason"]
+    assert "checkpoint.url" in reason and "(48, 48) float64 came" in reason and "(40, 40) float64" in reason
+    assert "Traceback" not in reason and steps_in(url) == kept
+
 
 def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sound_one(
     ground: Playground, tmp_path: Path, same_losses: SameLosses

@@ -1,5 +1,7 @@
 """A plan becomes ranks, frames become events."""
 
+from typing import Literal
+
 import msgspec
 
 from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, resume_frame, world_data
@@ -140,7 +142,9 @@ def test_what_trainers_say_of_snapshots() -> None:
 
 
 def test_what_was_raised_where() -> None:
-    for where, cause in (("prepare", "unprepared"), ("training", "raised")):
+    causes: dict[Literal["prepare", "restore", "training"], str]
+    causes = {"prepare": "unprepared", "restore": "foreign", "training": "raised"}
+    for where, cause in causes.items():
         failed = event_of(
             protocol.Raised(where=where, detail="Traceback"), device=0, pid=99, at=1.0, cause="c"
         )

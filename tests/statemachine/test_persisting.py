@@ -52,6 +52,7 @@ from statemachine.messages import (
     Snap,
     SnapshotCompleted,
     ToNode,
+    TrainerLost,
 )
 from statemachine.persisting import attempt_of, shared
 from statemachine.timing import Timing
@@ -431,6 +432,19 @@ def test_a_checkpoint_that_does_not_fit_the_job_is_refused() -> None:
     other = Checkpoint(step=7, vote=vote(7), layers=9)
     s.feed(CheckpointFound, generation=1, checkpoint=other, skipped=(), reason="")
     assert "checkpoint.url: /checkpoints holds a model of 9 layers" in s.events("JobFailed")[0].reason
+
+
+def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_layer_s_name() -> None:
+    s = Writing()
+    s.begin(begin=CHECKPOINT)
+    s.plan_or_not()
+    s.feed(CheckpointFound, generation=1, checkpoint=CHECKPOINT, skipped=(), reason="")
+    s.plan()
+    s.say("node-1", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 2, 2.weight: (3,)"))
+    [told] = s.events("JobFailed")
+    assert told.reason.startswith("checkpoint.url: /checkpoints holds another model under the name 'tiny'")
+    assert "layer 2, 2.weight" in told.reason and "another url or name" in told.reason
+    assert not s.all(AbandonCheckpoint), "what is there stays"
 
 
 # --- a node --------------------------------------------------------------------------------------
