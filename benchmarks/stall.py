@@ -140,7 +140,8 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
         directory=arena,
         limit_bytes=None,
         states=engine.states,
-        device=torch.device("cpu"),
+        model=engine.model,
+        sharding=engine.sharding,
         pace=pace,
         report=reports.append,
     )

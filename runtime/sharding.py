@@ -8,6 +8,7 @@ with the next generation's state.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from runtime.part_states import PartState, PartStates
 from runtime.parts import (
     Move,
     Shape,
+    Slice,
     everything,
     keeps_replica,
     moves_of,
@@ -29,6 +31,7 @@ from runtime.parts import (
 from runtime.protocol import Resume, StatePartData, WorldData
 from runtime.replica import CHECK_STEPS, Replica
 from runtime.sharded_optimizer import ShardedOptimization
+from runtime.state import StateError
 from runtime.transfer import Exchange
 from runtime.world import owners_of_layer
 from storage.buckets import Bucket
@@ -121,6 +124,32 @@ class Sharding:
     def leave(self) -> None:
         """The generation is over."""
         self._world = self._communicator = self._gather = None
+
+    # --- for snapshots ---------------------------------------------------------------------------
+
+    def kept(self, layers: Iterable[int], *, replica: bool) -> list[PartState]:
+        """This generation's parts of these layers at the committed step, ascending; or the replicas.
+
+        :raises StateError: the replica of one is not to be had.
+        """
+        if replica:
+            self._finish()
+        found = (
+            {part.layer: part for part in self.states.kept if part.replica}
+            if replica
+            else {part.layer: part for part in self._own}
+        )
+        missing = [layer for layer in layers if layer not in found]
+        if missing:
+            raise StateError(f"no replica of layers {missing} is kept here")
+        return [found[layer] for layer in layers]
+
+    def value_of(self, one: Slice) -> Tensor:
+        """The slice of the present parameter, which is whole: its memory, not a copy."""
+        return self._optimization.value_of(one)
+
+    def schedule(self) -> dict[str, Any]:
+        return self._optimization.schedule()
 
     # --- the step --------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """One snapshot on its way: what it consists of, and how far it is."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,7 +14,7 @@ from runtime.snapshot_movers import Bytes, Mover
 from runtime.snapshot_pieces import Bucket, Unit, source_of, units_of
 from runtime.state import LayerStates
 from storage.image import GroupImage, LayerImage
-from storage.layerstate import ALIGNMENT_BYTES, Entry
+from storage.layerstate import ALIGNMENT_BYTES
 from storage.manifest import Part, digest_of
 from storage.shards import ShardLayout
 
@@ -65,6 +65,14 @@ class Capture:
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
         self.small.append((f"{name}/small", small))
+        self.describe(group, bucket.size_bytes)
+
+    def describe(self, group: Group, bucket_bytes: int, *, parts: int = 0) -> None:
+        """Name what was added of a group.
+
+        :param bucket_bytes: of the bucket that its owners share out, or of this owner's part.
+        :param parts: under ZeRO-1, into how many.
+        """
         self.groups.append(
             {
                 "first_layer": group.first_layer,
@@ -72,8 +80,9 @@ class Capture:
                 "owners": group.owners,
                 "owner": group.owner,
                 "scheme": group.scheme,
-                "bucket_bytes": bucket.size_bytes,
+                "bucket_bytes": bucket_bytes,
             }
+            | ({"parts": parts} if parts else {})
         )
         self.left_bytes = sum(unit.read_bytes for unit in self.units)
 
@@ -125,10 +134,10 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
     """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
     header, tensors = states.describe(layer)
     begin = bucket.size_bytes
-    buffers: list[tuple[Entry, Tensor]] = []
+    buffers: list[Tensor] = []
     for entry, tensor in zip(header.entries, tensors, strict=True):
         if entry.role == "buffer":
-            buffers.append((entry, tensor))
+            buffers.append(tensor)
         else:
             bucket.add(source_of(tensor), _padded(entry.size_bytes))
     return LayerImage(
@@ -136,15 +145,14 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
         offset=begin,
         size_bytes=bucket.size_bytes - begin,
         header=msgspec.msgpack.encode(header),
-        buffers=_bytes_of(buffers),
+        buffers=bytes_of(buffers),
     )
 
 
-def _bytes_of(buffers: Sequence[tuple[Entry, Tensor]]) -> bytes:
-    return b"".join(
-        np.asarray(source_of(tensor.cpu())).tobytes().ljust(_padded(entry.size_bytes), b"\0")
-        for entry, tensor in buffers
-    )
+def bytes_of(buffers: Iterable[Tensor]) -> bytes:
+    """One after the other, padded."""
+    made = [np.asarray(source_of(tensor.detach().cpu())).tobytes() for tensor in buffers]
+    return b"".join(data.ljust(_padded(len(data)), b"\0") for data in made)
 
 
 def _padded(size_bytes: int) -> int:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from runtime.model import Model
 from runtime.pace import Pace
 from runtime.protocol import Snapped, SnapshotFailed, SnapshotReport, VoteData
+from runtime.sharding import Sharding
 from runtime.side_stream import SideStreams
 from runtime.snapshot_capture import Capture
 from runtime.snapshot_groups import Group
 from runtime.snapshot_movers import DeviceMover, HostMover, Mover
+from runtime.snapshot_parts import add_parts
 from runtime.snapshot_schedule import Elapsed, Schedule
 from runtime.state import LayerStates
 from storage.arena import SLOTS, Arena
@@ -59,7 +60,10 @@ class _Forget:
 
 
 class SnapshotWriter:
-    """:param report: sends to the node; from any thread."""
+    """
+    :param sharding: ZeRO-1: what there is, is in parts.
+    :param report: sends to the node; from any thread.
+    """
 
     def __init__(
         self,
@@ -68,22 +72,27 @@ class SnapshotWriter:
         directory: Path,
         limit_bytes: int | None,
         states: LayerStates,
-        device: torch.device,
+        model: Model,
+        sharding: Sharding | None,
         pace: Pace,
         report: Callable[[SnapshotReport], None],
     ) -> None:
         """:raises OSError: the arena cannot be made."""
         self._job_id = job_id
         self._states = states
-        self._device = device
+        self._model = model
+        self._sharding = sharding
+        self._device = model.device
         self._pace = pace
         self._report = report
         self._arena = Arena.open(directory, limit_bytes=limit_bytes)
         self._check_found()
         self._groups: tuple[Group, ...] = ()
         self._side = SideStreams()
-        self._mover: Mover = DeviceMover(device, self._side) if device.type == "cuda" else HostMover()
-        self._schedule = Schedule(own_link=device.type == "cuda")
+        self._mover: Mover = (
+            DeviceMover(model.device, self._side) if model.device.type == "cuda" else HostMover()
+        )
+        self._schedule = Schedule(own_link=model.device.type == "cuda")
         self._capture: Capture | None = None
         """The newest, while it may be being copied."""
         self._reserved = False
@@ -202,7 +211,10 @@ class SnapshotWriter:
         unit_bytes = self._schedule.unit_bytes
         capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
-            capture.add(group, self._states, self._mover)
+            if self._sharding is None:
+                capture.add(group, self._states, self._mover)
+            else:
+                add_parts(capture, group, self._model, self._sharding, self._mover)
         return capture
 
     def _make_next(self, capture: Capture, *, idle: bool) -> bool:

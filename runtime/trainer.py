@@ -108,7 +108,8 @@ class Trainer:
             directory=Path(prepare.arena),
             limit_bytes=prepare.arena_limit_bytes,
             states=engine.states,
-            device=engine.model.device,
+            model=engine.model,
+            sharding=engine.sharding,
             pace=self._pace,
             report=self._link.send,
         )

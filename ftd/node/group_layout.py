@@ -18,6 +18,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     owner: int
     scheme: str
     bucket_bytes: int
+    parts: int = 0
+    """Under ZeRO-1 each owner has one of so many parts (``storage.partimage``); 0: all have the same."""
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):

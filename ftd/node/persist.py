@@ -19,8 +19,9 @@ import msgspec
 import structlog
 
 from ftd.node.arenas import Arenas
-from ftd.node.restore import DamageTold, Put, RestoreError, Restorer
+from ftd.node.restore import DamageTold, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
+from ftd.node.staging import Put
 from statemachine.events import Event, LayersFailed, LayersWritten
 from statemachine.messages import Persist
 from statemachine.values import LayerOnDisk, Restore

@@ -7,9 +7,9 @@ trainer's files or a persistent checkpoint. Work on many bytes is done in thread
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import structlog
@@ -17,19 +17,20 @@ import structlog
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
 from ftd.node.group_layout import keepers_of, layout_of
+from ftd.node.restore_parts import KeptParts, LostPartsError, put_together
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.staging import Put, Store, runs_of
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
 from storage.image import GroupImage, assemble
 from storage.manifest import Manifest, Part
+from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout, needed
 from storage.shards import restore as decode
 
 log = structlog.get_logger("ftd.node")
 
-Put = Callable[[int, bytes, Bytes], Awaitable[None]]
-"""Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
 DamageTold = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
@@ -67,6 +68,10 @@ class _Keeper:
     bucket_bytes: int
     held: Held | None
     """``None``: it is another node's."""
+    replica: Part | None
+    """Of the next owner's part, under ZeRO-1."""
+    parts: int
+    """Under ZeRO-1; else 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +105,7 @@ class Restorer:
         for group in groups:
             keepers = self._keepers(group, manifests)
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
-            runs = [[number] for number in sorted(wanted)] if one_by_one else _runs(wanted)
+            runs = [[number] for number in sorted(wanted)] if one_by_one else runs_of(wanted)
             await self._restore_group(group, keepers, runs, put)
         return Restored(
             own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
@@ -152,6 +157,8 @@ class Restorer:
                             small=parts.get(f"group-{group.first_layer}/small"),
                             bucket_bytes=layout.bucket_bytes,
                             held=held,
+                            replica=parts.get(f"group-{group.first_layer}/replica"),
+                            parts=layout.parts,
                         )
                     )
                     break
@@ -174,6 +181,9 @@ class Restorer:
     async def _restore_group(
         self, group: SnapshotGroup, keepers: list[_Keeper], runs: list[list[int]], put: Put
     ) -> None:
+        if any(keeper.parts for keeper in keepers):
+            await self._restore_parts(group, keepers, [layer for run in runs for layer in run], put)
+            return
         image = await self._image(group, keepers)
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
@@ -199,6 +209,62 @@ class Restorer:
                 begin = layer.offset - first.offset
                 shared = bucket[begin : begin + layer.size_bytes]
                 await put(layer.layer, layer.header, await asyncio.to_thread(assemble, layer, shared))
+
+    async def _restore_parts(
+        self, group: SnapshotGroup, keepers: list[_Keeper], layers: Sequence[int], put: Put
+    ) -> None:
+        """Under ZeRO-1: each owner has a part."""
+        kept: list[KeptParts] = []
+        for keeper in keepers:
+            if keeper.small is None:
+                continue
+            try:
+                image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
+                if [one.layer for one in image.layers] != list(range(group.first_layer, group.end_layer)):
+                    raise DamagedError("it is of other layers")
+            except (PeerError, DamagedError) as error:
+                self._lose(keeper.node, keeper.small.name, str(error))
+                continue
+            shard, replica = (
+                None if part is None else (part, partial(self._range, keeper, part))
+                for part in (keeper.shard, keeper.replica)
+            )
+            kept.append(
+                KeptParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
+            )
+        where = f"layers {group.first_layer} to {group.end_layer - 1}"
+        if not kept:
+            raise RestoreError(f"nobody who is here has the headers of {where}", self._bad)
+        if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
+            self._decoded += 1
+        gone: set[tuple[str, str]] = set()
+        for layer in layers:
+            try:
+                header, payload = await put_together(kept, layer, self._lose, gone)
+            except LostPartsError as error:
+                names = ", ".join(group.owners[part] for part in error.parts)
+                raise RestoreError(f"{where}: {error} ({names})", self._bad) from None
+            except DamagedError as error:
+                raise RestoreError(f"{where}: {error}", {one.node for one in kept}) from None
+            await put(layer, header, payload)
+
+    async def _range(self, keeper: _Keeper, part: Part, first: int, size: int) -> Bytes:
+        """:raises PeerError: they are not to be had (any more)."""
+        target = np.empty(size, dtype=np.uint8)
+        if keeper.held is None:
+            place = self._located(keeper, part)
+            await self.client.fetch([Wanted(places=(place,), first=first, into=target.data)])
+            self._fetched_bytes += size
+            return target
+        try:
+            view = self.arenas.view(keeper.held, part)
+        except OSError as error:
+            raise PeerError(str(error)) from None
+        target[:] = np.frombuffer(view, dtype=np.uint8)[first : first + size]
+        if keeper.held not in self.arenas.find(self.restore.job_id, self.restore.step):
+            raise PeerError("the snapshot was released")
+        self._own_bytes += size
+        return target
 
     async def _image(self, group: SnapshotGroup, keepers: list[_Keeper]) -> GroupImage:
         """The small part, from the first that has a sound one."""
@@ -251,7 +317,7 @@ class Restorer:
                     f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
                     self._bad,
                 ) from None
-            stores = {owner: _Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
+            stores = {owner: Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
             failed = await self._fill(usable, stores)
             if not failed:
                 if len(self._memory) < end - first:
@@ -275,7 +341,7 @@ class Restorer:
         self,
         layout: ShardLayout,
         usable: dict[int, _Keeper],
-        stores: dict[int, "_Store"],
+        stores: dict[int, "Store"],
         bucket: Bytes,
         first: int,
     ) -> list[tuple[int, BaseException]]:
@@ -301,11 +367,11 @@ class Restorer:
         return [(owner, gone) for owner in own if usable[owner].held not in there]
 
     async def _fill(
-        self, usable: dict[int, _Keeper], stores: dict[int, "_Store"]
+        self, usable: dict[int, _Keeper], stores: dict[int, "Store"]
     ) -> list[tuple[int, BaseException]]:
         """Fetch what the stores want, from all nodes at once; who failed, and how."""
 
-        async def fill(owner: int, store: _Store) -> None:
+        async def fill(owner: int, store: Store) -> None:
             keeper = usable[owner]
             assert keeper.shard is not None, "without it, it is not usable"
             place = self._located(keeper, keeper.shard)
@@ -325,47 +391,3 @@ class Restorer:
             if not isinstance(error, PeerError):
                 raise error
         return failed
-
-
-class _Store:
-    """Ranges of another node's shard, fetched."""
-
-    def __init__(self, ranges: Sequence[range]) -> None:
-        self.pieces = [(some, np.empty(len(some), dtype=np.uint8)) for some in ranges]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(len(some) for some, _ in self.pieces)
-
-    def read(self, offset: int, size: int) -> Bytes:
-        for some, memory in self.pieces:
-            if some.start <= offset and offset + size <= some.stop:
-                return memory[offset - some.start : offset - some.start + size]
-        raise LookupError(f"bytes {offset} to {offset + size} were not asked for")
-
-
-def _runs(layers: Iterable[int]) -> list[list[int]]:
-    """Layers that follow each other."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and runs[-1][-1] + 1 == layer:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return runs
-
-
-def staged_in(directory: Path) -> Put:
-    """Puts a layer as ``layer-<n>.header`` and ``layer-<n>.payload``: what ``runtime.engine`` reads.
-
-    :raises OSError: there is no room.
-    """
-
-    def write(layer: int, header: bytes, payload: Bytes) -> None:
-        (directory / f"layer-{layer}.payload").write_bytes(payload.data)
-        (directory / f"layer-{layer}.header").write_bytes(header)
-
-    async def put(layer: int, header: bytes, payload: Bytes) -> None:
-        await asyncio.to_thread(write, layer, header, payload)
-
-    return put

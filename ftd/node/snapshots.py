@@ -22,10 +22,11 @@ from ftd.node.arenas import Arenas, Damage
 from ftd.node.copies import Copies
 from ftd.node.copy_sender import CopySender
 from ftd.node.persist import Persister, read_checkpoint
-from ftd.node.restore import DamageTold, RestoreError, Restorer, staged_in
+from ftd.node.restore import DamageTold, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
+from ftd.node.staging import staged_in
 from ftd.node.translation import layers_of
 from statemachine.effects import SendCopy
 from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed

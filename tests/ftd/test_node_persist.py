@@ -14,7 +14,8 @@ from kept_snapshots import JOB, TOKEN, Layer, Node, flip, make_layer, shared_dir
 
 from ftd.node.arenas import Arenas
 from ftd.node.persist import Persister, read_checkpoint
-from ftd.node.restore import RestoreError, staged_in
+from ftd.node.restore import RestoreError
+from ftd.node.staging import staged_in
 from statemachine.events import Event, LayersFailed, LayersWritten
 from statemachine.messages import Persist
 from statemachine.values import Restore, Snapshot, SnapshotGroup, Vote

@@ -21,8 +21,9 @@ from kept_snapshots import (
 )
 
 from ftd.node.arenas import Arenas
-from ftd.node.restore import Restored, RestoreError, Restorer, staged_in
+from ftd.node.restore import Restored, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
+from ftd.node.staging import staged_in
 from statemachine.values import Restore, SnapshotGroup
 from storage.shards import Bytes
 

@@ -78,7 +78,8 @@ class Rank:
             directory=arena,
             limit_bytes=None,
             states=self.engine.states,
-            device=torch.device("cpu"),
+            model=self.engine.model,
+            sharding=self.engine.sharding,
             pace=self.engine.pace,
             report=self.reports.append,
         )

@@ -1,0 +1,261 @@
+"""How parts of layers lie in a snapshot under ZeRO-1, and whole layers out of all their parts. No torch.
+
+Each owner of a group has one part of each layer: elements of its parameters, and the optimizer's state for
+them. Nothing of that is the same with another owner, so there is no code over it: an owner's shard is its own
+part, and with ``arc:1`` what it has of the next owner's, its replica, beside it. The small part, a
+``ShardedImage``, says which elements of which tensors the bytes are, and what a layer is made of; buffers,
+which differ between replicas, are in it. All parts together make the layer's ordinary header and payload
+(``storage.layerstate``), which do not tell how many owners there were.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import DamagedError
+from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
+
+FORMAT = 1
+Bytes = NDArray[np.uint8]
+Scalars = dict[str, dict[str, int | float | bool | str | None]]
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter or buffer of a layer, as its header will name it."""
+
+    name: str
+    role: Literal["parameter", "buffer"]
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a layer is made of, whoever has which part."""
+
+    layer: int
+    tensors: tuple[Tensor, ...]
+    """In model order."""
+    schedule: dict[str, Any]
+    buffers: bytes
+    """The persistent buffers, one after the other, padded."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``size_bytes`` bytes of a part from ``offset``: elements of one flattened tensor."""
+
+    name: str
+    role: Literal["parameter", "optimizer"]
+    key: str
+    """Of the optimizer's state; empty for parameters."""
+    dtype: str
+    on_host: bool
+    start: int
+    """The first element."""
+    count: int | None
+    """``None``: one number for the whole parameter (``step`` of Adam)."""
+    offset: int
+    size_bytes: int
+
+
+class PartOfLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    layer: int
+    offset: int
+    """Where its bytes begin in the part."""
+    size_bytes: int
+    runs: tuple[Run, ...]
+    scalars: Scalars
+    """The optimizer's state of each parameter that is no tensor."""
+
+
+class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part of all layers of a group, in ascending order."""
+
+    part: int
+    size_bytes: int
+    layers: tuple[PartOfLayer, ...]
+
+
+class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The small part of a group."""
+
+    format: int = FORMAT
+    parts: int
+    layers: tuple[WholeLayer, ...]
+    held: tuple[PartImage, ...]
+    """The owner's own part, then the replica's, if it is kept."""
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> "ShardedImage":
+        """:raises DamagedError: it is none, or contradicts itself."""
+        try:
+            image = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise DamagedError(f"the small part of a group is malformed: {error}") from None
+        if image.format != FORMAT:
+            raise DamagedError(f"parts of format {image.format}; this version reads {FORMAT}")
+        numbers = [layer.layer for layer in image.layers]
+        for held in image.held:
+            if not 0 <= held.part < image.parts or [one.layer for one in held.layers] != numbers:
+                raise DamagedError(f"part {held.part} of {image.parts} is not of layers {numbers}")
+            end = 0
+            for one in held.layers:
+                _check_runs(one, end)
+                end += one.size_bytes
+            if end != held.size_bytes:
+                raise DamagedError(f"layers of {end} bytes in a part of {held.size_bytes}")
+        return image
+
+
+def _check_runs(one: PartOfLayer, begin: int) -> None:
+    end = 0
+    for run in one.runs:
+        count = 1 if run.count is None else run.count
+        wanted = count * DTYPE_BYTES.get(run.dtype, -1)
+        if run.start < 0 or count < 0 or run.size_bytes != wanted or run.offset != end:
+            raise DamagedError(
+                f"layer {one.layer}, {run.name} {run.key}: {run.size_bytes} bytes at {run.offset}"
+            )
+        end += padded(run.size_bytes)
+    if (one.offset, one.size_bytes) != (begin, end):
+        raise DamagedError(
+            f"layer {one.layer} is {one.size_bytes} bytes at {one.offset}, not {end} at {begin}"
+        )
+
+
+def padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What parts say of the optimizer's state of one parameter under one key."""
+
+    dtype: str
+    on_host: bool
+    whole: bool
+    """One number for the parameter."""
+
+
+def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> tuple[bytes, Bytes]:
+    """Header and payload of a layer (``runtime.state``).
+
+    :param parts: all of them, each with its bytes from ``PartOfLayer.offset`` on.
+    :raises DamagedError: they do not make up the layer.
+    """
+    place = f"layer {whole.layer}"
+    header = _header_of(whole, [part for part, _ in parts])
+    payload = np.zeros(header.size_bytes, dtype=np.uint8)
+    at = {(entry.name, entry.key): entry for entry in header.entries}
+    filled: dict[tuple[str, str], list[range]] = {}
+    begin = 0
+    for entry in header.entries:
+        if entry.role == "buffer":
+            buffer = whole.buffers[begin : begin + entry.size_bytes]
+            if len(buffer) != entry.size_bytes:
+                raise DamagedError(f"{place}: {len(whole.buffers)} bytes of buffers are too few")
+            payload[entry.offset : entry.offset + entry.size_bytes] = np.frombuffer(buffer, dtype=np.uint8)
+            begin += padded(entry.size_bytes)
+    for part, data in parts:
+        if len(data) != part.size_bytes:
+            raise DamagedError(f"{place}: {len(data)} bytes of a part of {part.size_bytes}")
+        for run in part.runs:
+            entry = at[run.name, run.key]
+            source = data[run.offset : run.offset + run.size_bytes]
+            start = entry.offset + (0 if run.count is None else run.start * DTYPE_BYTES[run.dtype])
+            target = payload[start : start + run.size_bytes]
+            runs = filled.setdefault((run.name, run.key), [])
+            if run.count is None:
+                if runs and not np.array_equal(target, source):
+                    raise DamagedError(f"{place}: {run.key} of parts of {run.name} differs")
+                runs[:] = [range(1)]
+            else:
+                runs.append(range(run.start, run.start + run.count))
+            target[:] = source
+    for entry in header.entries:
+        if entry.role != "buffer":
+            _check_complete(place, entry, filled.get((entry.name, entry.key), []))
+    return msgspec.msgpack.encode(header), payload
+
+
+def _check_complete(place: str, entry: Entry, runs: list[range]) -> None:
+    """Each element came once."""
+    end = 0
+    for run in sorted(runs, key=lambda one: one.start):
+        if len(run) and run.start != end:
+            raise DamagedError(f"{place}: elements of {entry.name} {entry.key} from {end} on: {runs}")
+        end = max(end, run.stop)
+    if end != math.prod(entry.shape):
+        raise DamagedError(f"{place}: {end} elements of {entry.name} {entry.key}, which has {entry.shape}")
+
+
+def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
+    """The layer's ordinary header; the optimizer's keys as the parts name them."""
+    place = f"layer {whole.layer}"
+    known = {tensor.name: tensor for tensor in whole.tensors if tensor.role == "parameter"}
+    states: dict[str, dict[str, _State]] = {}
+    scalars: Scalars = {}
+    for part in parts:
+        if part.layer != whole.layer:
+            raise DamagedError(f"a part of layer {part.layer} came for {place}")
+        for run in part.runs:
+            tensor = known.get(run.name)
+            inside = tensor is not None and run.start + (run.count or 0) <= tensor.count
+            if tensor is None or not inside or (run.role == "parameter" and run.dtype != tensor.dtype):
+                raise DamagedError(f"{place} has no such elements of {run.name}")
+            if run.role == "optimizer":
+                told = _State(run.dtype, run.on_host, run.count is None)
+                if states.setdefault(run.name, {}).setdefault(run.key, told) != told:
+                    raise DamagedError(f"{place}: parts of {run.name} say different things of {run.key}")
+        for name, values in part.scalars.items():
+            if name not in known or scalars.setdefault(name, values) != values:
+                raise DamagedError(f"{place}: parts of {name} differ in {values}")
+    entries: list[Entry] = []
+    end = 0
+
+    def add(
+        tensor: Tensor, role: Literal["parameter", "buffer", "optimizer"], key: str, state: _State
+    ) -> None:
+        nonlocal end
+        shape = () if state.whole else tensor.shape
+        size = math.prod(shape) * DTYPE_BYTES[state.dtype]
+        entries.append(
+            Entry(
+                name=tensor.name,
+                role=role,
+                key=key,
+                dtype=state.dtype,
+                shape=shape,
+                on_host=state.on_host,
+                offset=end,
+                size_bytes=size,
+            )
+        )
+        end += padded(size)
+
+    for tensor in whole.tensors:
+        if tensor.dtype not in DTYPE_BYTES:
+            raise DamagedError(f"{place}: {tensor.name} is of {tensor.dtype}")
+        add(tensor, tensor.role, "", _State(tensor.dtype, tensor.on_host, False))
+        for key, state in states.get(tensor.name, {}).items():
+            add(tensor, "optimizer", key, state)
+    return Header(
+        format=HEADER_FORMAT,
+        layer=whole.layer,
+        entries=tuple(entries),
+        scalars=scalars,
+        schedule=whole.schedule,
+        size_bytes=end,
+    )

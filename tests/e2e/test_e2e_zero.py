@@ -1,0 +1,80 @@
+"""ZeRO-1 in real processes: with replicas a lost node undoes nothing; without, all go back to a snapshot."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.wire.public import JobData
+from tests.e2e.conftest import RELATIVE
+from tests.e2e.playground import Playground, Run, write_job
+
+Reference = Callable[[int], list[float]]
+
+
+def sharded_job(directory: Path, protection: str, every_steps: int) -> JobData:
+    """Four pipelines of a node each: everybody has a quarter of the optimizer's state."""
+    path = write_job(directory, failures=3, delay_s=0.005)
+    text = path.read_text().replace("[training]\n", "[training]\nzero1 = true\n")
+    table = f'[snapshot]\nevery_steps = {every_steps}\nprotection = "{protection}"\n'
+    path.write_text(text + table)
+    return load_job_data(path)
+
+
+def check_losses(run: Run, reference: Reference) -> None:
+    """Each time that a step was committed, it had the loss of an undisturbed run without ZeRO-1."""
+    told = run.named("StepCommitted")
+    expected = reference(max(run.losses))
+    assert sorted(run.losses) == list(range(1, len(run.losses) + 1))
+    assert [e["details"]["loss"] for e in told] == pytest.approx(
+        [expected[e["step"] - 1] for e in told], rel=RELATIVE
+    )
+
+
+def test_with_replicas_a_lost_node_undoes_nothing(
+    ground: Playground, tmp_path: Path, reference: Reference
+) -> None:
+    run = ground.submit(sharded_job(tmp_path, "aor", every_steps=0))
+    ground.until_step(10)
+    ground.inject(do="kill", node="node-1")
+    lost = ground.until_recovery("node_lost")
+    assert (lost["tier"], lost["rolled_back_steps"]) == ("replica", 0)
+    (chosen,) = [e for e in run.named("PlanChosen") if e["details"]["from_replicas"]]
+    assert chosen["generation"] == lost["generation"]
+    ground.further()
+    ground.inject(do="start", node="node-1")
+    ground.until(lambda: len(ground.state["pipelines"]) == 4, "it is back")
+    ground.further()
+    check_losses(ground.stop_job(), reference)
+    assert not run.named("RolledBack") and not run.named("ReplicaDiverged")
+
+
+def test_without_replicas_everybody_goes_back_to_the_snapshot(
+    ground: Playground, tmp_path: Path, reference: Reference
+) -> None:
+    run = ground.submit(sharded_job(tmp_path, "none", every_steps=5))
+    ground.until_event("SnapshotCompleted", times=2)
+    ground.inject(do="kill", node="node-1", target="trainer")
+    details = ground.until_event("RolledBack")["details"]
+    assert details["tier"] == "memory" and 0 < details["to_step"] <= details["from_step"]
+    ground.until_step(details["from_step"] + 5)
+    ground.until_event("SnapshotCompleted", times=3)
+    check_losses(ground.stop_job(), reference)
+    assert not run.named("ShardDamaged")
+
+
+def test_replicas_in_snapshots_make_up_for_a_lost_host(
+    ground: Playground, tmp_path: Path, reference: Reference
+) -> None:
+    run = ground.submit(sharded_job(tmp_path, "arc:1+aor", every_steps=5))
+    ground.until_event("SnapshotCompleted", times=2)
+    ground.play(
+        {"after_s": 0, "do": "kill", "node": "node-1"},
+        {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-2", "node-3"], "target": "trainer"},
+    )
+    details = ground.until_event("RolledBack")["details"]
+    assert details["tier"] == "decoded"
+    ground.until_step(details["from_step"] + 5)
+    check_losses(ground.stop_job(), reference)
+    assert not run.named("ShardDamaged")
