@@ -13,9 +13,9 @@ from tests.e2e.playground import Playground, Run, write_job
 Reference = Callable[[int], list[float]]
 
 
-def sharded_job(directory: Path, protection: str, every_steps: int) -> JobData:
+def sharded_job(directory: Path, protection: str, every_steps: int, delay_s: float = 0.005) -> JobData:
     """Four pipelines of a node each: everybody has a quarter of the optimizer's state."""
-    path = write_job(directory, failures=3, delay_s=0.005)
+    path = write_job(directory, failures=3, delay_s=delay_s)
     text = path.read_text().replace("[training]\n", "[training]\nzero1 = true\n")
     table = f'[snapshot]\nevery_steps = {every_steps}\nprotection = "{protection}"\n'
     path.write_text(text + table)
@@ -35,7 +35,7 @@ def check_losses(run: Run, reference: Reference) -> None:
 def test_with_replicas_a_lost_node_undoes_nothing(
     ground: Playground, tmp_path: Path, reference: Reference
 ) -> None:
-    run = ground.submit(sharded_job(tmp_path, "aor", every_steps=0))
+    run = ground.submit(sharded_job(tmp_path, "aor", every_steps=0, delay_s=0.02))
     ground.until_step(10)
     ground.inject(do="kill", node="node-1")
     lost = ground.until_recovery("node_lost")
