@@ -140,6 +140,7 @@ def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
         assert cluster.resumed(trainers)[3].bytes_moved > 0
         watch(trainers[0], step + 2)
     watch(trainers[0], steps)
+    seen |= trainers[0].losses()
     replicas_agree(trainers)
     assert [seen[step] for step in sorted(seen)] == pytest.approx(
         [expected[step - 1] for step in sorted(seen)], rel=1e-9
