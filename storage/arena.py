@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from storage.errors import ArenaFullError, DamagedError
 from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, write_record
 from storage.pages import mapped, put_together
+from storage.room import free_bytes
 
 Bytes = NDArray[np.uint8]
 
@@ -174,6 +175,8 @@ class Arena:
                     needed_bytes=wanted,
                     free_bytes=free,
                 )
+        if wanted - here > (free := free_bytes(self.directory)):
+            raise self._full(wanted, free)
         self._maps.pop(number, None)
         path = self._slot_path(number)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -184,16 +187,18 @@ class Arena:
             os.ftruncate(descriptor, here)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise
-            free = shutil.disk_usage(self.directory).free
-            raise ArenaFullError(
-                f"a snapshot needs a slot of {wanted} bytes, and {self.directory} has {free} free",
-                needed_bytes=wanted,
-                free_bytes=free,
-            ) from None
+            raise self._full(wanted, free_bytes(self.directory)) from None
         finally:
             os.close(descriptor)
         view = self._view(number)
         put_together([(view.ctypes.data, len(view))])
+
+    def _full(self, wanted: int, free: int) -> ArenaFullError:
+        return ArenaFullError(
+            f"a snapshot needs a slot of {wanted} bytes, and {self.directory} has {free} free",
+            needed_bytes=wanted,
+            free_bytes=free,
+        )
 
     def _find(self) -> None:
         """Manifests that are whole and whose slots are there; others are put away and named."""
