@@ -4,10 +4,13 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from ftd.config.secrets import require_private
 from ftd.config.tls import no_password, unusable
 from ftd.errors import ConfigurationError
 
+_log = structlog.get_logger("ftd.tls")
 FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 
 
@@ -20,7 +23,19 @@ class ShardTls:
     ca: Path
 
     def server_context(self) -> ssl.SSLContext:
-        """:raises ConfigurationError: a file cannot be used."""
+        """Shows each connection the certificate that is in the file by then: a renewed one needs no restart.
+
+        :raises ConfigurationError: a file cannot be used.
+        """
+        context, renewed = self._served(), _Renewed(self)
+
+        def show(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = renewed.newest(connection.context)
+
+        context.sni_callback = show
+        return context
+
+    def _served(self) -> ssl.SSLContext:
         require_private(self.key, "node.snapshot_tls_key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -42,6 +57,36 @@ class ShardTls:
         except (OSError, ssl.SSLError) as error:
             raise unusable(self.ca, "node.snapshot_tls_ca", error) from None
         return context
+
+
+@dataclass(slots=True)
+class _Renewed:
+    """The context of the files as they are; the one before, while they cannot be used."""
+
+    tls: ShardTls
+    _context: ssl.SSLContext | None = None
+    _seen: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._seen = self._look()
+
+    def newest(self, first: ssl.SSLContext) -> ssl.SSLContext:
+        seen = self._look()
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._context = self.tls._served()
+                _log.info("renewed", cert=str(self.tls.cert))
+            except ConfigurationError as error:  # Half of a pair is written: the next change is looked at.
+                _log.warning("kept", cert=str(self.tls.cert), reason=str(error))
+        return self._context or first
+
+    def _look(self) -> tuple[tuple[int, int], ...] | None:
+        try:
+            stats = [path.stat() for path in (self.tls.cert, self.tls.key)]
+        except OSError:
+            return None
+        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in stats)
 
 
 def shard_tls(cert: str | None, key: str | None, ca: str | None, directory: Path) -> ShardTls | None:

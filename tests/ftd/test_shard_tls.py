@@ -111,6 +111,25 @@ def test_an_expired_certificate_or_another_host_s_is_refused_at_once(
     with_node(tls, body)
 
 
+def test_a_certificate_that_is_renewed_is_shown_by_a_server_that_runs(authority: Authority) -> None:
+    tls = authority.tls("127.0.0.1", expires=datetime.now(UTC) - timedelta(days=1))
+
+    async def body(node: Node) -> None:
+        with pytest.raises(PeerError, match="certificate has expired"):
+            await fetched(node, tls)
+        authority.tls("127.0.0.1")
+        assert await fetched(node, tls) == DATA.tobytes()
+        tls.cert.write_bytes(b"half of a certi")
+        assert await fetched(node, tls) == DATA.tobytes(), "the one before is shown until they go together"
+        tls.cert.unlink()
+        assert await fetched(node, tls) == DATA.tobytes()
+        authority.tls("10.9.9.9")
+        with pytest.raises(PeerError, match="mismatch"):
+            await fetched(node, tls)
+
+    with_node(tls, body)
+
+
 def test_another_authority_s_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
     stranger = Authority.make(tmp_path / "stranger")
 
