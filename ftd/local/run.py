@@ -61,7 +61,7 @@ class LocalOptions:
 async def run_local(options: LocalOptions, console: Console) -> int:
     """Run the job to its end; the exit code: 0 finished, 1 failed or stopped.
 
-    Cancelling it (Ctrl-C) ends everything and leaves nothing behind.
+    Cancelling it (Ctrl-C) ends everything and leaves nothing behind; what was seen so far is summed up.
 
     :raises ConfigurationError: job, scenario or options are wrong; nothing was started.
     :raises FtdError: the cluster could not be brought up, or one of its central parts died.
@@ -114,6 +114,7 @@ class LocalRun:
         self._trainers: dict[str, set[int]] = {}
         """Devices of each node whose trainer was up at some time."""
         self._news = asyncio.Event()
+        self._begun = False
         self._paused_at: float | None = None
         self._stuck = ""
         """Why the run was given up: what the paused job waits for and nobody will bring."""
@@ -126,9 +127,14 @@ class LocalRun:
         for name in names:
             self._report.on_process(name, (await self._cluster.start_node(name)).pid)
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
-        with _located(address), self._view or contextlib.nullcontext():
-            async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
-                await self._conduct(client, names)
+        try:
+            with _located(address), self._view or contextlib.nullcontext():
+                async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
+                    await self._conduct(client, names)
+        except asyncio.CancelledError:
+            if self._begun:
+                self._conclude()
+            raise
         return self._conclude()
 
     async def _conduct(self, client: ClusterClient, names: list[str]) -> None:
@@ -190,14 +196,13 @@ class LocalRun:
 
     async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
         """Every event to everybody whom it concerns."""
-        begun = False
         async for event in client.events():
             self._report.on_event(event)
             if self._view is not None:
                 self._view.on_event(event)
             name, details = event.get("event"), event.get("details") or {}
-            if name == "TrainingResumed" and not begun:
-                begun = True
+            if name == "TrainingResumed" and not self._begun:
+                self._begun = True
                 conductor.begin()
             if name == "TrainerStarted":
                 self._report.on_process(event["node"], details["pid"], details["device"])

@@ -154,6 +154,22 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Snapshots in the nodes' memory, or persistent checkpoints."""
+
+    completed: int = 0
+    given_up: int = 0
+    newest_step: int | None = None
+    """Of the last that was completed in this run."""
+    size_bytes: int | None = None
+    """Of that one."""
+    how: str | None = None
+    """Of snapshots, the newest one's protection; of checkpoints, their directory or URL."""
+    last_problem: str | None = None
+    """Why the last that was given up was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The whole report."""
 
@@ -172,6 +188,8 @@ class Report:
     pauses: tuple[Pause, ...]
     processes: dict[str, Processes]
     final: Final
+    snapshots: Kept = Kept()
+    checkpoints: Kept = Kept()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -14,6 +14,7 @@ from ftd.view.document import (
     Fault,
     Final,
     JobFacts,
+    Kept,
     Outcome,
     Pause,
     PipelineFacts,
@@ -36,6 +37,12 @@ _CHANGE_HOW = {
 }
 """What sets a change in motion that is no failure."""
 _SAME_MOMENT_S = 0.05
+_KEPT = {
+    "SnapshotCompleted": "snapshots",
+    "SnapshotGivenUp": "snapshots",
+    "CheckpointCompleted": "checkpoints",
+    "CheckpointGivenUp": "checkpoints",
+}
 _DETECTIONS = frozenset({"NodeLost", "TrainerLost", "NodeDraining"})
 
 
@@ -53,6 +60,9 @@ class ReportBuilder:
         self._faults: dict[tuple[str | None, float], JsonMap] = {}
         self._detections: list[JsonMap] = []
         self._pauses: dict[float, JsonMap] = {}
+        self._kept: dict[tuple[str, float], JsonMap] = {}
+        """What became of each snapshot and checkpoint, by kind and moment."""
+        self._url: str | None = None
         self._end: JsonMap | None = None
         self._checksum: str | None = None
         self._processes: dict[str, tuple[list[int], dict[str, list[int]]]] = {}
@@ -91,6 +101,10 @@ class ReportBuilder:
             case "TrainerStarted":
                 self.on_process(event["node"], int(details["daemon_pid"]))
                 self.on_process(event["node"], int(details["pid"]), int(details["device"]))
+            case "CheckpointStarted":
+                self._url = details.get("url")
+            case name if name in _KEPT:
+                self._kept.setdefault((_KEPT[name], at), event)
             case name if name in _DETECTIONS:
                 self._detections.append(event)
 
@@ -150,6 +164,23 @@ class ReportBuilder:
                 loss=steps[-1].loss if steps else None,
                 checksum=self._checksum,
             ),
+            snapshots=self._kept_of("snapshots"),
+            checkpoints=self._kept_of("checkpoints"),
+        )
+
+    def _kept_of(self, kind: str) -> Kept:
+        told = [event for (one, _), event in sorted(self._kept.items()) if one == kind]
+        completed = [event for event in told if event["event"].endswith("Completed")]
+        given_up = [event for event in told if event["event"].endswith("GivenUp")]
+        newest: JsonMap = completed[-1] if completed else {}
+        details: JsonMap = newest.get("details") or {}
+        return Kept(
+            completed=len(completed),
+            given_up=len(given_up),
+            newest_step=newest.get("step"),
+            size_bytes=details.get("size_bytes"),
+            how=details.get("protection") if kind == "snapshots" else self._url,
+            last_problem=given_up[-1].get("reason") if given_up else None,
         )
 
     def _since(self, at: float) -> float:

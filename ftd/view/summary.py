@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.chart import History, loss_chart
-from ftd.view.document import Fault, PipelineFacts, Recovery, Report
+from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
 from ftd.view.text import (
     CAUSE_WORDS,
     TIER_WORDS,
@@ -55,7 +55,11 @@ def render_summary(report: Report) -> RenderableType:
         parts += ["", Text("No failure, no join, no drain: one plan from the first step to the last.")]
     unanswered = [f for f in report.faults if not f.generations]
     if unanswered:
-        parts += ["", Text("Injected faults that needed no recovery", style="bold"), _unanswered(unanswered)]
+        parts += [
+            "",
+            Text("Injected faults that no recovery followed", style="bold"),
+            _unanswered(unanswered),
+        ]
     for pause in report.pauses:
         parts.append(Text(f"Paused after {duration(pause.at_s)}: {pause.reason}", style="yellow"))
     return Group(*parts)
@@ -70,11 +74,10 @@ def _headline(report: Report) -> RenderableType:
     failures = [r for r in report.recoveries if is_failure(r.cause, r.rolled_back_steps)]
     lost = sum(r.rolled_back_steps for r in report.recoveries)
     redone = sum(r.recomputed_steps for r in report.recoveries)
+    why = report.outcome_reason if report.outcome != "finished" else ""
     grid.add_row(
         "outcome",
-        Text.assemble(
-            (report.outcome, style), f" after {duration(report.duration_s)}  ", (report.outcome_reason, "dim")
-        ),
+        Text.assemble((report.outcome, style), f" after {duration(report.duration_s)}  ", (why, "dim")),
     )
     grid.add_row(
         "steps",
@@ -85,12 +88,29 @@ def _headline(report: Report) -> RenderableType:
         grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
     others = plural(len(report.recoveries) - len(failures), "other change")
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
+    _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
+    _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.how}")
     grid.add_row("checksum", Text(report.final.checksum or "none: the job did not finish", overflow="fold"))
     parts: list[RenderableType] = [grid]
     if report.steps:
         parts += ["", _Chart(report)]
     title = f"[bold]ftd[/] · {report.job.name or 'run'}"
     return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def _add_kept(grid: Table, title: str, kept: Kept, where: str) -> None:
+    """A line where there were any; why one failed, where one did."""
+    if not kept.completed and not kept.given_up:
+        return
+    text = Text("none")
+    if kept.completed:
+        said = f"{kept.completed} {where}, the newest of step {kept.newest_step}"
+        facts = [kept.how] if title == "snapshots" and kept.how else []
+        facts += [size(kept.size_bytes)] if kept.size_bytes else []
+        text = Text(f"{said} ({', '.join(facts)})" if facts else said)
+    if kept.given_up:
+        text.append(f"; {kept.given_up} given up, the last: {kept.last_problem}", style="yellow")
+    grid.add_row(title, text)
 
 
 def _speed(report: Report) -> str:

@@ -110,7 +110,8 @@ def test_nothing_is_left_however_it_ends(
     how: signal.Signals,
 ) -> None:
     shm = shared_memory()
-    run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view")
+    path = tmp_path / "report.json"
+    run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view", "--report", path)
     until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
     below = descendants(run.pid)
     assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
@@ -122,6 +123,8 @@ def test_nothing_is_left_however_it_ends(
     if how is not signal.SIGKILL:
         assert run.returncode == 128 + how
         assert "cleaned up" in printed
+        assert "the run ended before the job did" in printed
+        assert Report.from_json(json.loads(path.read_text())).outcome == "unfinished"
         assert leftovers(home) == []
     assert ftd("status", home=home).returncode == 2  # Nothing says where a cluster is.
 

@@ -69,6 +69,27 @@ def test_steps_job_and_end(run_events: list[Json], state: Json) -> None:
     assert report.duration_s == pytest.approx(15.0)
 
 
+def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:
+    assert "snapshots" not in page(built(run_events))
+    events = [
+        event("SnapshotCompleted", 1003.0, step=5, details={"protection": "arc:1", "size_bytes": 900}),
+        event("SnapshotCompleted", 1004.0, step=10, details={"protection": "aec", "size_bytes": 4 << 20}),
+        event("CheckpointStarted", 1004.1, step=10, details={"url": "/checkpoints/gpt"}),
+        event("CheckpointGivenUp", 1004.2, step=10, reason="n1: the disk is full"),
+    ]
+    report = built([*run_events, *events, *events])
+    kept = report.snapshots
+    assert (kept.completed, kept.newest_step, kept.how, kept.size_bytes) == (2, 10, "aec", 4 << 20)
+    assert (report.checkpoints.completed, report.checkpoints.given_up) == (0, 1)
+    text = page(report)
+    assert "2 in the nodes' memory, the newest of step 10 (aec, 4.0 MiB)" in text
+    assert "none; 1 given up, the last: n1: the disk is full" in text
+    events.append(event("CheckpointCompleted", 1005.0, step=20, details={"size_bytes": 1024}))
+    text = page(built([*run_events, *events]))
+    assert "1 in /checkpoints/gpt, the newest of step 20 (1.0 KiB); 1 given up" in text
+    assert Report.from_json(json.loads(report.to_bytes())) == report
+
+
 def test_a_second_delivery_changes_nothing(run_events: list[Json]) -> None:
     once = built(run_events)
     assert built(run_events + run_events[::-1]) == once
@@ -275,7 +296,7 @@ def test_a_rollback_is_a_failure_with_its_tier_and_the_steps_undone(event: Make,
     text = page(report)
     assert "1 failure, 0 other changes" in text and "4 lost" in text
     assert "back to step 7 by a snapshot in the nodes' memory; 4 committed steps undone" in text
-    assert "needed no recovery" not in text
+    assert "no recovery followed" not in text
 
 
 def page(report: Report) -> str:
