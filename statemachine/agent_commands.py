@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from statemachine import agent_persisting
-from statemachine.agent_snapshots import forget_all, forget_job, keep, say_snapshot, snap
+from statemachine.agent_snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent_state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
 from statemachine.messages import (
@@ -188,7 +188,7 @@ def prepare(a: Agent, command: Prepare) -> None:
     a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
     if not same:
         agent_persisting.give_up(a)
-        a.lineage = a.kept = a.pinned = 0
+        a.lineage = a.kept = a.kept_in = a.pinned = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:
@@ -251,6 +251,7 @@ def resume(a: Agent, command: Resume) -> None:
         restore, last = command.restore, a.resume.generation if a.resume is not None else 0
         if restore is None or restore.url or restore.generation > last:
             a.history.clear()
+        begin_lineage(a, command.restore)
     if command.restore is not None and command.restore.url:
         forget_all(a)
     a.resume, a.stepping, a.lineage = command, False, command.lineage

@@ -24,7 +24,7 @@ from statemachine.events import (
     TrainerSnapshotFailed,
 )
 from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
-from statemachine.values import HeldSnapshot, NodeState
+from statemachine.values import HeldSnapshot, NodeState, Restore
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,10 +60,13 @@ def snap(a: Agent, command: Snap) -> None:
 
 def keep(a: Agent, command: KeepSnapshot) -> None:
     """Said again by the coordinator until a heartbeat confirms it."""
-    if a.job is None or command.job_id != a.job.job_id or command.step < a.kept:
+    said = command.lineage, command.step
+    old = said < (a.kept_in, a.kept) or command.lineage < a.lineage
+    if a.job is None or command.job_id != a.job.job_id or old:
         a.ignore("a KeepSnapshot of another job, or of an older one")
         return
-    news, a.kept, a.pinned = command.step > a.kept, command.step, command.pinned
+    news, a.kept, a.pinned = said > (a.kept_in, a.kept), command.step, command.pinned
+    a.kept_in = command.lineage
     a.snapshots = [
         held
         for held in a.snapshots
@@ -98,8 +101,18 @@ def forget_job(a: Agent, job_id: str) -> None:
     a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
 
 
+def begin_lineage(a: Agent, restore: Restore | None) -> None:
+    """There was a rollback, and perhaps without this node: what it keeps counts if it is what is restored.
+
+    If it still counts otherwise, the next heartbeat has the coordinator say so. One that did not would stay
+    for ever: the next to be kept may be of an earlier step, and none is ordered while a node keeps another.
+    """
+    if restore is None or restore.url or restore.step != a.kept:
+        a.kept = a.pinned = 0
+
+
 def forget_all(a: Agent) -> None:
-    """Back to a persistent checkpoint: no snapshot counts, and the next may be of an earlier step."""
+    """Back to a persistent checkpoint: no snapshot counts."""
     a.kept = a.pinned = 0
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 

@@ -134,7 +134,9 @@ class Agent:
     snapshots: list[HeldSnapshot] = field(default_factory=list)
     """Complete in this node's memory."""
     kept: int = 0
-    """Step of the snapshot of the present job that is complete everywhere, as last told."""
+    """Step of the snapshot of the present job that is complete everywhere, as last told …"""
+    kept_in: int = 0
+    """… in this lineage."""
     pinned: int = 0
     """Step of one that stays besides, while it is persisted; 0: none."""
     persist: Persist | None = None

@@ -42,7 +42,7 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.membership import inquire
-from statemachine.state import GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
+from statemachine.state import FINISH, GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
@@ -212,9 +212,7 @@ class ClusterMachine:
             case CheckpointFailed():
                 persisting.commit_failed(c, event)
             case CheckpointFound():
-                reason = rollback.found(c, event)
-                if reason is not None:
-                    jobs.fail(c, reason)
+                self._fail(rollback.found(c, event))
             case _:
                 assert_never(event)
 
@@ -240,6 +238,10 @@ class ClusterMachine:
                 snapshots.overdue(c)
             case "persist":
                 persisting.overdue(c)
+            case "finish":
+                persisting.end_overdue(c)
+            case "find":
+                self._fail(rollback.find_overdue(c))
             case "suspicion":
                 timeouts.suspicion_overdue(c)
             case "give_up":
@@ -281,8 +283,9 @@ class ClusterMachine:
             c.set_timer(GIVE_UP, c.timing.lost_state_s)
         if c.keeping.underway is not None:
             c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
-        if c.persisting.writing is not None and not c.persisting.writing.committing:
-            c.set_timer(PERSIST, c.timing.persist_s)
+        if c.persisting.writing is not None:
+            committing = c.persisting.writing.committing
+            c.set_timer(PERSIST, c.timing.place_s if committing else c.timing.persist_s)
         c.dirty = True
         c.publish()
 
@@ -290,7 +293,7 @@ class ClusterMachine:
         """Nobody can be heard, so nobody is late."""
         c = self._c
         c.connected = False
-        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST):
+        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST, FINISH):
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training goes on")
 
@@ -323,6 +326,10 @@ class ClusterMachine:
         if attempt is not None and attempt.restoring is not None and recovery.awaits_plan(c, event):
             rollback.undo(c, attempt)
         recovery.take_plan(c, event)
+
+    def _fail(self, reason: str | None) -> None:
+        if reason is not None:
+            jobs.fail(self._c, reason)
 
     def _lost(self, reason: str | None) -> None:
         """The job cannot go on."""

@@ -193,6 +193,8 @@ class CheckpointFound(Event):
     skipped: tuple[PassedOver, ...]
     reason: str
     """For people: why there is none."""
+    unreadable: bool = False
+    """The place could not be read: there may be one."""
 
 
 # --- the agent machine (one per node) ----------------------------------------------------------

@@ -17,6 +17,8 @@ from statemachine.phases import PhaseEvent
 from statemachine.protections import overdue, wish_of
 from statemachine.recovery import note_cause, reconfigure
 from statemachine.state import (
+    FIND,
+    FINISH,
     GIVE_UP,
     JOIN,
     QUIESCE,
@@ -128,7 +130,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.keeping.underway = None
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
-    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT):
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)

@@ -96,6 +96,12 @@ class Persisting:
     """Steps of those that turned out to be damaged."""
     impatient: bool = False
     """Nobody came who may hold a later state: the next one is gone on from."""
+    refused_at: float | None = None
+    """When the place could not be read for the first time since a step was committed."""
+    again_at: float = 0.0
+    """It is not looked at before this."""
+    unanswered: dict[str, int] = field(default_factory=dict)
+    """Steps by attempt whose commit was given up before its end was heard of: they may be there yet."""
 
     @property
     def last_step(self) -> int:

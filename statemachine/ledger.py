@@ -41,7 +41,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     if steps and node.step < steps[-1].step:
         node.step = steps[-1].step
     if ledger.known_step > before:
-        c.raised = 0
+        c.raised, c.persisting.refused_at = 0, None
         c.persist()
         tell(c)
         c.publish()
@@ -65,7 +65,7 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     node.step = max(node.step, committed.step)
     if committed.step > c.ledger.known_step and _is_news(c, signal.generation):
         c.ledger.known = committed
-        c.raised = 0
+        c.raised, c.persisting.refused_at = 0, None
         c.persist()
         c.dirty = True
 

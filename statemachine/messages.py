@@ -333,12 +333,12 @@ class Snap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSnapshot:
-    """The snapshot of ``step`` is complete everywhere: keep it, release older ones."""
+    """The snapshot of ``step`` is complete everywhere: keep it, release older ones but ``pinned``."""
 
     job_id: str
     step: int
-    pinned: int = 0
-    """Step of an older one that stays, too: it is being persisted. 0: none."""
+    pinned: int = 0  # Step of one that is being persisted; 0: none.
+    lineage: int = 0  # The coordinator's: a rollback may have gone behind what a node keeps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from statemachine.events import CheckpointFailed, CheckpointWritten
 from statemachine.keeping import Writing
 from statemachine.messages import CancelPersist, Hello, KeepSnapshot, LayersPersisted, Persist, PersistFailed
 from statemachine.node import NodeMachine
-from statemachine.snapshots import holders
-from statemachine.state import PERSIST, Cluster
+from statemachine.snapshots import holders, last_wanted
+from statemachine.state import FINISH, PERSIST, Cluster
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 
@@ -52,12 +52,26 @@ def pursue(c: Cluster) -> None:
     writing, newest = c.persisting.writing, c.keeping.newest
     if not c.connected:
         return  # nobody can be heard, so nobody is gone
+    _watch_the_end(c)
     if writing is not None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
         if gone and not writing.committing:
             give_up(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
     elif newest is not None and c.phase is ClusterPhase.RUNNING and _time(c, newest):
         _begin(c, newest)
+
+
+def _watch_the_end(c: Cluster) -> None:
+    """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
+    if c.phase is not ClusterPhase.RUNNING or not last_wanted(c):
+        c.cancel_timer(FINISH)
+    elif FINISH not in c.due:
+        c.set_timer(FINISH, _finish_limit_s(c))
+
+
+def _finish_limit_s(c: Cluster) -> float:
+    layers = c.profiled.profile.layers if c.profiled is not None else ()
+    return c.timing.finish_limit_s(sum(layer.state_bytes for layer in layers))
 
 
 def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
@@ -167,7 +181,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
     writing.files[node.name] = signal.layers
     if all_written(writing):
         writing.committing = True
-        c.cancel_timer(PERSIST)
+        c.set_timer(PERSIST, c.timing.place_s)
         c.out.append(
             CommitCheckpoint(
                 cause=c.cause,
@@ -195,6 +209,7 @@ def written(c: Cluster, event: CheckpointWritten) -> None:
     """The manifest is there: so is the checkpoint."""
     writing, persisting = c.persisting.writing, c.persisting
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
+        persisting.unanswered.pop(event.attempt, None)
         c.ignore("a checkpoint that was given up, and yet is complete")
         return
     record, files = writing.record, [file for files in writing.files.values() for file in files]
@@ -206,6 +221,7 @@ def written(c: Cluster, event: CheckpointWritten) -> None:
     )
     persisting.writing = None
     persisting.spoiled.discard(record.step)
+    c.cancel_timer(PERSIST)
     c.persist()
     c.emit(
         "CheckpointCompleted",
@@ -221,16 +237,34 @@ def written(c: Cluster, event: CheckpointWritten) -> None:
 def commit_failed(c: Cluster, event: CheckpointFailed) -> None:
     writing = c.persisting.writing
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
+        c.persisting.unanswered.pop(event.attempt, None)
         c.ignore("no commit of a checkpoint that was given up")
         return
+    writing.committing = False
     give_up(c, event.detail)
 
 
 def overdue(c: Cluster) -> None:
     writing = c.persisting.writing
-    if writing is not None:
+    if writing is not None and writing.committing:
+        give_up(c, f"every layer is written, and the commit did not end in {c.timing.place_s:g} s")
+    elif writing is not None:
         late = [name for name in writing.shares if name not in writing.files]
         give_up(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
+
+
+def end_overdue(c: Cluster) -> None:
+    """The last step's checkpoint is not there in time: the job ends without it."""
+    persisting = c.persisting
+    if not last_wanted(c):
+        return
+    why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
+    give_up(c, why)
+    if not persisting.done:
+        persisting.done = c.dirty = True
+        c.persist()
+        kept_step = persisting.newest.step if persisting.newest is not None else None
+        c.emit("CheckpointGivenUp", f"there is no checkpoint of the last step: {why}", kept_step=kept_step)
 
 
 def give_up(c: Cluster, why: str) -> None:
@@ -239,6 +273,8 @@ def give_up(c: Cluster, why: str) -> None:
     if writing is None or job is None:
         return
     c.persisting.writing = None
+    if writing.committing:
+        c.persisting.unanswered[writing.attempt] = writing.record.step
     c.cancel_timer(PERSIST)
     for name in writing.shares:
         node = c.nodes.get(name)
@@ -267,7 +303,7 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
     if newest is not None and newest.step > record.step and job is not None:
         for node in c.alive():
             if node.prepared:
-                c.send(node, KeepSnapshot(job_id=job.job_id, step=newest.step))
+                c.send(node, KeepSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage))
     c.publish()
     c.dirty = True
 
@@ -292,3 +328,5 @@ def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
     give_up(c, f"everybody goes back to step {checkpoint.step}")
     persisting.newest, persisting.tried = checkpoint, checkpoint.step
     persisting.done = persisting.impatient = False
+    # What may be committed yet is of steps that are undone.
+    persisting.spoiled |= {step for step in persisting.unanswered.values() if step > checkpoint.step}

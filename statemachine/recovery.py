@@ -23,7 +23,18 @@ from statemachine.public import considered, pipelines
 from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.sharding import held_parts, only_replicas
 from statemachine.snapshots import interrupt
-from statemachine.state import GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Attempt, Cluster, Recovery
+from statemachine.state import (
+    FIND,
+    GIVE_UP,
+    JOIN,
+    LOSSES,
+    QUIESCE,
+    RESUME,
+    SUSPICION,
+    Attempt,
+    Cluster,
+    Recovery,
+)
 from statemachine.values import Buddy, ClusterPhase, CommittedStep, NodeFacts, QuiesceMode, Restore
 
 
@@ -72,7 +83,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
         expected=tuple(node.name for node in members),
     )
     interrupt(c, why)
-    for name in (JOIN, RESUME, GIVE_UP, SUSPICION):
+    for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
         c.cancel_timer(name)
     c.giving_up = False
     c.persist()

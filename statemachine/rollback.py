@@ -24,11 +24,13 @@ from statemachine.messages import RestoreFailed, TrainerLost
 from statemachine.node import NodeMachine
 from statemachine.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.snapshots import holders, key_of
-from statemachine.state import GIVE_UP, Attempt, Cluster
+from statemachine.state import FIND, GIVE_UP, Attempt, Cluster
 from statemachine.values import ClusterPhase, Snapshot, Vote
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""
+REFUSED_TRIES = 10
+"""So often the place of checkpoints is looked at within ``lost_state_s`` while it cannot be read."""
 
 
 def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...]) -> bool:
@@ -140,9 +142,44 @@ def search(c: Cluster, reason: str) -> bool:
     if c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
         return False
     attempt.why_lost = reason
+    if c.at < c.persisting.again_at:
+        _wait_for_place(c, reason)
+        return True
     spoiled = tuple(sorted(c.persisting.spoiled))
+    c.set_timer(FIND, c.timing.place_s)
     c.out.append(FindCheckpoint(cause=c.cause, generation=attempt.generation, job=job, spoiled=spoiled))
     return True
+
+
+def _refused(c: Cluster) -> bool:
+    """The place cannot be read. May it be tried again?"""
+    persisting = c.persisting
+    if persisting.refused_at is None:
+        persisting.refused_at = c.at
+    persisting.again_at = c.at + c.timing.lost_state_s / REFUSED_TRIES
+    return c.at - persisting.refused_at < c.timing.lost_state_s
+
+
+def _wait_for_place(c: Cluster, reason: str) -> None:
+    assert c.job is not None, "a job is under way"
+    pause(c, f"{reason}; {c.job.checkpoint.url} is tried again", needed=None)
+    c.giving_up = True
+    c.set_timer(GIVE_UP, c.persisting.again_at - c.at)
+
+
+def find_overdue(c: Cluster) -> str | None:
+    """No word of the newest checkpoint. Returns why the job is lost, if it has waited long enough."""
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
+        return None
+    return _unreadable(c, f"{attempt.why_lost}; and there was no answer in {c.timing.place_s:g} s")
+
+
+def _unreadable(c: Cluster, reason: str) -> str | None:
+    if not _refused(c):
+        return f"{reason}; and so it has been for {c.timing.lost_state_s:g} s"
+    _wait_for_place(c, reason)
+    return None
 
 
 def go_back(c: Cluster) -> bool:
@@ -169,6 +206,9 @@ def found(c: Cluster, event: CheckpointFound) -> str | None:
     ):
         c.ignore("a checkpoint for an older generation")
         return None
+    c.cancel_timer(FIND)
+    if event.unreadable:
+        return _unreadable(c, f"{attempt.why_lost}; and the checkpoints cannot be read: {event.reason}")
     for passed in event.skipped:
         c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
     if checkpoint is None:
@@ -293,6 +333,9 @@ def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) ->
     if restore.url and signal.damaged:
         c.persisting.spoiled.add(restore.step)
         c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
+    elif restore.url:
+        if not _refused(c):
+            return f"{node.name} cannot restore the {what}: {signal.detail}"
     elif not signal.bad:
         c.raised += 1
         if c.raised >= c.timing.raise_limit:

@@ -182,6 +182,8 @@ def _parts_by_gradients(
         counted = set(resumption.ready_parts.get(device, ()))
         return tuple(part for part in report.parts if part in counted and part.layer in layers)
     owned = owned_parts(resumption.plan, device)
+    if "aor" not in resumption.protection:  # Replicas of the group before do not follow this one's steps.
+        owned = frozenset(kept for kept in owned if not kept[2])
     return tuple(
         part
         for part in report.parts

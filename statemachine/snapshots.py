@@ -354,7 +354,8 @@ def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
     assert job is not None, "a snapshot is of a job"
     if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
         node.keep_said, node.keep_said_at = record.step, c.at
-        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pinned(c, record)))
+        pin = pinned(c, record)
+        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pin, lineage=c.lineage))
 
 
 def pinned(c: Cluster, record: Snapshot) -> int:

@@ -47,6 +47,8 @@ GIVE_UP = "give_up"
 SUSPICION = "suspicion"
 SNAPSHOT = "snapshot"
 PERSIST = "persist"
+FINISH = "finish"
+FIND = "find"
 
 LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""

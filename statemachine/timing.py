@@ -57,6 +57,13 @@ class Timing:
     persist_s: float = 3600.0
     """A persistent checkpoint that is not written so long after its order is given up. It takes what the disk
     and ``node.checkpoint_rate_mib_s`` take; this is for a disk that hangs."""
+    place_s: float = 60.0
+    """How long the place of checkpoints may take to answer the coordinator: to commit one whose layers are
+    written, or to say which is the newest."""
+    finish_s: float = 120.0
+    finish_mib_s: float = 16.0
+    """A job whose steps are done waits for the checkpoint of the last one for ``finish_s`` plus what its
+    bytes take at this many MiB/s, and never longer than ``persist_s``. Then it ends without."""
 
     # --- stragglers (coordinator) ---
     straggler_speed: float = 0.67
@@ -130,3 +137,7 @@ class Timing:
     def snapshot_limit_s(self, step_s: float) -> float:
         """How long a snapshot may take from its order until it is complete everywhere."""
         return self.snapshot_s + self.snapshot_steps * step_s
+
+    def finish_limit_s(self, size_bytes: int) -> float:
+        """How long a job may wait for the checkpoint of its last step, which is so large."""
+        return min(self.persist_s, self.finish_s + size_bytes / (self.finish_mib_s * 2**20))

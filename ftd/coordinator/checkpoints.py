@@ -156,7 +156,7 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
     try:
         found, skipped = newest_checkpoint(effect.job, effect.spoiled)
     except StorageError as error:
-        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=str(error))
+        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=str(error), unreadable=True)
     reason = "" if found is not None else f"{effect.job.checkpoint.url} has none of job {effect.job.name!r}"
     return CheckpointFound(**said, checkpoint=found, skipped=skipped, reason=reason)
 

@@ -127,7 +127,7 @@ class Daemon(Script):
                 ),
             )
 
-    def resume(self, generation: int, step: int, *nodes: str) -> Resume:
+    def resume(self, generation: int, step: int, *nodes: str, **others: Any) -> Resume:
         return Resume(
             generation=generation,
             job_id="job-1",
@@ -136,6 +136,7 @@ class Daemon(Script):
             plan=plan(*(nodes or ("a", "b")), devices=self.devices),
             hosts={},
             rendezvous="h:1",
+            **others,
         )
 
     def training(self, generation: int = 1, step: int = 0) -> None:

@@ -1,5 +1,6 @@
 """Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
@@ -18,7 +19,6 @@ from statemachine.effects import (
     SendCommand,
     SendSignal,
     StopPersisting,
-    TrainerSnap,
 )
 from statemachine.events import (
     AgentStarted,
@@ -363,10 +363,11 @@ def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
 # --- going back, and going on --------------------------------------------------------------------
 
 
-def gone(s: Writing) -> None:
+def gone(s: Writing, before: Callable[[], Any] = lambda: None) -> None:
     """Everything that somebody's memory held is lost; new nodes of the old names are ready."""
     s.train()
     s.written(5)
+    before()
     for number, name in enumerate(NODES):
         s.feed(NodeVanished, node=name, incarnation=100 + number)
     for number, name in enumerate(NODES):
@@ -506,10 +507,3 @@ def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
     assert s.one(StopPersisting).attempt == order(9).attempt
     s.command(order(9))
     assert not s.all(PersistLayers)
-
-
-def test_only_one_trainer_asks_for_a_snapshot() -> None:
-    """Else the second could ask behind the ballot in which the first one did: two, for one order."""
-    s = Node()
-    s.command(Snap(generation=0, behind=1))
-    assert not s.all(TrainerSnap)

@@ -197,11 +197,19 @@ def test_an_apply_that_was_stopped_while_gathering_counts_by_its_parts() -> None
     """``a`` committed step 8 and has its part of it; ``c``, with gradients, will have its own."""
     own, other = half(0, 0, 1) + half(1, 0, 1, replica=True), half(1, 0, 1) + half(0, 0, 1, replica=True)
     reports = {"a": sharded(8, own), "c": sharded(7, other, 0, 1, ready=True)}
-    decision = decide(reports, known(7), RUNNING, "abort")
+    decision = decide(reports, known(7), replace(RUNNING, protection="arc:1+aor"), "abort")
     assert (decision.step, decision.outcome) == (8, "roll_forward")
     assert decision.holdings == {device("a"): frozenset(), device("c"): frozenset()}
     assert decision.parts == {device("a"): own, device("c"): other}
     assert decision.ready == {device("c"): {0, 1}}
+
+
+def test_replicas_of_the_group_before_do_not_follow_the_steps_of_one_without() -> None:
+    """The protection was switched off: ``c`` has yet to drop its replica, and nobody updates it."""
+    other = half(1, 0, 1) + half(0, 0, 1, replica=True)
+    reports = {"a": sharded(8, half(0, 0, 1)), "c": sharded(7, other, 0, 1, ready=True)}
+    decision = decide(reports, known(7), RUNNING, "abort")
+    assert decision.parts == {device("a"): half(0, 0, 1), device("c"): half(1, 0, 1)}
 
 
 def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:

@@ -1,0 +1,265 @@
+"""What does not answer, or cannot be read: how long a job waits for it, and what it does then."""
+
+from test_agent import Daemon
+from test_persisting import NODES, Writing, all_done, gone
+from transcripts import LAYERS, report, vote
+
+from statemachine.effects import CommitCheckpoint, FindCheckpoint, KeepCopies, SetTimer, TrainerSnap
+from statemachine.events import (
+    CheckpointFound,
+    CheckpointWritten,
+    RestoreChecked,
+    TrainerDone,
+    TrainerResumed,
+    TrainerStepped,
+)
+from statemachine.messages import KeepSnapshot, RestoreFailed, Snap
+from statemachine.timing import Timing
+from statemachine.values import Checkpoint, ClusterPhase, Restore
+
+TIMING = Timing()
+
+
+# --- the end of a job --------------------------------------------------------------------------------
+
+
+def test_the_limit_of_the_end_grows_with_the_bytes_and_is_at_most_that_of_writing() -> None:
+    assert TIMING.finish_limit_s(0) == 120.0
+    assert TIMING.finish_limit_s(16 * 2**20 * 30) == 150.0
+    assert TIMING.finish_limit_s(2**50) == TIMING.persist_s
+
+
+def test_a_disk_that_hangs_does_not_keep_a_job_from_ending() -> None:
+    s = Writing()
+    s.train(steps=8)
+    s.written(5)
+    all_done(s, 8)
+    assert [timer.name for timer in s.all(SetTimer)].count("finish") == 1
+    for name in NODES:
+        s.complete(name, 8)
+    assert len(s.orders()) == 4
+    s.fire("finish", after_s=120.1)
+    assert "120" in s.events("CheckpointGivenUp")[0].reason
+    assert len(s.events("CheckpointGivenUp")) == 1
+    assert s.events("JobFinished")
+
+
+def test_nor_does_a_snapshot_that_nobody_can_order() -> None:
+    s = Writing()
+    s.train(steps=8)
+    s.written(5)
+    s.stepped("node-0", 1, *range(1, 8))
+    all_done(s, 8)
+    s.fire("finish", after_s=120.1)
+    assert "no checkpoint of the last step" in s.events("CheckpointGivenUp")[0].reason
+    assert s.events("CheckpointGivenUp")[0].details["kept_step"] == 5
+    assert s.events("JobFinished")
+
+
+def test_an_earlier_one_that_hangs_counts_into_the_same_limit() -> None:
+    s = Writing()
+    s.train(steps=8)
+    s.snapshot(5)
+    assert len(s.orders()) == 4
+    all_done(s, 8)
+    assert [timer.name for timer in s.all(SetTimer)].count("finish") == 1
+    for name in NODES:
+        s.complete(name, 8)
+    assert not s.orders()
+    s.fire("finish", after_s=120.1)
+    assert s.events("CheckpointGivenUp")[0].step == 5
+    assert s.events("JobFinished")
+
+
+# --- a commit that hangs -----------------------------------------------------------------------------
+
+
+def hang(s: Writing, step: int) -> CommitCheckpoint:
+    """Every layer is written, and the commit does not end."""
+    s.snapshot(step)
+    for node, order in s.orders().items():
+        s.wrote(order, node)
+    commit: CommitCheckpoint = s.one(CommitCheckpoint)
+    s.fire("persist", after_s=TIMING.place_s)
+    assert "the commit did not end in 60 s" in s.events("CheckpointGivenUp")[0].reason
+    return commit
+
+
+def test_a_commit_that_hangs_is_given_up_and_the_next_snapshot_is_tried() -> None:
+    s = Writing()
+    s.train()
+    commit = hang(s, 5)
+    s.snapshot(9)
+    assert len(s.orders()) == 4
+    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=())
+    assert s.events("MessageIgnored")
+
+
+def test_what_a_commit_that_hangs_may_yet_leave_is_passed_over_once_it_was_undone() -> None:
+    s = Writing()
+    gone(s, before=lambda: hang(s, 9))
+    asked_nodes(s)
+    s.fire("give_up", after_s=30.0)
+    asked = looked(s)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
+    s.plan()
+    assert s.events("RolledBack")[0].step == 5
+    generation = s.machine.generation
+    s.say("node-1", RestoreFailed(generation=generation, detail="damaged", damaged=True))
+    for name in NODES:
+        s.quiesced(name, generation + 1, report())
+    s.plan_or_not()
+    assert s.one(FindCheckpoint).spoiled == (5, 9)
+
+
+# --- a place that cannot be read ---------------------------------------------------------------------
+
+CHECKPOINT_5 = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+
+
+def asked_nodes(s: Writing) -> None:
+    """Everybody says that nothing is left."""
+    generation = s.machine.generation
+    for name in NODES:
+        s.quiesced(name, generation, report())
+    s.plan_or_not()
+    if s.machine.snapshot is not None:
+        s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
+
+
+def looked(s: Writing) -> FindCheckpoint:
+    """And the place is looked at."""
+    asked_nodes(s)
+    asked: FindCheckpoint = s.one(FindCheckpoint)
+    return asked
+
+
+def unreadable(s: Writing, asked: FindCheckpoint) -> None:
+    s.feed(
+        CheckpointFound,
+        generation=asked.generation,
+        checkpoint=None,
+        skipped=(),
+        reason="input/output error",
+        unreadable=True,
+    )
+
+
+def test_a_place_that_cannot_be_read_is_tried_again_while_paused() -> None:
+    s = Writing()
+    gone(s)
+    unreadable(s, looked(s))
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert "input/output error" in s.machine.public_state()["waiting_for"]
+    s.fire("give_up", after_s=3.0)
+    asked = looked(s)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
+    s.plan()
+    assert s.events("RolledBack")[0].step == 5
+
+
+def test_it_is_given_up_after_lost_state_s_with_the_reason() -> None:
+    s = Writing()
+    gone(s)
+    unreadable(s, looked(s))
+    for _ in range(9):
+        s.fire("give_up", after_s=3.0)
+        unreadable(s, looked(s))
+        assert s.machine.phase is ClusterPhase.PAUSED
+    s.fire("give_up", after_s=3.0)
+    unreadable(s, looked(s))
+    reason = s.events("JobFailed")[0].reason
+    assert "input/output error; and so it has been for 30 s" in reason
+
+
+def test_a_place_that_does_not_answer_is_one_that_cannot_be_read() -> None:
+    s = Writing()
+    gone(s)
+    asked = looked(s)
+    s.fire("find", after_s=TIMING.place_s)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert "no answer in 60 s" in s.machine.public_state()["waiting_for"]
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
+    assert s.events("MessageIgnored")
+
+
+def test_a_node_that_cannot_read_it_is_asked_again_after_a_while() -> None:
+    s = Writing()
+    gone(s)
+    asked = looked(s)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
+    s.plan()
+    s.say("node-1", RestoreFailed(generation=s.machine.generation, detail="stale file handle"))
+    generation = s.machine.generation
+    for name in NODES:
+        s.quiesced(name, generation, report())
+    s.plan_or_not()
+    assert not s.all(FindCheckpoint)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    s.fire("give_up", after_s=3.0)
+    asked = looked(s)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
+    s.plan()
+    s.wait(30.0)
+    s.say("node-1", RestoreFailed(generation=s.machine.generation, detail="stale file handle"))
+    assert "stale file handle" in s.events("JobFailed")[0].reason
+
+
+# --- a node --------------------------------------------------------------------------------------
+
+
+def training(devices: int = 2) -> Daemon:
+    s = Daemon(devices=devices)
+    s.prepared()
+    s.quiesced(1)
+    s.order(s.resume(1, 0))
+    for device in range(devices):
+        moved = {"bytes_moved": 0, "rendezvous_s": 0.0, "state_s": 0.0}
+        s.feed(TrainerResumed, device=device, generation=1, **moved)
+    for device in range(devices):
+        s.feed(TrainerStepped, device=device, generation=1, step=1, vote=vote(1), step_s=0.1)
+    return s
+
+
+def test_only_one_trainer_asks_for_a_snapshot() -> None:
+    """Else the second could ask behind the ballot in which the first one did: two, for one order."""
+    s = training(devices=2)
+    s.order(Snap(generation=1, behind=1))
+    assert [(snap.device, snap.last) for snap in s.all(TrainerSnap)] == [(0, False)]
+    s.order(Snap(generation=1, behind=1))
+    assert not s.all(TrainerSnap), "obeyed once"
+    s.order(Snap(generation=0, behind=9))
+    assert not s.all(TrainerSnap), "of another generation"
+
+
+def test_all_trainers_snapshot_behind_the_last_step() -> None:
+    s = training(devices=2)
+    for device in range(2):
+        s.feed(TrainerDone, device=device, generation=1, step=10, digests={})
+    s.order(Snap(generation=1, behind=10))
+    assert [(snap.device, snap.last) for snap in s.all(TrainerSnap)] == [(0, True), (1, True)]
+
+
+def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothing() -> None:
+    """It kept step 8, the others went back to a checkpoint of step 4; while it says 8 none is ordered."""
+    s = training()
+    s.order(KeepSnapshot(job_id="job-1", step=8))
+    assert s.all(KeepCopies)
+    s.quiesced(3)
+    s.order(s.resume(3, 4, lineage=2))
+    s.order(KeepSnapshot(job_id="job-1", step=9))
+    assert s.all(KeepCopies) == [], "of the past that was undone"
+    s.order(KeepSnapshot(job_id="job-1", step=6, lineage=2))
+    assert [kept.step for kept in s.all(KeepCopies)] == [6]
+    s.order(KeepSnapshot(job_id="job-1", step=5, lineage=2))
+    assert s.all(KeepCopies) == [], "an older one"
+
+
+def test_what_is_gone_back_to_stays() -> None:
+    s = training()
+    s.order(KeepSnapshot(job_id="job-1", step=8))
+    s.quiesced(3)
+    restore = Restore(job_id="job-1", step=8, generation=1, groups=(), sources={})
+    s.order(s.resume(3, 8, lineage=3, restore=restore))
+    s.order(KeepSnapshot(job_id="job-1", step=7, lineage=0))
+    assert not s.all(KeepCopies)
