@@ -42,8 +42,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        snapshots.snapshot(step)
         print(f"{rank} {step} {loss.item():.9f}", flush=True)
+        snapshots.snapshot(step)
         time.sleep(given.pause_s)
 
     dist.barrier()

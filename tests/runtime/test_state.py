@@ -170,7 +170,7 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (entry(dtype="float8"), "unknown dtype 'float8'"),
         (
             entry(dtype="int64"),
-            r"a parameter of \(8,\) int64 came, this model has a parameter of \(8,\) torch.float64",
+            r"a parameter of \(8,\) int64 came, this model has a parameter of \(8,\) float64",
         ),
         (entry(shape=(4, 2)), r"a parameter of \(4, 2\) float64 came"),
         (entry(shape=(7,)), r"64 bytes cannot be \(7,\) of float64"),
