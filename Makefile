@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup mosquitto clean
+.PHONY: demo test check setup mosquitto promtool clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 mosquitto:
 	@tools/install-mosquitto
 
+promtool: setup
+	@tools/install-promtool $(BIN)
+
 demo: setup
 	$(BIN)/ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report demo-report.json
 
@@ -29,7 +32,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup mosquitto check
+test: setup mosquitto promtool check
 	$(BIN)/pytest
 
 clean:

@@ -44,8 +44,14 @@ class _Due:
 class Driver:
     """See the module. One per machine; everything happens on one event loop."""
 
-    def __init__(self, machine: Machine, perform: Callable[[Effect], Awaitable[None] | None]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        perform: Callable[[Effect], Awaitable[None] | None],
+        watch: Callable[[Event | Effect], None] | None = None,
+    ) -> None:
         """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
+        ``watch`` sees every event before it is fed, and every effect before it is carried out.
 
         A ``JournalError`` from it ends ``run``: what follows a ``PersistState`` must not happen without it.
         Anything else is logged as a bug.
@@ -54,6 +60,7 @@ class Driver:
         self.bugs = 0
         """Exceptions in steps and effects so far; a healthy daemon has none."""
         self._perform = perform
+        self._watch = watch
         self._queue: asyncio.Queue[Event | _Due] = asyncio.Queue()
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
@@ -89,6 +96,7 @@ class Driver:
 
     async def process(self, event: Event) -> None:
         """One step and its effects."""
+        self._show(event)
         try:
             effects = self.machine.step(event)
         except Exception:
@@ -100,6 +108,7 @@ class Driver:
     async def carry_out(self, effects: list[Effect]) -> None:
         """Effects in order; also those that a restored machine begins with."""
         for effect in effects:
+            self._show(effect)
             try:
                 if isinstance(effect, SetTimer):
                     self._set_timer(effect.name, effect.delay_s)
@@ -112,6 +121,14 @@ class Driver:
             except Exception:
                 self.bugs += 1
                 _log.exception("carry_out", effect=repr(effect)[:2000], cause=effect.cause)
+
+    def _show(self, it: Event | Effect) -> None:
+        if self._watch is not None:
+            try:
+                self._watch(it)
+            except Exception:
+                self.bugs += 1
+                _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
 
     def stop_timers(self) -> None:
         """Cancel all timers, at the end of the daemon's life."""

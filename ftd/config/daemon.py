@@ -20,6 +20,7 @@ from ftd.config.address import (
     user_runtime_dir,
 )
 from ftd.config.environment import overridden
+from ftd.config.metrics import LOOPBACK, MetricsPlace, metrics_place
 from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
 from ftd.config.secrets import read_secret
 from ftd.config.shard_tls import ShardTls, shard_tls
@@ -80,6 +81,12 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
     snapshot_peers: tuple[str, ...] = ()
     """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
+    metrics_port: int = 0
+    """Prometheus reads /metrics here; 0: nothing is served."""
+    metrics_host: str = LOOPBACK
+    """Address to serve them on; beyond loopback only with a token."""
+    metrics_token_file: str | None = None
+    """A bearer token that Prometheus must show, in a file that others cannot read."""
 
 
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +94,12 @@ class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     state_dir: str | None = None
     """Holds the journal; without it a restarted coordinator knows no job."""
+    metrics_port: int = 0
+    """Prometheus reads /metrics here; 0: nothing is served."""
+    metrics_host: str = LOOPBACK
+    """Address to serve them on; beyond loopback only with a token."""
+    metrics_token_file: str | None = None
+    """A bearer token that Prometheus must show, in a file that others cannot read."""
 
 
 class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +138,9 @@ class DaemonConfig:
     snapshot_tls: ShardTls | None
     checkpoint_rate_bytes_s: float | None
     snapshot_peers: tuple[str, ...]
+    node_metrics: MetricsPlace | None
     state_dir: Path
+    coordinator_metrics: MetricsPlace | None
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
 
@@ -193,10 +208,16 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         snapshot_peers=_peers(file.node.snapshot_peers),
+        node_metrics=_metrics("node", file.node, directory),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
+        coordinator_metrics=_metrics("coordinator", file.coordinator, directory),
         secret=_secret(file, directory),
         timing=_timing(file.timing),
     )
+
+
+def _metrics(name: str, table: NodeTable | CoordinatorTable, directory: Path) -> MetricsPlace | None:
+    return metrics_place(name, table.metrics_host, table.metrics_port, table.metrics_token_file, directory)
 
 
 def _bytes_of(mebibytes: int | None) -> int | None:

@@ -26,6 +26,8 @@ from ftd.coordinator.requests import Requests
 from ftd.coordinator.restoring import check_restore
 from ftd.driver import Driver
 from ftd.errors import JournalError, WireError
+from ftd.metrics.cluster import ClusterMetrics
+from ftd.metrics.server import MetricsServer
 from ftd.mqtt.session import MqttSession, Will
 from ftd.wire.codec import decode_from_node, encode_to_node
 from ftd.wire.public import SCHEMA, NodeStateMessage, decode_json, encode_json, timestamp
@@ -98,7 +100,16 @@ class Coordinator:
             on_progress=self._publish_state_soon,
         )
         self._checkpoints = Checkpoints(self._driver.feed, self._driver.now)
-        self._events = EventStream(self._topics, self._journal)
+        self._metrics = ClusterMetrics(
+            state=self._machine.public_state,
+            clock=self._driver.now,
+            connected=lambda: self._session.connected,
+            internal_errors=lambda: self._driver.bugs,
+        )
+        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.own.registry)
+        self._events = EventStream(
+            self._topics, self._journal, emitted=self._metrics.emitted, heard=self._metrics.heard
+        )
         self._session = self._new_session(config)
         self._requests = Requests(
             topics=self._topics,
@@ -114,7 +125,9 @@ class Coordinator:
         """Serve until SIGTERM or SIGINT. Trainers go on: they need no coordinator to train.
 
         :raises JournalError: the journal cannot be written any more.
+        :raises ConfigurationError: metrics cannot be served where they should.
         """
+        await self._metrics_server.start()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -147,6 +160,7 @@ class Coordinator:
         )
         await self._session.flush(GOODBYE_S)
         await _cancelled(last)
+        await self._metrics_server.close()
         await self._planning.close()
         self._journal.close()
         _log.info("stopped")
@@ -181,6 +195,7 @@ class Coordinator:
             on_message=self._on_message,
             on_connected=self._on_connected,
             on_lost=self._on_lost,
+            on_acknowledged=self._metrics.own.broker_round_trip.observe,
         )
 
     # --- what happens ------------------------------------------------------------------------------

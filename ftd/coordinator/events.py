@@ -4,6 +4,8 @@ Nodes publish events, too (a trainer started, chaos struck); those are heard and
 it tells the whole story.
 """
 
+from collections.abc import Callable
+
 import structlog
 
 from ftd.coordinator.journal import Journal
@@ -21,13 +23,23 @@ SOURCE = "coordinator"
 class EventStream:
     """Emits our own events to all three places; the events of nodes, which it hears, go into the journal."""
 
-    def __init__(self, topics: Topics, journal: Journal) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        journal: Journal,
+        *,
+        emitted: Callable[[EmitEvent], None],
+        heard: Callable[[EventMessage], None],
+    ) -> None:
+        """:param emitted: sees each of our own, before one is held back. :param heard: those of nodes."""
         self._topic = topics.events
         self._journal = journal
         self._gate = EventGate()
+        self._emitted, self._heard = emitted, heard
 
     def emit(self, session: MqttSession, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
+        self._emitted(event)
         held_back = self._gate.admit(event, now)
         if held_back is None:
             return
@@ -53,3 +65,4 @@ class EventStream:
         message = decode_json(payload, EventMessage)
         if message.source != SOURCE:
             self._journal.record(message)
+            self._heard(message)

@@ -13,6 +13,7 @@ import contextlib
 import math
 import random
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class _Outgoing:
     keep: bool
 
 
-def _ignore() -> None:
+def _ignore(*_: float) -> None:
     return None
 
 
@@ -80,9 +81,11 @@ class MqttSession:
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None] = _ignore,
         on_lost: Callable[[], None] = _ignore,
+        on_acknowledged: Callable[[float], None] = _ignore,
     ) -> None:
         """``on_message`` gets (topic, payload, retained). ``client_id`` must be unique at the broker: a
-        daemon's is its name and incarnation."""
+        daemon's is its name and incarnation. ``on_acknowledged`` gets the seconds that the broker took for
+        a message."""
         self.broker = broker
         self.client_id = client_id
         self._subscriptions = tuple(subscriptions)
@@ -90,6 +93,7 @@ class MqttSession:
         self._on_message = on_message
         self._on_connected = on_connected
         self._on_lost = on_lost
+        self._on_acknowledged = on_acknowledged
         self._client: aiomqtt.Client | None = None
         self._up = asyncio.Event()
         self._problem = "not tried yet"
@@ -248,6 +252,7 @@ class MqttSession:
         self._problem = problem
 
     async def _send(self, client: aiomqtt.Client, message: _Outgoing) -> None:
+        began = time.monotonic()
         try:
             await client.publish(
                 message.topic, message.payload, qos=message.qos, retain=message.retain, timeout=math.inf
@@ -258,6 +263,9 @@ class MqttSession:
             _log.debug("publish_failed", topic=message.topic, problem=str(error))
             if message.keep:
                 self._kept.append(message)
+        else:
+            if message.qos > 0:
+                self._on_acknowledged(time.monotonic() - began)
 
 
 async def _read_now_and_then(client: aiomqtt.Client) -> None:

@@ -5,12 +5,10 @@ incarnation. All decisions are in ``statemachine.agent``; this module loads no t
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
 import time
-from pathlib import Path
 from typing import Any, assert_never, cast
 
 import msgspec
@@ -20,8 +18,10 @@ from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
+from ftd.metrics.node import NodeMetrics, NodeNow
+from ftd.metrics.server import MetricsServer
 from ftd.node.chaos import Chaos
-from ftd.node.processes import adopt_orphans
+from ftd.node.processes import adopt_orphans, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots import Snapshots
 from ftd.node.supervisor import Supervisor
@@ -85,7 +85,10 @@ class NodeDaemon:
         self._secret = config.require_secret()
         self._incarnation = 0
         self._directory = config.runtime_dir / str(os.getpid())
-        self._driver = Driver(AgentMachine(config.node, config.timing), self._perform)
+        self._metrics = NodeMetrics(config.devices, self._now)
+        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.own.registry)
+        machine = AgentMachine(config.node, config.timing)
+        self._driver = Driver(machine, self._perform, self._metrics.note)
         self._rendezvous = RendezvousServer(
             self._secret, host=_listening_address(config.host), port=config.rendezvous_port
         )
@@ -122,6 +125,7 @@ class NodeDaemon:
         )
         try:
             await self._listen()
+            await self._metrics_server.start()
             await self._snapshots.start()
             await self._supervisor.start()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -159,6 +163,7 @@ class NodeDaemon:
             await self._voice.close(GOODBYE_S)
         await self._rendezvous.close()
         await self._snapshots.close()
+        await self._metrics_server.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- setting up --------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ class NodeDaemon:
             )
         try:
             self._config.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_stale(self._config.runtime_dir)
+            remove_stale(self._config.runtime_dir)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
         except OSError as error:
@@ -214,6 +219,8 @@ class NodeDaemon:
             on_message=self._on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
             on_lost=lambda: self._driver.feed(BrokerLost(**self._stamp())),
+            on_acknowledged=self._metrics.own.broker_round_trip.observe,
+            watch=self._metrics.told,
         )
 
     # --- what happens ------------------------------------------------------------------------------
@@ -314,6 +321,14 @@ class NodeDaemon:
             case _:
                 assert_never(wanted)
 
+    def _now(self) -> NodeNow:
+        return NodeNow(
+            connected=self._voice is not None and self._voice.connected,
+            internal_errors=self._driver.bugs,
+            trainers=len(self._supervisor.pids()),
+            **self._snapshots.figures(),
+        )
+
     def _speaking(self) -> Voice:
         assert self._voice is not None, "the machine is fed only after the first incarnation began"
         return self._voice
@@ -377,22 +392,6 @@ class NodeDaemon:
         await self._speaking().flush(timeout_s)
 
 
-def trainer_environment(device: int) -> dict[str, str]:
-    """Each trainer sees its own GPU as the first: of those this daemon was given, where it was given some."""
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not given:
-        return {"CUDA_VISIBLE_DEVICES": str(device)}
-    return {"CUDA_VISIBLE_DEVICES": given[device]} if device < len(given) else {}
-
-
 def _listening_address(host: str) -> str:
     """Loopback stays on loopback; any other name of this host may not be one it can bind (NAT, DNS)."""
     return host if host in ("127.0.0.1", "::1", "localhost") else "0.0.0.0"
-
-
-def _remove_stale(directory: Path) -> None:
-    """What daemons that were killed left here: directories named after processes that are gone."""
-    for entry in directory.iterdir():
-        if entry.name.isdigit() and not Path(f"/proc/{entry.name}").exists():
-            with contextlib.suppress(OSError):
-                shutil.rmtree(entry)

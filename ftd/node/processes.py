@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -97,3 +98,19 @@ def bury(pids: set[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def trainer_environment(device: int) -> dict[str, str]:
+    """Each trainer sees its own GPU as the first: of those this daemon was given, where it was given some."""
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not given:
+        return {"CUDA_VISIBLE_DEVICES": str(device)}
+    return {"CUDA_VISIBLE_DEVICES": given[device]} if device < len(given) else {}
+
+
+def remove_stale(directory: Path) -> None:
+    """What daemons that were killed left here: directories named after processes that are gone."""
+    for entry in directory.iterdir():
+        if entry.name.isdigit() and not Path(f"/proc/{entry.name}").exists():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(entry)

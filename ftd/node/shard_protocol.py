@@ -73,6 +73,8 @@ class Rate:
     def __init__(self, bytes_s: float | None) -> None:
         self.bytes_s = bytes_s
         self._spent_until = 0.0
+        self.taken_bytes = 0
+        """So many went, or may go at once."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -81,6 +83,7 @@ class Rate:
 
     async def take(self, size_bytes: int) -> None:
         """Return when so many bytes may go."""
+        self.taken_bytes += size_bytes
         if self.bytes_s is None:
             return
         now = time.monotonic()

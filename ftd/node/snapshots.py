@@ -100,6 +100,14 @@ class Snapshots:
         """That arenas may take, all devices together."""
         return self._arenas.size_bytes
 
+    def figures(self) -> dict[str, int]:
+        """For metrics: bytes sent to other nodes, requests without the token, memory that arenas may take."""
+        return {
+            "sent_bytes": self._server.rate.taken_bytes,
+            "unauthorised": self._server.unauthorised,
+            "snapshot_limit_bytes": self.size_bytes,
+        }
+
     async def start(self) -> None:
         """Own the arenas and listen.
 

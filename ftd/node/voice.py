@@ -34,12 +34,16 @@ class Voice:
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
+        on_acknowledged: Callable[[float], None],
+        watch: Callable[[EmitEvent], None],
     ) -> None:
+        """:param watch: sees every event before one is held back."""
         self.incarnation = incarnation
         self._config = config
         self._node = config.node
         self._topics = Topics(cluster=config.cluster)
         self._clock = clock
+        self._watch = watch
         self._gate = EventGate()
         self._state: NodeStateMessage | None = None
         self._rejected = False
@@ -58,8 +62,13 @@ class Voice:
             on_message=on_message,
             on_connected=on_connected,
             on_lost=on_lost,
+            on_acknowledged=on_acknowledged,
         )
         self._task = asyncio.get_running_loop().create_task(self._session.run())
+
+    @property
+    def connected(self) -> bool:
+        return self._session.connected
 
     async def close(self, flush_s: float) -> None:
         """Let what was said be acknowledged, then take leave of the broker."""
@@ -85,6 +94,7 @@ class Voice:
 
     def event(self, effect: EmitEvent) -> None:
         """Publish an event; an outage of the broker delays it, a flood of its kind thins it out."""
+        self._watch(effect)
         now = self._clock()
         held_back = self._gate.admit(effect, now)
         if held_back is None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ftd.node.daemon import trainer_environment
-from ftd.node.processes import alive, descendants
+from ftd.node.processes import alive, descendants, trainer_environment
 
 LIMIT_S = 30.0
 

@@ -1,0 +1,98 @@
+"""What both daemons tell of themselves, and the buckets of histograms."""
+
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+COPY_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+WRITE_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
+ROUND_TRIP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+MOST_EVENT_NAMES = 128
+"""Nodes are heard, too, and one with a stolen credential may say what it likes."""
+_NAME = re.compile(r"[A-Z][A-Za-z]{1,63}", re.ASCII)
+
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Own:
+    """A daemon's registry with what concerns itself: build, broker, bugs, process."""
+
+    def __init__(
+        self, component: str, *, connected: Callable[[], bool], internal_errors: Callable[[], int]
+    ) -> None:
+        """:param component: ``coordinator`` or ``node``."""
+        self.registry = CollectorRegistry()
+        build = Gauge(
+            "ftd_build_info",
+            "Always 1; the labels say which daemon this is, and of which versions.",
+            ("component", "version", "python"),
+            registry=self.registry,
+        )
+        build.labels(component, version("ftd"), platform.python_version()).set(1)
+        up = Gauge(
+            "ftd_broker_connected",
+            "1 while the session with the MQTT broker is up.",
+            ("component",),
+            registry=self.registry,
+        )
+        up.labels(component).set_function(connected)
+        self.broker_losses = Counter(
+            "ftd_broker_losses", "How often that session broke.", registry=self.registry
+        )
+        self.broker_round_trip = Histogram(
+            "ftd_broker_round_trip_seconds",
+            "From publishing a message to the broker's acknowledgement.",
+            registry=self.registry,
+            buckets=ROUND_TRIP_S,
+        )
+        errors = "Exceptions in steps of the machine and in effects since the daemon's start: bugs."
+        self.registry.register(
+            AtScrape(lambda: [CounterMetricFamily("ftd_internal_errors", errors, value=internal_errors())])
+        )
+        self._events = Counter("ftd_events", "Events by name.", ("event",), registry=self.registry)
+        self._names: set[str] = set()
+        self._ignored = Counter(
+            "ftd_messages_ignored",
+            "Stale messages: of an older generation, incarnation or lineage.",
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "ftd_messages_refused", "Malformed, oversized or misaddressed payloads.", registry=self.registry
+        )
+        ProcessCollector(registry=self.registry)
+
+    def said(self, name: str) -> None:
+        """An event of this daemon, whether or not it was held back."""
+        self.heard(name)
+        if name == "MessageIgnored":
+            self._ignored.inc()
+        elif name == "MessageRefused":
+            self._refused.inc()
+
+    def heard(self, name: str, times: int = 1) -> None:
+        """An event, of whomever; it stands for ``times``. Names beyond ``MOST_EVENT_NAMES`` are ``other``."""
+        if name not in self._names:
+            if len(self._names) >= MOST_EVENT_NAMES or not _NAME.fullmatch(name):
+                name = "other"
+            self._names.add(name)
+        self._events.labels(name).inc(times)
+
+
+class AtScrape(Collector):
+    """Metrics that are read off when they are asked for."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``Collector``."""
+        yield from self._read()
