@@ -14,6 +14,7 @@ from typing import Any, Self
 from ftd.config.address import ClusterAddress
 from ftd.errors import RequestRefused, Unreachable, WireError
 from ftd.mqtt.session import MqttSession
+from ftd.wire.checking import encode_event
 from ftd.wire.public import (
     Answer,
     ChaosRequest,
@@ -144,7 +145,7 @@ class ClusterClient:
 
     async def announce(self, event: EventMessage, timeout_s: float = 1.0) -> None:
         """Publish an event and wait for the broker's acknowledgement, or for ``timeout_s``."""
-        self.publish(self.topics.events, encode_json(event))
+        self.publish(self.topics.events, encode_event(event))
         await self._session.flush(timeout_s)
 
     def publish(self, topic: str, payload: bytes) -> None:

@@ -15,6 +15,7 @@ from ftd.cli import (
     checkpoint,
     client,
     config,
+    contract,
     coordinator,
     doctor,
     install,
@@ -36,7 +37,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _RUNNING = (local, coordinator, node, client, snapshot, trace, chaos)
-for module in (*_RUNNING, plan, profile, reliability, checkpoint, config, acl, install, doctor, sim):
+for module in (
+    *_RUNNING,
+    plan,
+    profile,
+    reliability,
+    checkpoint,
+    config,
+    acl,
+    contract,
+    install,
+    doctor,
+    sim,
+):
     module.register(app)
 
 

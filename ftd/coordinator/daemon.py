@@ -29,6 +29,7 @@ from ftd.errors import JournalError, WireError
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
 from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.checking import encode_state
 from ftd.wire.codec import decode_from_node, encode_to_node
 from ftd.wire.public import SCHEMA, NodeStateMessage, decode_json, encode_json, timestamp
 from ftd.wire.topics import Topics
@@ -340,7 +341,7 @@ class Coordinator:
     def _publish_state(self) -> None:
         self._publish_timer = None
         self._published_at = asyncio.get_running_loop().time()
-        self._session.publish(self._topics.cluster_state, encode_json(self._public_state()), retain=True)
+        self._session.publish(self._topics.cluster_state, encode_state(self._public_state()), retain=True)
 
 
 def _unreachable(reason: str) -> bytes:

@@ -11,7 +11,8 @@ import structlog
 from ftd.coordinator.journal import Journal
 from ftd.driver import EventGate
 from ftd.mqtt.session import MqttSession
-from ftd.wire.public import EventMessage, decode_json, encode_json, event_message
+from ftd.wire.checking import encode_event
+from ftd.wire.public import EventMessage, decode_json, event_message
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
 
@@ -45,7 +46,7 @@ class EventStream:
             return
         message = event_message(event, monotonic=now, held_back=held_back, source=SOURCE)
         self._journal.record(message)
-        session.publish(self._topic, encode_json(message), keep=True)
+        session.publish(self._topic, encode_event(message), keep=True)
         log = _log.debug if event.name == "StepCommitted" else _log.info
         log(
             event.name,

@@ -9,7 +9,8 @@ from ftd.client import ClusterClient
 from ftd.errors import ConfigurationError
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.local.scenario import LOCAL_FAULTS, Fault, NodeFault, Scenario
-from ftd.wire.public import ChaosRequest, EventMessage, timestamp
+from ftd.wire.catalogue import severity_of
+from ftd.wire.public import ChaosRequest, EventMessage, new_event_id, timestamp
 
 
 def require_remote(scenario: Scenario, origin: str) -> None:
@@ -113,6 +114,8 @@ class LocalInjector:
                 cause=f"scenario-{fault.do}",
                 details=details,
                 source="local",
+                id=new_event_id(),
+                severity=severity_of("ChaosInjected"),
             )
         )
         await self._cluster.kill(name)

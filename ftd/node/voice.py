@@ -9,6 +9,7 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventGate
 from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.checking import encode_event
 from ftd.wire.codec import encode_from_node
 from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
 from ftd.wire.topics import Topics
@@ -108,7 +109,7 @@ class Voice:
             **({"details": effect.details} if effect.details else {}),
         )
         message = event_message(effect, monotonic=now, held_back=held_back, source=f"node/{self._node}")
-        self._session.publish(self._topics.events, encode_json(message), keep=True)
+        self._session.publish(self._topics.events, encode_event(message), keep=True)
 
     # --- the retained state ------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from ftd.sim.group import Group
 from ftd.sim.place import SimPlace
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
+from ftd.wire.checking import problem_of_details
+from ftd.wire.public import encode_json
 from planner.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.buddies import copy_of
@@ -183,7 +185,9 @@ class Invariants:
             self.broken("a device is in the plan twice")
 
     def public_event(self, event: EmitEvent) -> None:
-        """What the world is told must be so."""
+        """What the world is told must be so, and as the contract has it."""
+        if problem := problem_of_details(event.name, encode_json(event.details)):
+            self.broken(problem)
         match event.name:
             case "GenerationStarted":
                 assert event.generation is not None

@@ -4,12 +4,14 @@ These Structs are the contract. Readers ignore fields that they do not know, so 
 without a new ``schema``; requests refuse them, because a request that is half understood is dangerous.
 """
 
+import secrets
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
 
 from ftd.errors import WireError
+from ftd.wire.catalogue import Severity, severity_of
 from ftd.wire.codec import check_size
 from statemachine.effects import EmitEvent
 from statemachine.values import NodeState
@@ -54,6 +56,10 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Any]
     source: str = ""
     """``coordinator`` for the coordinator's own; nodes speak for themselves in ``node``."""
+    id: str = ""
+    """Of this event alone: QoS 1 may bring it twice. Empty in what a version without it wrote."""
+    severity: Severity = "info"
+    """As the event's name has it (``ftd.wire.catalogue``)."""
     schema: int = SCHEMA
 
 
@@ -230,6 +236,11 @@ def decode_json(payload: bytes, into: Any) -> Any:
         raise WireError(f"malformed JSON message: {error}") from None
 
 
+def new_event_id() -> str:
+    """Unique in the world, as far as 64 random bits go."""
+    return f"e-{secrets.token_hex(8)}"
+
+
 def event_message(
     effect: EmitEvent, *, monotonic: float, held_back: int = 0, source: str = ""
 ) -> EventMessage:
@@ -248,4 +259,6 @@ def event_message(
         cause=effect.cause,
         details=details,
         source=source,
+        id=new_event_id(),
+        severity=severity_of(effect.name),
     )

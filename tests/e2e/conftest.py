@@ -29,10 +29,11 @@ def shared() -> Iterator[Playground]:
 
 
 @pytest.fixture
-def ground(shared: Playground) -> Playground:
-    """The shared cluster, in order: four idle nodes."""
+def ground(shared: Playground) -> Iterator[Playground]:
+    """The shared cluster, in order: four idle nodes. What it said is held against the contract."""
     shared.tidy()
-    return shared
+    yield shared
+    shared.contract_is_kept()
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from ftd.local.inject import LocalInjector
 from ftd.local.scenario import Fault, parse_scenario
 from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
 from runtime.protocol import TrainingData
+from tests.e2e.contract_witness import ContractWitness
 
 LIMIT_S = 60.0
 HOME = ("node-0", "node-1", "node-2", "node-3")
@@ -95,11 +96,14 @@ class Playground:
         self._failures: list[str] = []
         self._conductor: Conductor | None = None
         self._following = asyncio.ensure_future(self._follow())
+        self.witness = ContractWitness(self.cluster.broker, self.cluster.options.cluster)
+        self._witnessing = asyncio.ensure_future(self.witness.session.run())
 
     def close(self) -> None:
         async def end() -> None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+            for task in (self._following, self._witnessing):
+                task.cancel()
+            await asyncio.gather(self._following, self._witnessing, return_exceptions=True)
             await self.client.__aexit__()
             await self.cluster.end()
 
@@ -242,6 +246,8 @@ class Playground:
         self._loop.call_soon_threadsafe(self._loop.call_later, after_s, os.kill, pid, signal.SIGKILL)
 
     def publish(self, topic: str, payload: bytes) -> None:
+        self.witness.excuse(topic, payload)
+
         async def send() -> None:
             self.client.publish(topic, payload)
 
@@ -309,6 +315,11 @@ class Playground:
         nodes = {n: v["state"] for n, v in self.state.get("nodes", {}).items() if v["state"] != "OFFLINE"}
         warm = all((name, 0) in self.pids for name in HOME)
         return warm and nodes == dict.fromkeys(HOME, "HEALTHY")
+
+    def contract_is_kept(self) -> None:
+        """Whatever was said so far is as the contract for other tools has it."""
+        problems = self.witness.problems()
+        assert problems == [], "\n".join(problems[:20])
 
 
 @contextlib.contextmanager

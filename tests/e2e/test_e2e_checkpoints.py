@@ -34,9 +34,10 @@ def impatient() -> Iterator[Playground]:
 
 
 @pytest.fixture
-def ground(impatient: Playground) -> Playground:
+def ground(impatient: Playground) -> Iterator[Playground]:
     impatient.tidy()
-    return impatient
+    yield impatient
+    impatient.contract_is_kept()
 
 
 @pytest.fixture

@@ -42,6 +42,11 @@ def test_a_killed_node_and_its_return(ground: Playground, tmp_path: Path, same_l
     same_losses(ground.stop_job())
 
 
+def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None:
+    """After the test above: the witness of every test here hears something, and of every kind."""
+    assert {"events", "clusterState", "nodeState", "request", "reply"} <= set(ground.witness.seen)
+
+
 def test_a_killed_trainer_comes_back(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
     run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(8)

@@ -15,6 +15,7 @@ def quick_to_judge() -> Iterator[Playground]:
     with playground(broker="embedded", timing=timing) as ground:
         ground.until(lambda: len(ground.state.get("nodes", {})) == 4, "four nodes")
         yield ground
+        ground.contract_is_kept()
 
 
 def shares(pipelines: list[Json]) -> dict[str, int]:

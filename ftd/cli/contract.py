@@ -1,0 +1,36 @@
+"""``ftd contract``: what other tools may rely on."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("contract")(contract)
+
+
+def contract(
+    against: Annotated[
+        Path | None, typer.Option(help="Say what this ftd breaks of an earlier contract; exit code 1 if any.")
+    ] = None,
+) -> None:
+    """Print the contract: an AsyncAPI 3 document of every topic, message and field (docs/recipes.md).
+
+    Example: ftd contract > asyncapi.json
+    """
+    from ftd.wire.contract_file import read_contract, shipped
+
+    if against is None:
+        typer.echo(shipped().decode(), nl=False)
+        return
+    import msgspec
+
+    from ftd.wire.compatibility import broken
+
+    problems = broken(read_contract(against), msgspec.json.decode(shipped()))
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"nothing of {against} is broken")

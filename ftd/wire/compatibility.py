@@ -1,0 +1,143 @@
+"""What of one contract a later one breaks: for whoever subscribed, or asks, by the earlier one.
+
+Additions break nobody: readers ignore fields, events and values that they do not know. What goes away,
+changes its type or may now be missing breaks a subscriber; what is now demanded or no longer understood
+breaks a client.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def broken(before: Json, now: Json) -> list[str]:
+    """A sentence for everything that worked by the contract ``before`` and does not by the one of ``now``."""
+    return list(_broken(before, now))
+
+
+def _broken(before: Json, now: Json) -> Iterator[str]:
+    incoming = _incoming(before)
+    for name, channel in before["channels"].items():
+        address, found = channel["address"], now["channels"].get(name)
+        if found is None or found["address"] != address:
+            yield f"the topic {address} is gone: whoever subscribes to it hears nothing"
+            continue
+        for message in channel["messages"]:
+            if message not in found["messages"]:
+                what = "asks with it is refused" if name in incoming else "waits for it waits for ever"
+                yield f"{message} on {address} is gone: whoever {what}"
+                continue
+            yield from _Comparison(before=before, now=now, incoming=name in incoming, message=message).all()
+
+
+def _incoming(contract: Json) -> set[str]:
+    operations = contract["operations"].values()
+    return {o["channel"]["$ref"].rsplit("/", 1)[1] for o in operations if o["action"] == "receive"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """Of one message in two contracts."""
+
+    before: Json
+    now: Json
+    incoming: bool
+    message: str
+
+    def all(self) -> Iterator[str]:
+        payloads = [c["components"]["messages"][self.message]["payload"] for c in (self.before, self.now)]
+        if all(isinstance(payload, dict) for payload in payloads):
+            yield from self._schemas(payloads[0], payloads[1], self.message)
+
+    def _schemas(self, before: Json, now: Json, path: str) -> Iterator[str]:
+        old, new = _merged(before, self.before), _merged(now, self.now)
+        yield from self._types(old, new, path)
+        yield from self._values(old, new, path)
+        yield from self._fields(old, new, path)
+        for key in ("items", "additionalProperties"):
+            if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
+                yield from self._schemas(old[key], new[key], f"{path}[]")
+        for one in old.get("anyOf", ()):
+            yield from self._variant(_merged(one, self.before), new, path)
+
+    def _variant(self, old: Json, new: Json, path: str) -> Iterator[str]:
+        """An object that may be null, say: its fields against those of the one object it may be now."""
+        kinds = old.get("type")
+        for one in new.get("anyOf", (new,)):
+            other = _merged(one, self.now)
+            if kinds in ("object", "array") and other.get("type") == kinds:
+                yield from self._schemas(old, other, path)
+
+    def _types(self, old: Json, new: Json, path: str) -> Iterator[str]:
+        before, now = _types(old, self.before), _types(new, self.now)
+        wider, narrower = now - before, before - now
+        if self.incoming and narrower:
+            yield f"{path} may no longer be {_either(narrower)}: clients that send that are refused"
+        elif not self.incoming and wider:
+            yield f"{path} was {_either(before)} and may now be {_either(wider)}: subscribers read it wrongly"
+
+    def _values(self, old: Json, new: Json, path: str) -> Iterator[str]:
+        gone = [value for value in _values(old) if _values(new) and value not in _values(new)]
+        for value in gone:
+            if self.incoming:
+                yield f"{path} may no longer be {value!r}: clients that send it are refused"
+            else:
+                yield f"{path} is never {value!r} any more: subscribers that look for it find nothing"
+
+    def _fields(self, old: Json, new: Json, path: str) -> Iterator[str]:
+        for field, schema in old.get("properties", {}).items():
+            where = f"{path}.{field}"
+            if field not in new.get("properties", {}):
+                if self.incoming:
+                    yield f"{where} is gone: requests that have it are refused"
+                else:
+                    yield f"{where} is gone: subscribers that read it find nothing"
+                continue
+            if (
+                not self.incoming
+                and field in old.get("required", ())
+                and field not in new.get("required", ())
+            ):
+                yield f"{where} may now be missing: subscribers that rely on it fail"
+            yield from self._schemas(schema, new["properties"][field], where)
+        if self.incoming and "properties" in old:
+            for field in set(new.get("required", ())) - set(old.get("required", ())):
+                yield f"{path}.{field} must now be given: requests without it are refused"
+
+
+def _merged(schema: Json, contract: Json) -> Json:
+    """References followed, the parts of an ``allOf`` as one."""
+    if "$ref" in schema:
+        return _merged(contract["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]], contract)
+    if "allOf" not in schema:
+        return schema
+    merged: Json = {key: value for key, value in schema.items() if key != "allOf"}
+    for part in schema["allOf"]:
+        one = _merged(part, contract)
+        merged = {
+            **merged,
+            **one,
+            "properties": {**merged.get("properties", {}), **one.get("properties", {})},
+            "required": [*merged.get("required", []), *one.get("required", [])],
+        }
+    return merged
+
+
+def _types(schema: Json, contract: Json) -> set[str]:
+    if "anyOf" in schema:
+        return {kind for one in schema["anyOf"] for kind in _types(_merged(one, contract), contract)}
+    if "type" in schema:
+        kinds = schema["type"]
+        return {kinds} if isinstance(kinds, str) else set(kinds)
+    words = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    return {words.get(type(value), "null") for value in _values(schema)} or {"anything"}
+
+
+def _values(schema: Json) -> list[Any]:
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _either(kinds: set[str]) -> str:
+    return " or ".join(sorted(kinds))

@@ -1,0 +1,45 @@
+"""The contract as a file: the one that is shipped, and one that somebody kept."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftd.errors import ConfigurationError
+
+FILE = Path(__file__).with_name("asyncapi.json")
+MOST_BYTES = 16 * 1024 * 1024
+
+
+def shipped() -> bytes:
+    """The contract of this ftd."""
+    return FILE.read_bytes()
+
+
+def read_contract(path: Path) -> dict[str, Any]:
+    """An earlier version's contract.
+
+    :raises ConfigurationError: the file cannot be read, or is none.
+    """
+    remedy = "keep what ftd contract prints, and name that file"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        found = msgspec.json.decode(path.read_bytes())
+        if not found["asyncapi"].startswith("3."):
+            raise ValueError("no AsyncAPI 3 document")
+        for channel in found["channels"].values():
+            for message in channel["messages"]:
+                found["components"]["messages"][message]["payload"]
+            channel["address"]
+        for operation in found["operations"].values():
+            operation["action"], operation["channel"]["$ref"]
+        found["components"]["schemas"]
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror}", field="--against", remedy=remedy
+        ) from None
+    except (ValueError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"{path} is no contract of ftd: {error}"
+        raise ConfigurationError(problem, field="--against", remedy=remedy) from None
+    return dict(found)

@@ -1,0 +1,162 @@
+"""docs/recipes.md, command by command as it is written there, against a real broker."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import paho.mqtt.publish
+import pytest
+
+from ftd.wire.contract_examples import DETAILS, EXAMPLES, envelope
+from tests.ftd.conftest import RunningBroker
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+COMMANDS = re.findall(
+    r"^```sh\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL
+)
+
+
+def recipe(word: str) -> str:
+    [found] = [command for command in COMMANDS if word in command]
+    return str(found)
+
+
+class Running:
+    """A recipe under way; lines of its standard output as they come."""
+
+    def __init__(self, command: str, environment: dict[str, str]) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip())
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+
+
+@pytest.fixture
+def environment(mosquitto: RunningBroker, tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {mosquitto.port}\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PATH": path}
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Callable[[str], Running]]:
+    running: list[Running] = []
+
+    def begin(command: str) -> Running:
+        running.append(Running(command, environment))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.close()
+
+
+def need(*programs: str) -> None:
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed (tools/install-mosquitto brings them by apt)")
+
+
+def tell(broker: RunningBroker, recipe: Running, events: list[str], enough: int) -> list[str]:
+    """Publish until as many lines have come: nobody says when a recipe has subscribed."""
+    deadline = time.monotonic() + LIMIT_S
+    messages = [
+        (
+            "ftd/v1/ftd/events",
+            json.dumps({**envelope(name, DETAILS.get(name, {})), "id": f"e-{name}"}),
+            1,
+            False,
+        )
+        for name in events
+    ]
+    while len(recipe.lines) < enough and time.monotonic() < deadline:
+        paho.mqtt.publish.multiple(messages, "127.0.0.1", broker.port)
+        time.sleep(0.1)
+    assert len(recipe.lines) >= enough, recipe.lines
+    return recipe.lines
+
+
+def test_what_is_more_than_a_notice(mosquitto: RunningBroker, start: Callable[[str], Running]) -> None:
+    need("mosquitto_sub", "jq")
+    lines = tell(mosquitto, start(recipe("severity !=")), ["StepCommitted", "NodeLost", "ClusterPaused"], 2)
+    assert {line.split()[1] + line.split()[2] for line in lines} == {
+        "warningNodeLost",
+        "criticalClusterPaused",
+    }
+
+
+def test_every_recovery(mosquitto: RunningBroker, start: Callable[[str], Running]) -> None:
+    need("mosquitto_sub", "jq")
+    lines = tell(mosquitto, start(recipe("total_ms")), ["NodeLost", "RecoveryCompleted"], 1)
+    assert json.loads(lines[0]) == {
+        "cause": "node_lost", "nodes": ["node-2"], "total_ms": 250.0, "tier": "live_replica",
+    }  # fmt: skip
+
+
+def test_who_is_there(mosquitto: RunningBroker, environment: dict[str, str]) -> None:
+    need("mosquitto_sub", "jq")
+    state = json.dumps(EXAMPLES["ClusterState"])
+    paho.mqtt.publish.single("ftd/v1/ftd/cluster/state", state, 1, True, "127.0.0.1", mosquitto.port)
+    done = subprocess.run(
+        ["bash", "-c", recipe("cluster/state")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {"node-3": "HEALTHY"}
+
+
+def test_the_subscriber_in_python(mosquitto: RunningBroker, start: Callable[[str], Running]) -> None:
+    command = f"{recipe('subscriber.py').strip()} 127.0.0.1 {mosquitto.port}"
+    lines = tell(mosquitto, start(command), ["StepCommitted", "NodeLost", "RecoveryCompleted"], 1)
+    assert "warning  NodeLost  a sentence for people" in lines[0]
+    assert not any("StepCommitted" in line for line in lines)
+
+
+def test_the_contract_is_kept_and_compared(environment: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-ec", recipe("--against")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "nothing of kept.json is broken\n"), done.stderr
+
+
+def test_the_subscriber_is_short() -> None:
+    lines = (ROOT / "examples" / "subscriber.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 20
