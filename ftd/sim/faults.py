@@ -339,6 +339,9 @@ def draw(sim: "Simulation", until_s: float) -> None:
         (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
     ]
 
+    pending += sim.leaning.strikes
+    commits += sim.leaning.at_commits
+
     def react(event: EmitEvent) -> None:
         for index, (name, fault, skip) in enumerate(pending):
             if name == event.name and skip > 0:

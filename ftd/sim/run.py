@@ -48,6 +48,20 @@ SHAPES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaning:
+    """What every seed is to have besides what it draws: for who looks for one thing, and finds it soon,
+    whatever else is drawn."""
+
+    zero1: bool | None = None
+    protection: str = ""
+    checkpoints: bool | None = None
+    strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
+    """Shortly behind an event of this name, so many of which are passed over."""
+    at_commits: tuple[tuple[int, faults.Fault], ...] = ()
+    """With the so manieth commit of a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     seed: int
     violation: str | None
@@ -85,8 +99,9 @@ PROFILES = {shape: _profile(shape) for shape in SHAPES}
 class Simulation:
     """A cluster, a user who submits jobs, and whatever happens to them."""
 
-    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+    def __init__(self, seed: int, *, tracing: bool = False, leaning: Leaning | None = None) -> None:
         self.world = world = World(seed, tracing=tracing)
+        self.leaning = leaning = leaning or Leaning()
         self.shape = shape = world.rng.choice(SHAPES)
         self.profile = PROFILES[shape]
         self.policy = Policy(
@@ -95,7 +110,7 @@ class Simulation:
             global_batch=2 * shape.microbatches,
             microbatch_rows=2,
             minimum="oobleck" if shape.oobleck else "one_replica",
-            zero1=seed % 3 == 1,
+            zero1=seed % 3 == 1 if leaning.zero1 is None else leaning.zero1,
         )
         self.pace = Pace(
             step_s=world.between(0.1, 0.6),
@@ -103,14 +118,19 @@ class Simulation:
             commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
             full=world.rng.choice((0.0, 0.0, 0.05)),
         )
+        every, scheme = (
+            world.rng.choice((0, 1, 2, 3, 5)),
+            world.rng.choice(faults.protections(sharded=self.policy.zero1)),
+        )
         self.snapshot = SnapshotPolicy(
-            every_steps=world.rng.choice((0, 1, 2, 3, 5)),
-            protection=world.rng.choice(faults.protections(sharded=self.policy.zero1)),
+            every_steps=max(every, 1) if leaning.protection or leaning.checkpoints else every,
+            protection=leaning.protection or scheme,
             auto_interval=world.chance(0.2),
             auto_protection=world.chance(0.2),
         )
         self.checkpoint = CheckpointPolicy()
-        if self.snapshot.every_steps and seed % 3 == 0:  # the other seeds are as they are without
+        wanted = seed % 3 == 0 if leaning.checkpoints is None else leaning.checkpoints
+        if self.snapshot.every_steps and wanted:  # the other seeds are as they are without
             self.checkpoint = CheckpointPolicy(
                 url="/checkpoints", every_steps=world.rng.choice((1, 2, 4)), keep=world.rng.choice((1, 2, 3))
             )
@@ -274,9 +294,9 @@ class Simulation:
             )
 
 
-def run_seed(seed: int, *, tracing: bool = False) -> Result:
+def run_seed(seed: int, *, tracing: bool = False, leaning: Leaning | None = None) -> Result:
     """Run one seed to its end."""
-    simulation = Simulation(seed, tracing=tracing)
+    simulation = Simulation(seed, tracing=tracing, leaning=leaning)
     violation: str | None = None
     try:
         simulation.finish()

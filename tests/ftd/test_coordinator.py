@@ -51,7 +51,7 @@ from statemachine.messages import (
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LAYERS = 3
 PROFILE = ModelProfile(
     layers=(
@@ -228,7 +228,9 @@ def job_data(tmp_path: Path, failures: int = 0) -> Any:
 
 
 async def submitted(client: ClusterClient, data: Any) -> str:
-    return (await client.request(SubmitRequest(**client.envelope(), job=data))).detail
+    """It waits for a coordinator that has yet to start, however busy the machine is."""
+    request = SubmitRequest(**client.envelope(), job=data)
+    return (await client.request(request, timeout_s=PATIENCE_S)).detail
 
 
 async def state_when(client: ClusterClient, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

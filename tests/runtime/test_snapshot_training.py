@@ -118,6 +118,33 @@ def test_losses_are_those_of_a_run_without(
     finish(again)
 
 
+def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """There is no ballot any more: each is told, and it is what a job that begins there has."""
+    job = data(steps=3)
+    trainers = start(cluster, job, SPLIT, tmp_path)
+    losses = losses_of(trainers[0], 1, 3)
+    digests = replicas_agree(trainers)
+    for trainer in trainers:
+        trainer.send(p.Snap(generation=cluster.generation - 1, last=True))  # of another generation
+        trainer.send(p.Snap(generation=cluster.generation, last=True))
+    begun = [trainer.take(p.Snapping, generation=cluster.generation).step for trainer in trainers]
+    assert begun == [3, 3, 3, 3]
+    written = [report.size_bytes > 0 for report in snapped(trainers, 3)]
+    assert written == [rank == min(r) for rank in range(4) for r in ranks_with(SPLIT, rank)]
+    vote = vote_of(tmp_path, 3)
+    assert vote.loss == losses[-1]
+    finish(trainers)
+
+    staging = tmp_path / "staging"
+    stage(without(tmp_path, 3, one_lost=True), staging)
+    back = {"step": 3, "vote": vote, "restore": str(staging), "lineage": 2}
+    again = start(cluster, job, THREE_AND_ONE, tmp_path / "new", **back)
+    assert replicas_agree(again) == digests
+    finish(again)
+
+
 def ranks_with(pipelines: Sequence[p.PipelineData], rank: int) -> list[tuple[int, ...]]:
     return [stage.ranks for one in pipelines for stage in one.stages if rank in stage.ranks]
 
