@@ -11,6 +11,7 @@ import typer
 
 from ftd.cli import (
     acl,
+    bridge,
     chaos,
     checkpoint,
     client,
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUNNING = (local, coordinator, node, client, snapshot, trace, chaos)
+_RUNNING = (local, coordinator, node, client, snapshot, trace, chaos, bridge)
 for module in (
     *_RUNNING,
     plan,

@@ -1,0 +1,1 @@
+"""``ftd bridge``: events handed on to a webhook."""

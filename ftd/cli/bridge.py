@@ -1,0 +1,71 @@
+"""``ftd bridge``: events to a webhook."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bridge")(bridge)
+
+
+def bridge(
+    webhook: Annotated[str, typer.Option(help="http or https; gets Alertmanager's JSON by POST.")],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--filter", help="Which events, e.g. 'severity>=warning and node=node-*'; repeatable."),
+    ] = None,
+    dead_letters: Annotated[Path, typer.Option(help="Where alerts go that cannot be delivered.")] = Path(
+        "ftd-dead-letters.jsonl"
+    ),
+    token_file: Annotated[Path | None, typer.Option(help="Its line is sent as bearer token.")] = None,
+    queue: Annotated[int, typer.Option(min=1, max=1_000_000, help="So many alerts may wait.")] = 1000,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Of one attempt.")] = 10.0,
+    give_up_s: Annotated[float, typer.Option(min=0, help="Of one alert, all attempts together.")] = 300.0,
+    finish_s: Annotated[float, typer.Option(min=0, help="To deliver what waits at the end.")] = 5.0,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Post events to a webhook until SIGTERM. Exit code 1 when some ended in the dead-letter file.
+
+    Example: ftd bridge --webhook https://alerts.example.com/ftd --filter 'severity>=warning'
+    """
+    import asyncio
+    from urllib.parse import urlsplit
+
+    from ftd.bridge.courier import CourierOptions
+    from ftd.bridge.daemon import Bridge
+    from ftd.bridge.filters import parse_filter
+    from ftd.config.secrets import read_secret
+    from ftd.errors import ConfigurationError
+    from ftd.logs import configure_logs
+
+    try:
+        url = urlsplit(webhook)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigurationError(
+            f"{webhook!r} is no address of a webhook", field="--webhook", remedy="write http(s)://host/path"
+        )
+    filters = [parse_filter(text) for text in only or []]
+    address = address_of(broker, cluster, config)
+    options = CourierOptions(
+        url=webhook,
+        dead_letters=dead_letters,
+        token=read_secret(token_file, "--token-file") if token_file is not None else None,
+        queue=queue,
+        timeout_s=timeout_s,
+        give_up_s=give_up_s,
+    )
+    configure_logs(daemon="bridge")
+
+    async def run() -> int:
+        return await Bridge(address, filters, options, finish_s).run()
+
+    raise typer.Exit(1 if asyncio.run(run()) else 0)
