@@ -87,6 +87,8 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:  # Of a file that is written the system does not say which.
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             draft.unlink()

@@ -26,11 +26,13 @@ SameLosses = Callable[[Run], None]
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Playground]:
-    """A cluster that does not wait long for hosts that never come back."""
+    """A cluster that does not wait long for hosts that never come back, and whose disks are slow."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
-    with playground(timing={"lost_state_s": 0.5}) as ground:
-        yield ground
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FTD_NODE_CHECKPOINT_RATE_MIB_S", "1")
+        with playground(timing={"lost_state_s": 0.5}) as ground:
+            yield ground
 
 
 @pytest.fixture
@@ -114,6 +116,22 @@ def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_no
     ground.until_event("CheckpointCompleted", times=len(run.named("CheckpointCompleted")) + 1)
     assert not run.named("RolledBack") and not run.named("TrainerLost")
     same_losses(ground.stop_job())
+    verify(url)
+
+
+def test_the_coordinator_is_killed_while_a_checkpoint_is_written(ground: Playground, tmp_path: Path) -> None:
+    """Five megabytes on four disks of one a second: it is under way when the coordinator dies."""
+    url = tmp_path / "kept"
+    run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192"))
+    ground.play({"on_event": "CheckpointStarted", "do": "kill_coordinator"})
+    given_up = ground.until_event("CheckpointGivenUp")
+    assert given_up["reason"] == "the coordinator was restarted"
+    step = ground.until_event("CheckpointCompleted")["step"]
+    assert step > given_up["step"]
+    assert [one["step"] for one in verify(url)["checkpoints"]][-1] == step
+    ground.until(lambda: not list(url.glob(f".step-*{given_up['step']}.*")), "what was begun is removed")
+    assert not run.named("RolledBack") and not run.named("TrainerLost")
+    ground.stop_job()
     verify(url)
 
 

@@ -155,6 +155,53 @@ def test_a_full_memory_file_system_is_said_with_the_bytes() -> None:
     assert not directory.exists()
 
 
+FILLED = """
+set -e
+mount -t tmpfs -o size=160k tmpfs "$1"
+exec "$2" -c '
+import errno, sys
+from pathlib import Path
+from storage.arena import Arena
+from tests.storage.test_arena import fill, manifest_of, snapshot
+place = Path(sys.argv[1])
+arena = Arena.open(place / "device-0")
+kept = snapshot(arena, 1, 40_000)
+slot = arena.begin(40_000)
+fill(slot, 2)
+with open(place / "somebody-elses", "wb", buffering=0) as other:
+    try:
+        while True:
+            other.write(bytes(4096))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+try:
+    arena.commit(manifest_of(slot, 2))
+except OSError as error:
+    print(error)
+for found in (arena, Arena.open(place / "device-0")):
+    assert found.snapshots == (kept,) and found.damaged(kept) == () and found.problems == []
+(place / "somebody-elses").unlink()
+later = snapshot(arena, 3, 40_000)
+assert Arena.open(place / "device-0").snapshots == (later, kept)
+' "$1"
+"""
+
+
+def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of its own can be made here")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", FILLED, "sh", str(tmp_path), sys.executable],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "No space left" in done.stdout and str(tmp_path) in done.stdout
+
+
 WRITER = """
 import sys
 from pathlib import Path
