@@ -130,6 +130,8 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.keeping.underway = None
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
+        if node.alive:
+            node.feed(NodeEvent.HEALTHY)  # Its trainers end with the job, lost ones or not; others come.
     for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
         c.cancel_timer(timer)
     c.persist()

@@ -251,7 +251,7 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         c.ignore("a TrainerLost from before what this node said since", node.name)
         return
     if not c.active:
-        unhealthy(c, node)
+        c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
     if not unhealthy(c, node):
         return

@@ -446,6 +446,9 @@ def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_laye
     assert told.reason.startswith("checkpoint.url: /checkpoints holds another model under the name 'tiny'")
     assert "layer 2, 2.weight" in told.reason and "another url or name" in told.reason
     assert not s.all(AbandonCheckpoint), "what is there stays"
+    s.say("node-0", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 0, 0.weight: (3,)"))
+    nodes = s.machine.public_state()["nodes"]
+    assert {node["state"] for node in nodes.values()} == {"HEALTHY"}, "fresh trainers come without a word"
 
 
 # --- a node --------------------------------------------------------------------------------------
