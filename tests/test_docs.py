@@ -85,8 +85,12 @@ def kind_of(example: dict[str, Any]) -> str:
     return "job" if "training" in example else "daemon"
 
 
+EXAMPLES = ("README.md", "configuration.md", "two-hosts.md")
+"""Pages whose TOML is read as it stands."""
+
+
 def toml_examples() -> list[tuple[str, str]]:
-    return [(page, text) for page in ("README.md", "configuration.md") for text in blocks(page, "toml")]
+    return [(page, text) for page in EXAMPLES for text in blocks(page, "toml")]
 
 
 @pytest.mark.parametrize(("page", "text"), toml_examples())
