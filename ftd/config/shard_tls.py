@@ -4,13 +4,10 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from ftd.config.secrets import require_private
 from ftd.config.tls import no_password, unusable
 from ftd.errors import ConfigurationError
 
-_log = structlog.get_logger("ftd.tls")
 FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 
 
@@ -74,11 +71,14 @@ class _Renewed:
         seen = self._look()
         if seen != self._seen:
             self._seen = seen
+            import structlog  # Commands read the configuration, too, and start without it.
+
+            log = structlog.get_logger("ftd.tls")
             try:
                 self._context = self.tls._served()
-                _log.info("renewed", cert=str(self.tls.cert))
+                log.info("renewed", cert=str(self.tls.cert))
             except ConfigurationError as error:  # Half of a pair is written: the next change is looked at.
-                _log.warning("kept", cert=str(self.tls.cert), reason=str(error))
+                log.warning("kept", cert=str(self.tls.cert), reason=str(error))
         return self._context or first
 
     def _look(self) -> tuple[tuple[int, int], ...] | None:
