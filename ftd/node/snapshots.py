@@ -268,6 +268,10 @@ class Snapshots:
             self._fail(resume.generation, str(error), error.bad, damaged=error.damaged)
         except (OSError, ValueError) as error:
             self._fail(resume.generation, f"layers cannot be staged in {self._arenas.root}: {error}")
+        except Exception as error:
+            # A bug of ours: said, and tried again like any other failure, instead of waiting for ever.
+            log.exception("stage", generation=resume.generation)
+            self._fail(resume.generation, f"an internal error: {type(error).__name__}: {error}")
         else:
             log.info(
                 "staged",

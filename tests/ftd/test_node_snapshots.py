@@ -193,6 +193,21 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
     with_daemon(body)
 
 
+def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("cannot be")
+
+    async def body(daemon: Daemon, peer: Node) -> None:
+        monkeypatch.setattr("ftd.node.snapshots.staged_in", broken)
+        stage(daemon, resume(3, {"n1": peer.address}))
+        await daemon.until(lambda: daemon.events)
+        [event] = daemon.events
+        assert isinstance(event, RestoringFailed)
+        assert (event.bad, "internal error" in event.detail) == ((), True)
+
+    with_daemon(body)
+
+
 def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
     def full(self: Path, data: object) -> int:
         raise OSError(28, "No space left on device")
