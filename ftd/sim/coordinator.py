@@ -281,7 +281,10 @@ class SimCoordinator:
         if life != self._life:
             return
         world, place = self.world, self.invariants.place
-        if world.chance(place.full):
+        if place.hangs_s:
+            world.at(place.hangs_s, self._commit, effect, life)
+            return
+        if place.closed or world.chance(place.full):
             failed = CheckpointFailed(
                 at=world.now, cause=effect.cause, attempt=effect.attempt, step=effect.step, detail="full"
             )
@@ -302,12 +305,18 @@ class SimCoordinator:
             self.feed(written)
 
     def _abandon(self, effect: AbandonCheckpoint, life: int) -> None:
-        if life == self._life:
-            self.invariants.place.abandon(effect)
+        place = self.invariants.place
+        if life == self._life and place.hangs_s:
+            self.world.at(place.hangs_s + 0.1, self._abandon, effect, life)  # Behind the commit that hangs.
+        elif life == self._life:
+            place.abandon(effect)
 
     def _find(self, effect: FindCheckpoint, life: int) -> None:
-        if life == self._life:
-            self.feed(self.invariants.place.find(effect, self.world.now))
+        place, now = self.invariants.place, self.world.now
+        if life == self._life and place.hangs_s:
+            self.world.at(place.hangs_s, self._find, effect, life)
+        elif life == self._life:
+            self.feed(place.refuses(effect, now) if place.closed else place.find(effect, now))
 
     def _weighed(self, effect: WeighPlan, life: int) -> None:
         if life != self._life:

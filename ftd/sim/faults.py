@@ -1,6 +1,7 @@
 """What can go wrong, drawn by the seed: at random times, and in reaction to phases of a recovery."""
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from statemachine.effects import EmitEvent
@@ -230,6 +231,19 @@ def damage_checkpoint(sim: "Simulation") -> None:
         sim.place.kept[step].damaged = True
 
 
+def close_place(sim: "Simulation") -> None:
+    """Nobody can read or write checkpoints: a mount is gone."""
+    for_s = sim.world.between(0.5, 10.0)
+    sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
+    sim.place.closed_until = sim.world.now + for_s
+
+
+def hang_place(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.5, 10.0)
+    sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
+    sim.place.hung_until = sim.world.now + for_s
+
+
 def restart_node(sim: "Simulation") -> None:
     """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
     node = _some_node(sim)
@@ -325,6 +339,18 @@ def _draw_going_back(sim: "Simulation") -> list[tuple[str, Fault, int]]:
     return drawn
 
 
+def _draw_place(sim: "Simulation") -> list[tuple[str, Fault, int]]:
+    """The place itself fails, while something is written there or is to be read."""
+    rng = Random(f"place {sim.world.seed}")  # of its own, so that the other draws are as they were
+    if not sim.checkpoint.url or rng.random() < 0.4:
+        return []
+    moments = ("CheckpointStarted", "CheckpointCompleted", "RolledBack", "NodeLost", "JobSubmitted")
+    count = rng.randrange(1, 4)
+    return [
+        (rng.choice(moments), rng.choice((close_place, hang_place)), rng.randrange(3)) for _ in range(count)
+    ]
+
+
 def draw(sim: "Simulation", until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng = sim.world.rng
@@ -339,6 +365,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
         (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
     ]
 
+    pending += _draw_place(sim)
     pending += sim.leaning.strikes
     commits += sim.leaning.at_commits
 

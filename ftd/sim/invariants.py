@@ -205,6 +205,8 @@ class Invariants:
                 self._may_fail()
             case "RecoveryCompleted":
                 self._switched(event.details["recovery"])
+            case "CheckpointGivenUp":
+                self.place.given_up(event)
             case "ReplicasDiverged":
                 self.broken(f"replicas diverged: {event.details}")
             case _:

@@ -337,6 +337,10 @@ class SimNode:
             return
         if not self.up or self.agent.generation != resume.generation:
             return
+        place = self.invariants.place
+        if resume.restore.url and place.hangs_s:
+            self.world.at(place.hangs_s, self._resume, trainer, effect, tries)
+            return
         staged, bad = self._staged(resume.restore, set(layers))
         if bad and tries:
             self.world.at(0.5, self._resume, trainer, effect, tries - 1)
@@ -348,7 +352,7 @@ class SimNode:
                     generation=resume.generation,
                     detail="it cannot be had",
                     bad=bad,
-                    damaged=bool(resume.restore.url),
+                    damaged=bool(resume.restore.url) and not place.closed,
                 )
             )
         else:

@@ -4,13 +4,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftd.sim.arena import restored
-from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, EmitEvent, FindCheckpoint
 from statemachine.events import CheckpointFound
 from statemachine.messages import Persist
 from statemachine.values import Checkpoint, HeldSnapshot, LayerOnDisk, PassedOver, Restore, Vote
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
+
+CALM_S = 46.0
+"""A job that ends from here on had ``finish_s`` for its last checkpoint behind the healing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,13 +43,31 @@ class SimPlace:
     drafts: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
     writing: str = ""
     """Attempt that the coordinator's journal names; empty: none."""
+    closed_until: float = 0.0
+    """Whoever reads or writes before this gets an error."""
+    hung_until: float = 0.0
+    """Whoever reads or writes before this waits."""
     settled: set[tuple[str, int]] = field(default_factory=set)
     """Job and step of what was committed and not undone since: never a second time."""
+
+    @property
+    def closed(self) -> bool:
+        return self.invariants.world.now < self.closed_until
+
+    @property
+    def hangs_s(self) -> float:
+        """How long yet."""
+        return max(0.0, self.hung_until - self.invariants.world.now)
+
+    def opens(self) -> None:
+        self.closed_until = self.hung_until = 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
 
     def write(self, order: Persist, layer: int) -> LayerOnDisk | None:
-        """Out of the nodes' memory, as it is now; ``None``: it cannot be had."""
+        """Out of the nodes' memory, as it is now; ``None``: it cannot be had, or written."""
+        if self.closed:
+            return None
         invariants, record = self.invariants, order.record
         parts = Restore(
             job_id=order.job_id,
@@ -70,9 +91,9 @@ class SimPlace:
         )
 
     def read(self, restore: Restore, layers: set[int]) -> dict[int, int]:
-        """Version of each of these layers; none where the checkpoint is gone or damaged."""
+        """Version of each of these layers; none where the checkpoint is gone or damaged, or out of reach."""
         kept = self.kept.get(restore.step)
-        if kept is None or kept.damaged:
+        if kept is None or kept.damaged or self.closed:
             return {}
         wanted = self.invariants.told.get(restore.step)
         for layer in layers:
@@ -87,6 +108,11 @@ class SimPlace:
         """It is there from now on; the steps of older ones that were removed."""
         step, broken = effect.step, self.invariants.broken
         draft = self.drafts.pop((step, effect.attempt), {})
+        if effect.attempt != self.writing:
+            # It hung, and was given up; what comes of it may be of a past that was undone since.
+            if len(draft) == self.invariants.layers:
+                self.kept.setdefault(step, Kept(attempt=effect.attempt, vote=effect.vote, layers=draft))
+            return ()
         if sorted(draft) != list(range(self.invariants.layers)):
             broken(f"a checkpoint of step {step} is committed with layers {sorted(draft)}")
         if {file.layer: file.digest for file in effect.layers} != {n: str(v) for n, v in draft.items()}:
@@ -123,6 +149,17 @@ class SimPlace:
             reason="there is none",
         )
 
+    def refuses(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
+        return CheckpointFound(
+            at=at,
+            cause=effect.cause,
+            generation=effect.generation,
+            checkpoint=None,
+            skipped=(),
+            reason="input/output error",
+            unreadable=True,
+        )
+
     # --- a user ----------------------------------------------------------------------------------
 
     def remove_damaged(self) -> None:
@@ -149,6 +186,11 @@ class SimPlace:
             self.invariants.broken(
                 f"{node} writes over the snapshot of step {key.step} while it is persisted"
             )
+
+    def given_up(self, event: EmitEvent) -> None:
+        """Once everything is well again, the last step's is written in time."""
+        if self.invariants.world.now > CALM_S and "after the last step" in event.reason:
+            self.invariants.broken("nothing is wrong, and the checkpoint of the last step does not come")
 
     def rolled_back(self, job: str, step: int) -> None:
         """What was committed behind it never was, and may be committed again."""

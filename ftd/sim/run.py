@@ -208,7 +208,8 @@ class Simulation:
 
     def submit(self) -> None:
         """The user submits the job, and again when there was nobody to take it."""
-        if not self.coordinator.up or not self.network.sessions[self.coordinator.name].open:
+        open_here = self.coordinator.up and self.network.sessions[self.coordinator.name].open
+        if not open_here or (self.checkpoint.url and (self.place.closed or self.place.hangs_s)):
             self.world.at(0.7, self.submit)
             return
         self.jobs += 1
@@ -258,6 +259,7 @@ class Simulation:
         self.coordinator.crash_after = None
         self.network.duplicates = self.network.slow = 0.0
         self.network.start_broker()
+        self.place.opens()
         for name in list(self.network.sessions):
             self.network.heal(name)
         self.coordinator.thaw()

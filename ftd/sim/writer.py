@@ -36,7 +36,7 @@ class SimWriter:
         node, order, world = self._node, effect.order, self._node.world
         if self.order is not order:
             return
-        if node.frozen:
+        if node.frozen or node.invariants.place.hangs_s:
             world.at(0.5, self._write, effect, files)
             return
         place = node.invariants.place

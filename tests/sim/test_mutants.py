@@ -313,3 +313,11 @@ def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
     monkeypatch.setattr(rollback, "search", search)
     strikes = tuple(("CheckpointCompleted", f, 0) for f in (faults.damage_checkpoint, faults.lose_all_memory))
     found("no progress after the healing", leaning=Leaning(checkpoints=True, strikes=strikes))
+
+
+def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = (("CheckpointCompleted", 0), ("ClusterPaused", 0), ("Quiesced", 3), ("NodeJoined", 3))
+    closed = tuple((name, faults.close_place, passed) for name, passed in (*moments, ("NodeJoined", 6)))
+    lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
+    monkeypatch.setattr(rollback, "_refused", lambda c: False)
+    found("sound checkpoints", range(2 * SEEDS), Leaning(checkpoints=True, strikes=(lost, *closed)))
