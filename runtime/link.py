@@ -21,6 +21,7 @@ from runtime.protocol import (
     Exit,
     Instruction,
     KeepSnapshot,
+    Mend,
     Prepare,
     Quiesce,
     Report,
@@ -56,6 +57,8 @@ class Mailbox:
         """The order of the snapshot behind the last step."""
         self.keep: Callable[[int, int], None] | None = None
         """Given the two steps of each KeepSnapshot, on the control thread."""
+        self.mend: Callable[[Mend], None] | None = None
+        """Given each Mend, there, too."""
 
     # --- control thread --------------------------------------------------------------------------
 
@@ -82,6 +85,9 @@ class Mailbox:
                 case KeepSnapshot(step=step, pinned=pinned):
                     if self.keep is not None:
                         self.keep(step, pinned)
+                case Mend():
+                    if self.mend is not None:
+                        self.mend(instruction)
                 case Trace():
                     self._pace.trace.ask(instruction)
                 case Exit():

@@ -17,6 +17,7 @@ Order of a trainer's life::
 
 A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, then Snapped(g, s, …) or
 SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
+Mend(s, …) at any time: the daemon found bytes of it changed, and made them again.
 
 ReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
 
@@ -168,6 +169,18 @@ class KeepSnapshot(Frame, frozen=True, kw_only=True):
     """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
 
 
+class Mend(Frame, frozen=True, kw_only=True):
+    """Bytes of a part of a complete snapshot in the arena changed there: these were written. Not answered."""
+
+    step: int
+    generation: int
+    """Of the snapshot; in which the trainer is does not matter."""
+    part: str
+    offset: int
+    """In the part."""
+    data: bytes
+
+
 class Sleep(Frame, frozen=True, kw_only=True):
     """Chaos: the main thread sleeps for ``seconds`` at its next operation, other threads live on."""
 
@@ -184,7 +197,7 @@ class Exit(Frame, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Sleep | Slow | Trace | Exit
+Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | Slow | Trace | Exit
 
 # --- trainer → node ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from runtime.snapshot_pieces import Bucket, Unit, source_of, units_of
 from runtime.state import LayerStates
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES
-from storage.manifest import Part, digest_of
+from storage.manifest import Part
 from storage.shards import ShardLayout
 
 
@@ -23,8 +23,8 @@ from storage.shards import ShardLayout
 class Capture:
     """The lock of the writer guards what changes.
 
-    The slot holds the shards of all groups, then the small parts. Units make the shards, by any thread; the
-    small parts are copies already.
+    The slot holds the shards of all groups, then the small parts, twice: what no code protects is repaired
+    from its twin. Units make the shards, by any thread; the small parts are copies already.
     """
 
     generation: int
@@ -96,7 +96,7 @@ class Capture:
 
     @property
     def size_bytes(self) -> int:
-        return self.shards_bytes + sum(len(data) for _, data in self.small)
+        return self.shards_bytes + 2 * sum(len(data) for _, data in self.small)
 
     @property
     def failed(self) -> bool:
@@ -115,18 +115,12 @@ class Capture:
         assert self.slot is not None
         ranges = list(self.shards)
         end = self.shards_bytes
-        for name, data in self.small:
+        for name, data in [*self.small, *((f"{name}-twin", data) for name, data in self.small)]:
             self.slot[end : end + len(data)] = np.frombuffer(data, dtype=np.uint8)
             ranges.append((name, end, len(data)))
             end += len(data)
         return tuple(
-            Part(
-                name=name,
-                offset=offset,
-                size_bytes=size,
-                digest=digest_of(self.slot[offset : offset + size]),
-            )
-            for name, offset, size in ranges
+            Part.of(name, offset, self.slot[offset : offset + size]) for name, offset, size in ranges
         )
 
 

@@ -1,7 +1,7 @@
 """The thread that writes this rank's part of snapshots into its arena while training goes on (REFT §4.1).
 
-It alone touches the arena, one task after the other: make room, copy and commit a snapshot, release. When it
-copies is ``runtime.snapshot_schedule``'s to say. The main thread begins a snapshot behind a commit and comes
+It alone changes the arena, one task after the other: make room, copy and commit a snapshot, mend bytes of one,
+release. When it copies is ``runtime.snapshot_schedule``'s to say. The main thread begins a snapshot behind a commit and comes
 to ``finish`` before it changes the state again; there it helps, so that it waits for one memcpy at most.
 Nothing here may end training: what cannot be kept is reported as ``SnapshotFailed``, and older ones stay.
 """
@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.model import Model
 from runtime.pace import Pace
-from runtime.protocol import Snapped, SnapshotFailed, SnapshotReport, VoteData
+from runtime.protocol import Mend, Snapped, SnapshotFailed, SnapshotReport, VoteData
 from runtime.sharding import Sharding
 from runtime.side_stream import SideStreams
 from runtime.snapshot_capture import Capture
@@ -57,6 +57,9 @@ class _Forget:
     """Snapshots of later steps: of a past that was undone."""
 
     after_step: int
+
+
+_Task = Capture | _Reserve | _Keep | _Forget | Mend
 
 
 class SnapshotWriter:
@@ -101,7 +104,7 @@ class SnapshotWriter:
         self._spared: int | None = None
         """The newest when room was made the last time."""
         self._changed = threading.Condition()
-        self._tasks: deque[Capture | _Reserve | _Keep | _Forget] = deque()
+        self._tasks: deque[_Task] = deque()
         self._stopped = False
         self._window = pace.window = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
@@ -112,7 +115,7 @@ class SnapshotWriter:
     def enter(self, groups: tuple[Group, ...], step: int) -> None:
         """A generation begins, at ``step``."""
         self._groups, self._reserved = groups, False
-        self._put(_Forget(after_step=step))
+        self.put(_Forget(after_step=step))
 
     def begin(self, generation: int, step: int, vote: VoteData) -> None:
         """``step`` is committed: copy the state as it is now. Small things are copied at once."""
@@ -134,7 +137,7 @@ class SnapshotWriter:
         with self._changed:
             self._capture = capture
             self._schedule.age()
-        self._put(capture)
+        self.put(capture)
 
     def committed(self, elapsed: Elapsed) -> None:
         """Behind every step: it took so long, and so much of it was waiting.
@@ -149,7 +152,7 @@ class SnapshotWriter:
             with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
                 sized = self._made(0, 0, VoteData(loss=0.0, gradient_norm=0.0))
                 size_bytes = sized.size_bytes + _SLACK_BYTES
-                self._put(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
+                self.put(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
 
     def finish(self) -> None:
         """Return when what was begun is copied, and the state may change. Helps with what is left."""
@@ -196,9 +199,10 @@ class SnapshotWriter:
 
     def keep(self, step: int, pinned: int = 0) -> None:
         """The snapshot of ``step`` is complete everywhere: older ones may go, but that of ``pinned``."""
-        self._put(_Keep(step=step, pinned=pinned))
+        self.put(_Keep(step=step, pinned=pinned))
 
-    def _put(self, task: Capture | _Reserve | _Keep | _Forget) -> None:
+    def put(self, task: _Task) -> None:
+        """Something for the thread to do, behind what it was given before."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
@@ -273,7 +277,7 @@ class SnapshotWriter:
                 self._tasks.popleft()
                 self._changed.notify_all()
 
-    def _do(self, task: Capture | _Reserve | _Keep | _Forget) -> None:
+    def _do(self, task: _Task) -> None:
         match task:
             case Capture():
                 self._carry(task)
@@ -283,9 +287,11 @@ class SnapshotWriter:
             case _Keep():
                 self._kept, self._pinned = task.step, task.pinned
                 steps = [manifest.step for manifest in self._arena.snapshots]
-                self._release(step for step in steps if step < task.step and step != task.pinned)
+                self._arena.release(step for step in steps if step < task.step and step != task.pinned)
+            case Mend():
+                self._arena.mend(task.step, task.generation, task.part, task.offset, task.data)
             case _Forget():
-                self._release(m.step for m in self._arena.snapshots if m.step > task.after_step)
+                self._arena.release(m.step for m in self._arena.snapshots if m.step > task.after_step)
 
     def _carry(self, capture: Capture) -> None:
         self._make_room()
@@ -363,9 +369,9 @@ class SnapshotWriter:
         if newest is not None and (len(stay | {newest}) < SLOTS or newest != self._spared):
             stay.add(newest)
         self._spared = newest
-        self._release(step for step in steps if step not in stay)
+        self._arena.release(step for step in steps if step not in stay)
 
-    def _give_up(self, task: Capture | _Reserve | _Keep | _Forget, error: Exception) -> None:
+    def _give_up(self, task: _Task, error: Exception) -> None:
         if not isinstance(task, Capture):
             # The next snapshot will say the same to those who decide; this is for people.
             print(f"snapshots: {_words(error)}", file=sys.stderr, flush=True)
@@ -376,9 +382,6 @@ class SnapshotWriter:
             # A helper may still write into the slot: it must not be given to the next one before.
             self._changed.wait_for(lambda: task.copied == task.taken and not task.waiting)
         self._report(SnapshotFailed(generation=task.generation, step=task.step, detail=_words(error)))
-
-    def _release(self, steps: Iterable[int]) -> None:
-        self._arena.release(list(steps))
 
     def _check_found(self) -> None:
         """What another process left here: of this job, and sound; the rest is released."""

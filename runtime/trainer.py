@@ -96,7 +96,7 @@ class Trainer:
 
     def _keep_snapshots(self, engine: Engine, prepare: Prepare) -> None:
         """Into the arena that the node has for this device, if it has."""
-        self._mailbox.keep = None
+        self._mailbox.keep = self._mailbox.mend = None
         if self._engine is not None and self._engine.snapshots is not None:
             self._engine.snapshots.close()
         if self._engine is not None and self._engine.sharding is not None:
@@ -113,7 +113,7 @@ class Trainer:
             pace=self._pace,
             report=self._link.send,
         )
-        self._mailbox.keep = engine.snapshots.keep
+        self._mailbox.keep, self._mailbox.mend = engine.snapshots.keep, engine.snapshots.put
 
     def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
         measured = measure(

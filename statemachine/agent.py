@@ -44,6 +44,7 @@ from statemachine.events import (
     LayersFailed,
     LayersWritten,
     RestoringFailed,
+    SnapshotSpoiled,
     TerminationRequested,
     TimerFired,
     TrainerBeat,
@@ -93,6 +94,7 @@ AgentEvent = (
     | TrainerSnapshotFailed
     | HeldSnapshots
     | CopiesHeld
+    | SnapshotSpoiled
     | CopyCommitted
     | CopyFailed
     | RestoringFailed
@@ -156,6 +158,8 @@ class AgentMachine:
                     hello(a)
             case CopiesHeld():
                 agent_snapshots.hold(a, event)
+            case SnapshotSpoiled():
+                agent_snapshots.spoil(a, event)
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():

@@ -115,6 +115,7 @@ def heartbeat(a: Agent) -> None:
             microbatch_ms=a.microbatch_ms(),
             lineage=a.lineage,
             kept=a.kept,
+            spoiled=a.spoiled,
         )
     )
 

@@ -19,6 +19,7 @@ from statemachine.events import (
     CopyCommitted,
     CopyFailed,
     HeldSnapshots,
+    SnapshotSpoiled,
     TrainerSnapped,
     TrainerSnapping,
     TrainerSnapshotFailed,
@@ -72,7 +73,7 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
         for held in a.snapshots
         if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
     ]
-    a.out.append(KeepCopies(cause=a.cause, job_id=command.job_id, step=command.step))
+    a.out.append(KeepCopies(cause=a.cause, job_id=command.job_id, step=command.step, restore=command.restore))
     for trainer in a.trainers:
         if trainer.phase in BUILT:
             tell_kept(a, trainer.device)
@@ -113,7 +114,7 @@ def begin_lineage(a: Agent, restore: Restore | None) -> None:
 
 def forget_all(a: Agent) -> None:
     """Back to a persistent checkpoint: no snapshot counts."""
-    a.kept = a.pinned = 0
+    a.kept = a.pinned = a.spoiled = 0
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
@@ -126,6 +127,11 @@ def hold(a: Agent, event: CopiesHeld) -> None:
     """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
     a.snapshots = [held for held in a.snapshots if not held.owner]
     found(a, HeldSnapshots(at=event.at, cause=event.cause, snapshots=event.snapshots))
+
+
+def spoil(a: Agent, event: SnapshotSpoiled) -> None:
+    """The next heartbeat says so; what is sound of it still counts."""
+    a.spoiled = event.step
 
 
 def say_snapshot(a: Agent) -> None:

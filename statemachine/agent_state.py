@@ -137,6 +137,8 @@ class Agent:
     """Step of the snapshot of the present job that is complete everywhere, as last told …"""
     kept_in: int = 0
     """… in this lineage."""
+    spoiled: int = 0
+    """Step of the one that cannot be repaired here; 0: of none."""
     pinned: int = 0
     """Step of one that stays besides, while it is persisted; 0: none."""
     persist: Persist | None = None

@@ -17,6 +17,7 @@ from statemachine.values import (
     Profiled,
     ProtectionWish,
     QuiesceMode,
+    Restore,
     Snapshot,
     Vote,
 )
@@ -275,10 +276,13 @@ class SendCopy(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepCopies(Effect):
-    """The snapshot of ``step`` is complete everywhere: copies of older ones may be written over."""
+    """The snapshot of ``step`` is complete everywhere: copies of older ones may be written over, and what is
+    here of it is verified and repaired from now on."""
 
     job_id: str
     step: int
+    restore: Restore | None = None
+    """``KeepSnapshot.restore``"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Events: past-tense facts that go into a machine's ``step``.
 
-Each carries ``at`` (seconds, one monotonic clock; the machines own no clock) and ``cause``, the id that
-follows it into every effect it leads to.
+Each carries ``at`` (seconds, one monotonic clock) and ``cause``, the id that its effects get.
 """
 
 from dataclasses import dataclass
@@ -161,8 +160,7 @@ class RestoreChecked(Event):
     reason: str
     """For people: what is decoded, or what is missing."""
     tier: str = "memory"
-    """``memory``: every shard is there; ``decoded``: some are made from parity; ``buddy``: some are copies
-    that their owner's buddy kept."""
+    """``memory``: every shard is there; ``decoded``: some are made from parity; ``buddy``: or copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +256,7 @@ class TrainerStepped(Event):
 class TrainerBeat(Event):
     """Sent by the trainer's control thread, many times a second.
 
-    ``progress`` counts operations of the main thread; ``waiting`` is true while the main thread has
-    nothing to do but wait for peers or for instructions (then standing still is not its fault).
-    """
+    ``progress`` counts operations of the main thread; ``waiting``: standing still is not its fault."""
 
     device: int
     progress: int
@@ -330,6 +326,13 @@ class CopyCommitted(Event):
     generation: int
     step: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotSpoiled(Event):
+    """Bytes of the kept snapshot of ``step`` changed here, and cannot be made again."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """Messages between the coordinator and the nodes (nouns). The codec and the topics are in ``ftd.wire``.
 
 Every envelope carries the node's name and incarnation: from a node its own, to a node the one that the
-coordinator means. A node ignores, counts and logs a command for another incarnation; so does the
-coordinator with a signal from one that is not current.
+coordinator means. Who gets one of another incarnation ignores, counts and logs it.
 """
 
 from dataclasses import dataclass, field
@@ -57,6 +56,8 @@ class Heartbeat:
     """That of ``committed``: of the last Resume obeyed."""
     kept: int = 0
     """Step of the snapshot of its job that it was last told to keep (``KeepSnapshot``)."""
+    spoiled: int = 0
+    """Step of the one of which bytes changed here that cannot be made again; 0: of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,10 +250,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiesce:
-    """Enter ``generation``: stop in the given mode and report. Idle trainers report at once.
-
-    A Quiesce of a higher generation supersedes one that is not answered yet.
-    """
+    """Enter ``generation``: stop in this mode and report, idle trainers at once. A higher one supersedes."""
 
     generation: int
     mode: QuiesceMode
@@ -339,6 +337,7 @@ class KeepSnapshot:
     step: int
     pinned: int = 0  # Step of one that is being persisted; 0: none.
     lineage: int = 0  # The coordinator's: a rollback may have gone behind what a node keeps.
+    restore: Restore | None = None  # Its parts, to be repaired; ``None``: as said before.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +355,7 @@ class Persist:
     layers: tuple[int, ...]
     """This node's share."""
     sources: dict[str, str]
-    """Node that holds shards of it → host:port of its snapshot server."""
+    """``Restore.sources``"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

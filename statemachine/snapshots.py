@@ -29,6 +29,7 @@ from statemachine.values import (
     CommittedStep,
     HeldSnapshot,
     NodeState,
+    Restore,
     Snapshot,
     SnapshotGroup,
 )
@@ -344,8 +345,14 @@ def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
         return
     news, node.kept = node.kept != signal.kept, signal.kept
     c.dirty = c.dirty or news
-    if newest is not None and signal.kept != newest.step and node.prepared:
+    if newest is None or not node.prepared:
+        return
+    if signal.kept != newest.step:
         _say_keep(c, node, newest)
+    elif signal.spoiled == newest.step and not node.spoiled[key_of(c, newest)]:
+        # A new one is wanted at once. For a rollback what is sound here still counts.
+        node.spoiled[key_of(c, newest)] += 1
+        c.keeping.urgent = c.dirty = True
 
 
 def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
@@ -354,8 +361,30 @@ def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
     assert job is not None, "a snapshot is of a job"
     if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
         node.keep_said, node.keep_said_at = record.step, c.at
-        pin = pinned(c, record)
-        c.send(node, KeepSnapshot(job_id=job.job_id, step=record.step, pinned=pin, lineage=c.lineage))
+        c.send(
+            node,
+            KeepSnapshot(
+                job_id=job.job_id,
+                step=record.step,
+                pinned=pinned(c, record),
+                lineage=c.lineage,
+                restore=_parts_of(c, record),
+            ),
+        )
+
+
+def _parts_of(c: Cluster, record: Snapshot) -> Restore:
+    """All that a node needs to repair its own, where the others are now."""
+    key = key_of(c, record)
+    names = sorted({*record.owners, *record.buddies.values()} & set(c.nodes))
+    facts = {name: c.nodes[name].facts for name in names}
+    return Restore(
+        job_id=key.job_id,
+        step=record.step,
+        generation=record.generation,
+        groups=record.groups,
+        sources={name: f"{fact.host}:{fact.snapshot_port}" for name, fact in facts.items()},
+    )
 
 
 def pinned(c: Cluster, record: Snapshot) -> int:

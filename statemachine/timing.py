@@ -54,6 +54,10 @@ class Timing:
     """A snapshot that is not complete everywhere ``snapshot_s`` plus this many steps after its order is given
     up. It is copied within a step; this is for nodes that are slow, and for messages that are lost."""
 
+    scrub_s: float = 600.0
+    """(node) Between two readings of the kept snapshot, which find bits that changed in memory; the first
+    comes when it is complete everywhere. One takes what ``node.scrub_rate_mib_s`` makes it take."""
+
     persist_s: float = 3600.0
     """A persistent checkpoint that is not written so long after its order is given up. It takes what the disk
     and ``node.checkpoint_rate_mib_s`` take; this is for a disk that hangs."""

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,11 +124,25 @@ class Arena:
         write_record(self.directory / _MANIFEST.format(manifest.step), manifest)
         self._kept[manifest.step] = manifest
 
-    def release(self, steps: Sequence[int]) -> None:
+    def release(self, steps: Iterable[int]) -> None:
         """These snapshots are not needed any more; their slots may be written again."""
         for step in steps:
             (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
             self._kept.pop(step, None)
+
+    def mend(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
+        """Write bytes of a part of a complete snapshot again; ``False``: that is not here any more.
+
+        :raises KeyError: it has no such part. :raises DamagedError: the part has no such bytes.
+        """
+        manifest = self._kept.get(step)
+        if manifest is None or manifest.generation != generation:
+            return False
+        part = manifest.part(name)
+        if not 0 <= offset <= part.size_bytes - len(data):
+            raise DamagedError(f"{name} has {part.size_bytes} bytes, not {offset} and {len(data)} more")
+        self.bytes_of(manifest, part)[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return True
 
     def close(self) -> None:
         """Forget the mappings; what is stored stays. Views that are still in use keep theirs alive."""

@@ -1,11 +1,14 @@
 """The manifest of one snapshot: what is in which bytes. Written last, by renaming: that is its commit.
 
 A file of two lines: the XXH3 digest of the second, and JSON. A manifest that was cut short, changed, or is
-of another version is refused as a whole; the bytes it speaks of have digests of their own.
+of another version is refused as a whole; the bytes it speaks of have digests of their own: each part one,
+and a large one beside it one for each block, so that any range of it can be verified by who reads it, and
+damage is found to the block.
 """
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +17,12 @@ import xxhash
 
 from storage.errors import DamagedError
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 64 * 1024 * 1024
+BLOCK_BYTES = 1024 * 1024
+"""A digest for so many bytes: they are still in the cache when the whole part's digest takes them."""
+_HEX = 16
+"""Digits of a block's digest."""
 
 T = TypeVar("T")
 
@@ -28,6 +35,57 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     size_bytes: int
     digest: str
     """XXH3, 128 bits, of the bytes."""
+    blocks: str = ""
+    """XXH3, 64 bits, of each ``BLOCK_BYTES``, the last of what is left, one behind the other. Empty for
+    a part of one block, whose digest is that, and where its writer made none: that is verified as a whole."""
+
+    @classmethod
+    def of(cls, name: str, offset: int, data: Any) -> "Part":
+        """Of these bytes, digests made in one pass over memory."""
+        view = memoryview(data)
+        if len(view) <= BLOCK_BYTES:
+            return cls(name=name, offset=offset, size_bytes=len(view), digest=digest_of(view))
+        whole, blocks = xxhash.xxh3_128(), []
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            blocks.append(xxhash.xxh3_64_hexdigest(block))
+            whole.update(block)
+        return cls(
+            name=name, offset=offset, size_bytes=len(view), digest=whole.hexdigest(), blocks="".join(blocks)
+        )
+
+    @property
+    def in_blocks(self) -> bool:
+        """Can ranges of it be verified?"""
+        return bool(self.blocks) or self.size_bytes <= BLOCK_BYTES
+
+    def covering(self, first: int, end: int) -> range:
+        """Numbers of the blocks that bytes [first, end) are in; a single one where it has none."""
+        if not self.blocks:
+            return range(1)
+        return range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+
+    def block(self, number: int) -> tuple[int, int]:
+        """First byte of a block, and the one behind its last."""
+        if not self.blocks:
+            return 0, self.size_bytes
+        return number * BLOCK_BYTES, min(self.size_bytes, (number + 1) * BLOCK_BYTES)
+
+    def sound(self, number: int, data: Any) -> bool:
+        """Are these bytes the block that was written?"""
+        if not self.blocks:
+            return digest_of(data) == self.digest
+        return xxhash.xxh3_64_hexdigest(data) == self.blocks[number * _HEX : (number + 1) * _HEX]
+
+    def sound_in(self, memory: Any, ranges: Iterable[range]) -> bool:
+        """Are the blocks of ``memory``, the whole part, that these bytes are in as they were written?
+
+        Where it is to be verified as a whole that is another's to do.
+        """
+        numbers = {number for some in ranges for number in self.covering(some.start, some.stop)}
+        return not self.in_blocks or all(
+            self.sound(n, memory[slice(*self.block(n))]) for n in sorted(numbers)
+        )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +103,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def part(self, name: str) -> Part:
         """:raises KeyError: there is none of this name."""
-        return next(part for part in self.parts if part.name == name)
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(name)
 
     @property
     def size_bytes(self) -> int:
@@ -110,6 +171,10 @@ def check_parts(manifest: Manifest, size_bytes: int) -> None:
         if part.offset < end or part.size_bytes < 0:
             raise DamagedError(f"part {part.name!r} begins at {part.offset}, inside of another one")
         end = part.offset + part.size_bytes
+    for part in manifest.parts:
+        blocks = -(-part.size_bytes // BLOCK_BYTES) if part.size_bytes > BLOCK_BYTES else 0
+        if part.blocks and len(part.blocks) != blocks * _HEX:
+            raise DamagedError(f"part {part.name!r} does not have digests of {blocks} blocks")
     if end > size_bytes:
         raise DamagedError(f"the parts end at {end}, and there are {size_bytes} bytes")
     if len({part.name for part in manifest.parts}) < len(manifest.parts):

@@ -131,6 +131,52 @@ def _recipes(
         yield low, high, [(source.owner, layout.offset_of(source) + within) for source in stored]
 
 
+def remake(
+    layout: ShardLayout, owner: int, present: frozenset[int], fetch: Fetch, offset: int, target: Bytes
+) -> None:
+    """Fill ``target`` with the bytes of the owner's shard from ``offset`` on, from the shards of ``present``:
+    its segment by decoding, its extra cells by computing them again.
+
+    :raises LostError: see ``restore``.
+    """
+    target[:] = 0
+    for low, start, size, first in _origins(layout, owner, offset, offset + len(target)):
+        part = target[low - offset : low - offset + size]
+        if first:
+            restore(layout, present, fetch, part, start)
+        else:
+            found = np.empty(size, dtype=np.uint8)
+            restore(layout, present, fetch, found, start)
+            xor_into(part, found)
+
+
+def needed_for(
+    layout: ShardLayout, owner: int, present: frozenset[int], offset: int, end: int
+) -> dict[int, list[range]]:
+    """Which byte ranges of which shards ``remake`` reads for the shard's bytes [offset, end), merged.
+
+    :raises LostError: see ``restore``.
+    """
+    ranges: dict[int, list[range]] = {}
+    for _, start, size, _ in _origins(layout, owner, offset, end):
+        for other, some in needed(layout, present, start, start + size).items():
+            ranges.setdefault(other, []).extend(some)
+    return {other: _merged(some) for other, some in ranges.items()}
+
+
+def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Which bytes of the bucket the shard's bytes [offset, end) are the XOR of: offset in the shard, in the
+    bucket, how many, and whether these are the first there. What is behind the bucket's end is zeros.
+    """
+    for piece in layout.pieces(owner):
+        low, high = max(offset, piece.offset), min(end, piece.offset + piece.size_bytes)
+        for number, source in enumerate(piece.sources):
+            start = source + low - piece.offset
+            size = min(high - low, layout.bucket_bytes - start)
+            if size > 0:
+                yield low, start, size, number == 0
+
+
 def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
     """For shards that are all here."""
     return lambda owner, offset, size: shards[owner][offset : offset + size]

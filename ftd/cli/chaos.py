@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (kill, term, stop, hang, slow, disconnect, run):
+    for command in (kill, term, stop, hang, slow, flip, disconnect, run):
         chaos.command(command.__name__)(command)
     app.add_typer(chaos)
 
@@ -122,6 +122,21 @@ def slow(
     Example: ftd chaos slow node-2 --factor 3 --for 60
     """
     _strike(address_of(broker, cluster, config), "slow", node, "trainer", device, for_s, as_json, factor)
+
+
+def flip(
+    node: NodeArgument,
+    device: DeviceOption = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change one bit of what a node's memory keeps of the newest snapshot.
+
+    Example: ftd chaos flip node-2
+    """
+    _strike(address_of(broker, cluster, config), "flip", node, "trainer", device, None, as_json)
 
 
 def disconnect(

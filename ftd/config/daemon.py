@@ -79,6 +79,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM: the authorities that other nodes' certificates are to be of."""
     checkpoint_rate_mib_s: int | None = None
     """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
+    scrub_rate_mib_s: int = 256
+    """At most so much of the kept snapshot is read in a second to find bits that changed in memory."""
     snapshot_peers: tuple[str, ...] = ()
     """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
     metrics_port: int = 0
@@ -137,6 +139,7 @@ class DaemonConfig:
     snapshot_rate_bytes_s: float | None
     snapshot_tls: ShardTls | None
     checkpoint_rate_bytes_s: float | None
+    scrub_rate_bytes_s: float
     snapshot_peers: tuple[str, ...]
     node_metrics: MetricsPlace | None
     state_dir: Path
@@ -181,7 +184,7 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     require_positive(file.node.devices, "node.devices")
     _require_port(file.node.rendezvous_port, "node.rendezvous_port")
     _require_port(file.node.snapshot_port, "node.snapshot_port")
-    for field in ("snapshot_limit_mib", "snapshot_rate_mib_s", "checkpoint_rate_mib_s"):
+    for field in ("snapshot_limit_mib", "snapshot_rate_mib_s", "checkpoint_rate_mib_s", "scrub_rate_mib_s"):
         if (value := getattr(file.node, field)) is not None:
             require_positive(value, f"node.{field}")
     runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
@@ -207,6 +210,7 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         ),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
+        scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
         snapshot_peers=_peers(file.node.snapshot_peers),
         node_metrics=_metrics("node", file.node, directory),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),

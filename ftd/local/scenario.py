@@ -4,11 +4,11 @@ Example::
 
     [[fault]]
     at_step = 20            # or after_s = 3.0, or on_event = "PlanChosen" (with occurrence = 2)
-    do = "kill"             # kill | term | stop | hang | slow | disconnect, or by ftd local alone:
+    do = "kill"             # kill | term | stop | hang | slow | flip | disconnect, or by ftd local alone:
                             # start | kill_coordinator | kill_broker
     nodes = ["node-2"]      # or node = "node-2"
     target = "node"         # kill, stop: the whole "node" (daemon and trainers) or one "trainer"
-    device = 0              # with target = "trainer", for hang and slow; left out: all trainers of the node
+    device = 0              # with target = "trainer", for hang, slow, flip; left out: all of the node's
     for_s = 2.0             # hang, slow, disconnect, stop: how long
     factor = 3.0            # slow: computing takes so many times as long
     restart_after_s = 0.5   # kill_coordinator, kill_broker: how long it stays away
@@ -27,7 +27,7 @@ import msgspec
 from ftd.config.reading import convert, read_toml, require_name
 from ftd.errors import ConfigurationError
 
-NodeFault = Literal["kill", "term", "stop", "hang", "slow", "disconnect"]
+NodeFault = Literal["kill", "term", "stop", "hang", "slow", "flip", "disconnect"]
 """Faults that a node does to itself when it is asked over MQTT."""
 LocalFault = Literal["start", "kill_coordinator", "kill_broker"]
 """Faults of ``ftd local`` alone."""
@@ -204,7 +204,7 @@ def _nodes(table: _FaultTable, where: str) -> tuple[str, ...]:
 def _target(table: _FaultTable) -> Target:
     if table.target is not None:
         return table.target
-    return "trainer" if table.do in ("stop", "hang", "slow") else "node"
+    return "trainer" if table.do in ("stop", "hang", "slow", "flip") else "node"
 
 
 def _refuse_idle_fields(table: _FaultTable, where: str) -> None:
@@ -213,8 +213,8 @@ def _refuse_idle_fields(table: _FaultTable, where: str) -> None:
         ("target", lambda: table.do in _TARGETED_FAULTS, "kill and stop"),
         (
             "device",
-            lambda: table.do in ("kill", "stop", "hang", "slow") and _target(table) == "trainer",
-            'hang and slow, and to kill and stop with target = "trainer"',
+            lambda: table.do in ("kill", "stop", "hang", "slow", "flip") and _target(table) == "trainer",
+            'hang, slow and flip, and to kill and stop with target = "trainer"',
         ),
         ("for_s", lambda: table.do in _TIMED_FAULTS, "stop, hang, slow and disconnect"),
         ("factor", lambda: table.do == "slow", "slow"),

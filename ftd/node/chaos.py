@@ -57,17 +57,27 @@ class Hands(Protocol):
         """Return when everything published is acknowledged, or after ``timeout_s``."""
 
 
+class Memory(Protocol):
+    """What this node keeps of snapshots."""
+
+    def stores(self, device: int | None) -> bool:
+        """Is there something to flip?"""
+
+    def flip(self, device: int | None) -> None:
+        """Change a bit of what one device, or any, keeps of the snapshot that is complete everywhere."""
+
+
 class Chaos:
     """Takes the payloads of ``chaos/<node>``.
 
     :param devices: how many trainers this node has.
     """
 
-    def __init__(self, *, node: str, devices: int, allowed: bool, hands: Hands) -> None:
+    def __init__(self, *, node: str, devices: int, allowed: bool, hands: Hands, memory: Memory) -> None:
         self._node = node
         self._devices = devices
         self._allowed = allowed
-        self._hands = hands
+        self._hands, self._memory = hands, memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
         self._slowed: dict[int, int] = {}
@@ -113,6 +123,8 @@ class Chaos:
             and not self._pids(request)
         ):
             return f"{self._node} runs no such trainer now"
+        if request.do == "flip" and not self._memory.stores(request.device):
+            return f"{self._node} keeps no part of a snapshot that is complete everywhere now"
         return None
 
     async def _strike(self, request: ChaosRequest) -> None:
@@ -152,6 +164,8 @@ class Chaos:
                 self._slow(request)
             case "term":
                 self._hands.leave("ftd chaos term")
+            case "flip":
+                self._memory.flip(request.device)
             case "disconnect":
                 self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
             case _:
@@ -203,11 +217,11 @@ class Chaos:
 
 
 def _whole_node(request: ChaosRequest) -> bool:
-    """It strikes the daemon, too; ``hang`` and ``slow`` never do, ``term`` and ``disconnect`` always."""
+    """It strikes the daemon, too; ``term`` and ``disconnect`` always do."""
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
-        case "hang" | "slow":
+        case "hang" | "slow" | "flip":
             return False
         case "term" | "disconnect":
             return True

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ftd.node.arenas import Arenas
+from ftd.node.arenas import Arenas, Held
 from storage.arena import Arena, Slot
 from storage.errors import DamagedError, StorageError
 from storage.manifest import Manifest, Part, check_parts, digest_of
@@ -28,6 +28,7 @@ MOST_COPIES = 64
 MOST_PARTS = 4096
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_BLOCKS = re.compile(r"[0-9a-f]*", re.ASCII)
 
 Key = tuple[str, int]
 """Owner and its device."""
@@ -190,6 +191,13 @@ class Copies:
             self._changed()
         return damaged
 
+    async def mend(self, held: Held, part: Part, first: int, data: bytes) -> None:
+        """Write bytes of a copy that changed again. Nothing is done where it is not kept any more."""
+        async with self._making:
+            for arena in self._open.values():
+                if arena.directory == held.directory:
+                    arena.mend(held.manifest.step, held.manifest.generation, part.name, first, data)
+
     def _drop(self, key: Key) -> None:
         """Whoever receives it stops before the next byte: the slot is another one's then."""
         draft = self._drafts.pop(key, None)
@@ -217,7 +225,8 @@ class Copies:
         if min(part.offset for part in manifest.parts) < 0 or end > 2 * manifest.size_bytes + (1 << 20):
             raise RefusedError("its parts are not where parts are")
         for part in manifest.parts:
-            if not _PART.fullmatch(part.name) or not _DIGEST.fullmatch(part.digest):
+            digests = _DIGEST.fullmatch(part.digest) and _BLOCKS.fullmatch(part.blocks)
+            if not _PART.fullmatch(part.name) or not digests:
                 raise RefusedError(f"{part.name[:80]!r} is no part")
         if key not in self._open and len(self._open) >= MOST_COPIES:
             raise NoRoomError(f"{self._node} keeps copies of {MOST_COPIES} devices already")

@@ -99,9 +99,12 @@ class NodeDaemon:
             feed=self._driver.feed,
             stamp=self._stamp,
             tell=self.announce,
+            trainers=self,
         )
-        self._chaos = Chaos(node=config.node, devices=config.devices, allowed=config.chaos, hands=self)
-        self._traces = Traces(node=config.node, devices=config.devices, send=self._send, answer=self.answer)
+        self._chaos = Chaos(
+            node=config.node, devices=config.devices, allowed=config.chaos, hands=self, memory=self._snapshots
+        )
+        self._traces = Traces(node=config.node, devices=config.devices, send=self.send, answer=self.answer)
         self._voice: Voice | None = None
         self._signals = 0
 
@@ -296,16 +299,14 @@ class NodeDaemon:
             case effects.TrainerResume():
                 self._resume(wanted)
             case effects.TrainerSnap():
-                self._supervisor.send(
-                    wanted.device, protocol.Snap(generation=wanted.generation, last=wanted.last)
-                )
+                self.send(wanted.device, protocol.Snap(generation=wanted.generation, last=wanted.last))
             case effects.TrainerKeepSnapshot():
                 kept = protocol.KeepSnapshot(step=wanted.step, pinned=wanted.pinned)
                 self._supervisor.send(wanted.device, kept)
             case effects.SendCopy():
                 self._snapshots.send_copy(wanted)
             case effects.KeepCopies():
-                self._snapshots.keep_copies(wanted.job_id, wanted.step)
+                self._snapshots.keep_copies(wanted.job_id, wanted.step, wanted.restore)
             case effects.RemoveSnapshots():
                 self._snapshots.remove(wanted.job_id)
             case effects.PersistLayers():
@@ -382,7 +383,7 @@ class NodeDaemon:
             )
         )
 
-    def _send(self, device: int, frame: protocol.Instruction) -> bool:
+    def send(self, device: int, frame: protocol.Instruction) -> bool:
         return self._supervisor.send(device, frame)
 
     def answer(self, client: str, answer: Answer) -> None:

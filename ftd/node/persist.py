@@ -107,10 +107,10 @@ class Persister:
 
     async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
         written: list[LayerOnDisk] = []
-        store, draft = await _aside(lambda: _begin(order))
+        store, draft = await aside(lambda: _begin(order))
 
         async def put(layer: int, header: bytes, payload: Bytes) -> None:
-            file = await _aside(lambda: store.write_layer(draft, layer, header, [payload], flow), _NICENESS)
+            file = await aside(lambda: store.write_layer(draft, layer, header, [payload], flow), _NICENESS)
             written.append(LayerOnDisk(**msgspec.structs.asdict(file)))
 
         record = order.record
@@ -148,13 +148,13 @@ async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> 
     async def read(checkpoint: Checkpoint) -> None:
         nonlocal size_bytes
         for layer in left:
-            header, _, payload = await _aside(partial(checkpoint.read_layer, layer))
+            header, _, payload = await aside(partial(checkpoint.read_layer, layer))
             await put(layer, header, payload)
             size_bytes += len(payload)
 
     readers: list[asyncio.Task[None]] = []
     try:
-        checkpoint = await _aside(lambda: _open(restore, layers))
+        checkpoint = await aside(lambda: _open(restore, layers))
         readers += [asyncio.ensure_future(read(checkpoint)) for _ in range(_READERS)]
         await asyncio.gather(*readers)
     except MissingError as error:
@@ -178,7 +178,7 @@ def _open(restore: Restore, layers: Sequence[int]) -> Checkpoint:
     return checkpoint
 
 
-async def _aside(work: Callable[[], T], niceness: int = 0) -> T:
+async def aside(work: Callable[[], T], niceness: int = 0) -> T:
     """Do it in a thread that nobody waits for when the daemon ends: a network disk may never answer."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

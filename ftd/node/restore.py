@@ -124,7 +124,8 @@ class Restorer:
         found: list[tuple[Manifest, Held | None]]
         if node == self.node:
             held = self.arenas.find(job, step)
-            damaged = set(await asyncio.to_thread(self.arenas.damaged, held))
+            # Shards are verified where they are read, block by block.
+            damaged = set(await asyncio.to_thread(self.arenas.damaged, held, read_whole=True))
             found = [(one.manifest, one) for one in held]
         else:
             try:
@@ -260,7 +261,10 @@ class Restorer:
             view = self.arenas.view(keeper.held, part)
         except OSError as error:
             raise PeerError(str(error)) from None
-        target[:] = np.frombuffer(view, dtype=np.uint8)[first : first + size]
+        memory = np.frombuffer(view, dtype=np.uint8)
+        target[:] = memory[first : first + size]
+        if not await asyncio.to_thread(part.sound_in, memory, [range(first, first + size)]):
+            raise PeerError("its digest does not match")
         if keeper.held not in self.arenas.find(self.restore.job_id, self.restore.step):
             raise PeerError("the snapshot was released")
         self._own_bytes += size
@@ -341,7 +345,7 @@ class Restorer:
         self,
         layout: ShardLayout,
         usable: dict[int, _Keeper],
-        stores: dict[int, "Store"],
+        stores: dict[int, Store],
         bucket: Bytes,
         first: int,
     ) -> list[tuple[int, BaseException]]:
@@ -361,13 +365,18 @@ class Restorer:
             return stores[owner].read(offset, size)
 
         await asyncio.to_thread(decode, layout, frozenset(usable), fetch, bucket, first)
-        # Now that they are copied: were these still the snapshot's bytes?
+        # Now that they are copied: were these the snapshot's bytes, as they were written?
+        ranges = await asyncio.to_thread(needed, layout, frozenset(usable), first, first + len(bucket))
+        for owner, memory in own.items():
+            shard, read = usable[owner].shard, ranges.get(owner, [])
+            if shard is not None and not await asyncio.to_thread(shard.sound_in, memory, read):
+                return [(owner, PeerError("its digest does not match"))]
         there = self.arenas.find(self.restore.job_id, self.restore.step) if own else ()
         gone = PeerError("the snapshot was released")
         return [(owner, gone) for owner in own if usable[owner].held not in there]
 
     async def _fill(
-        self, usable: dict[int, _Keeper], stores: dict[int, "Store"]
+        self, usable: dict[int, _Keeper], stores: dict[int, Store]
     ) -> list[tuple[int, BaseException]]:
         """Fetch what the stores want, from all nodes at once; who failed, and how."""
 

@@ -175,13 +175,48 @@ class ShardClient:
         size, part = len(wanted.into), place.part
         if wanted.first < 0 or wanted.first + size > part.size_bytes:
             raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
-        whole = size == part.size_bytes
-        blocks = [
-            _Block(place, wanted.first + first, wanted.into[first : first + self._block_bytes], not whole)
-            for first in range(0, size, self._block_bytes)
+        if size == part.size_bytes:
+            await _all(
+                self._fetch_block(block) for block in self._blocks(place, 0, wanted.into, hashed=False)
+            )
+            if await asyncio.to_thread(digest_of, wanted.into) != part.digest:
+                raise PeerError(f"{place.source} sent other bytes than were written as {part.name}")
+        elif part.in_blocks:
+            await self._fetch_range(place, wanted)
+        else:
+            blocks = self._blocks(place, wanted.first, wanted.into, hashed=True)
+            await _all(self._fetch_block(block) for block in blocks)
+
+    def _blocks(self, place: Located, first: int, into: memoryview, *, hashed: bool) -> list["_Block"]:
+        return [
+            _Block(place, first + done, into[done : done + self._block_bytes], hashed)
+            for done in range(0, len(into), self._block_bytes)
         ]
-        await _all([self._fetch_block(block) for block in blocks])
-        if whole and await asyncio.to_thread(digest_of, wanted.into) != part.digest:
+
+    async def _fetch_range(self, place: Located, wanted: Wanted) -> None:
+        """Whole blocks of the manifest straight into place, those at the edges beside it; verified all."""
+        part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
+        numbers = part.covering(first, end)
+        edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
+        beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
+        requests = [_Block(place, part.block(n)[0], memory, False) for n, memory in beside.items()]
+        if inner := [n for n in numbers if n not in beside]:
+            low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
+            requests += self._blocks(place, low, wanted.into[low - first : high - first], hashed=False)
+        await _all(self._fetch_block(request) for request in requests)
+
+        def verified() -> bool:
+            for n in numbers:
+                start, stop = part.block(n)
+                memory = beside[n] if n in beside else wanted.into[start - first : stop - first]
+                if not part.sound(n, memory):
+                    return False
+                if n in beside:
+                    low, high = max(first, start), min(end, stop)
+                    wanted.into[low - first : high - first] = memory[low - start : high - start]
+            return True
+
+        if not await asyncio.to_thread(verified):
             raise PeerError(f"{place.source} sent other bytes than were written as {part.name}")
 
     async def _fetch_block(self, block: "_Block") -> None:

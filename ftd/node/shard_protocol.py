@@ -9,8 +9,9 @@
     POST /v1/<job>/<step>/copies/<owner>/<device>          all is there: verify and commit it. 204
 
 Every request carries ``Authorization: Bearer <token>``, derived from the cluster's secret, which itself goes
-over no wire. A whole part is checked against its digest in the manifest. With ``Want-Digest`` an answer
-carries the XXH3 digest of just its bytes, for those who want less. So what was overwritten in the middle of
+over no wire. A whole part is checked against its digest in the manifest, a range of it against those of its
+blocks: readers ask for whole ones. Of a part without them ``Want-Digest`` asks for the XXH3 digest of just
+the bytes of an answer. So what was overwritten in the middle of
 a stream, or garbled, is noticed. ``If-Match`` ties a request to the snapshot whose manifest was read: a step
 that was done again is another one. A copy counts once its digests were found right and its manifest was
 written; a connection that broke is made good by offering the manifest again.

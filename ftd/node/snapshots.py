@@ -21,15 +21,25 @@ from ftd.errors import ConfigurationError, PeerError
 from ftd.node.arenas import Arenas, Damage
 from ftd.node.copies import Copies
 from ftd.node.copy_sender import CopySender
+from ftd.node.mend import Mender, Trainers
 from ftd.node.persist import Persister, read_checkpoint
 from ftd.node.restore import DamageTold, RestoreError, Restorer
+from ftd.node.scrub import Scrubber
 from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
 from ftd.node.staging import staged_in
 from ftd.node.translation import layers_of
 from statemachine.effects import SendCopy
-from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed
+from statemachine.events import (
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
+    Event,
+    HeldSnapshots,
+    RestoringFailed,
+    SnapshotSpoiled,
+)
 from statemachine.messages import Persist, Resume
 from statemachine.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy
@@ -52,6 +62,7 @@ class Snapshots:
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         tell: Told,
+        trainers: Trainers,
     ) -> None:
         """:param host: where the server listens. :param stamp: ``at`` and ``cause`` of an event."""
         self._config = config
@@ -81,6 +92,18 @@ class Snapshots:
             feed=feed,
             stamp=stamp,
             tell=self._teller,
+        )
+        self._mender = Mender(self._arenas, self._copies, trainers)
+        self._scrubber = Scrubber(
+            node=config.node,
+            arenas=self._arenas,
+            token=self._token,
+            tls=self._tls,
+            rate_bytes_s=config.scrub_rate_bytes_s,
+            period_s=config.timing.scrub_s,
+            mend=self._mender.mend,
+            say=tell,
+            spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
         )
         self._serving = False
         self._sending: asyncio.Task[None] | None = None
@@ -131,6 +154,7 @@ class Snapshots:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._persister.close()
+        await self._scrubber.close()
         if self._serving:
             await self._server.close()
         self._copies.end()
@@ -167,6 +191,7 @@ class Snapshots:
         """The job is over for good."""
         self.abandon()
         self._persister.stop()
+        self._scrubber.stop()
         self._copies.end()
         self._run(asyncio.to_thread(self._arenas.remove, job_id))
 
@@ -181,10 +206,24 @@ class Snapshots:
 
     # --- copies ------------------------------------------------------------------------------------
 
-    def keep_copies(self, job_id: str, step: int) -> None:
-        """Release what is older, and give back what nobody uses any more."""
+    def keep_copies(self, job_id: str, step: int, kept: Restore | None = None) -> None:
+        """Release what is older, and give back what nobody uses any more.
+
+        :param kept: the snapshot of ``step``, which is verified and repaired from now on.
+        """
+        if kept is not None:
+            self._scrubber.watch(kept)
         for directory in self._copies.keep(job_id, step):
             self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+
+    def stores(self, device: int | None) -> bool:
+        """Is there something for ``flip``?"""
+        return bool(self._mender.stored(self._scrubber.kept, device))
+
+    def flip(self, device: int | None) -> None:
+        """Chaos: change a bit of what this node, or one device of it, keeps."""
+        if stored := self._mender.stored(self._scrubber.kept, device):
+            self._mender.flip(stored)
 
     def send_copy(self, order: SendCopy) -> None:
         """Feed CopyCommitted or CopyFailed; an order that is under way is over."""

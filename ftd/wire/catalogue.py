@@ -49,6 +49,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.StragglerDetected,
         e.NodeRejected,
         e.NodeFenced,
+        s.ShardRepaired,
         s.SnapshotGivenUp,
         s.CheckpointSkipped,
         e.ChaosInjected,

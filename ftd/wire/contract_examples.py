@@ -75,6 +75,10 @@ DETAILS: dict[str, Json] = {
     "ProtectionChanged": {"protection": "aec", "before": None, "by": "user"},
     "SnapshotsUnavailable": {"device": 0},
     "ShardDamaged": {"owner": "node-1", "job": "gpt-5c1f09aa", "step": 40, "part": "shard-0"},
+    "ShardRepaired": {
+        "owner": "node-1", "job": "gpt-5c1f09aa", "step": 40, "part": "group-0/shard", "sources": ["node-2"],
+        "size_bytes": 1048576,
+    },
     "ReplicaDiverged": {"layer": 3},
     "RolledBack": _BACK,
     "JobResumed": {

@@ -177,7 +177,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     request: str
     reply: str
-    do: Literal["kill", "term", "stop", "hang", "slow", "disconnect"]
+    do: Literal["kill", "term", "stop", "hang", "slow", "flip", "disconnect"]
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
     """One trainer; left out, all trainers of the node."""

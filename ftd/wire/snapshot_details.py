@@ -76,6 +76,19 @@ class ShardDamaged(Details, frozen=True, kw_only=True):
     part: str
 
 
+class ShardRepaired(Details, frozen=True, kw_only=True):
+    """What had changed in a node's memory is there again, to the byte."""
+
+    owner: str
+    """The node whose part it is."""
+    job: str
+    step: int
+    part: str
+    sources: tuple[str, ...]
+    """Nodes that it was made from."""
+    size_bytes: int
+
+
 class ReplicaDiverged(Details, frozen=True, kw_only=True):
     """A node's replica of another's optimizer state was not what its owner has; it was made anew."""
 

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shared() -> Iterator[Playground]:
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
-    with playground() as ground:
+    with playground(timing={"scrub_s": 0.5}) as ground:
         yield ground
 
 

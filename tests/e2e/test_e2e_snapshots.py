@@ -167,6 +167,27 @@ def test_interval_and_protection_are_switched_on_a_running_job(
     same_losses(ground.stop_job())
 
 
+def test_a_flipped_bit_is_repaired_while_the_job_trains(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(snapshot_job(tmp_path, two_node_replicas=True))
+    ground.until_event("SnapshotCompleted")
+    asked(ground, "every", "0")  # The newest stays, so what is flipped is what a rollback reads.
+    ground.until(lambda: ground.state["snapshot_policy"]["every_steps"] == 0, "no other one comes")
+    ground.further()
+    ground.inject(do="flip", nodes=["node-0", "node-1"])
+    for node in ("node-0", "node-1"):
+        damaged = ground.until_event("ShardDamaged", node)["details"]
+        repaired = ground.until_event("ShardRepaired", node)["details"]
+        assert (repaired["owner"], repaired["part"]) == (node, damaged["part"])
+        assert repaired["step"] == run.named("SnapshotCompleted")[-1]["step"]
+    asked(ground, "every", "5")
+    ground.inject(do="kill", nodes=list(HOME), target="trainer")
+    assert until_rolled_back(ground)["tier"] == "memory"
+    assert len(run.named("ShardDamaged")) == 2
+    same_losses(ground.stop_job())
+
+
 def protections(run: Run) -> list[str]:
     """Of the snapshots that were completed."""
     return [event["details"]["protection"] for event in run.named("SnapshotCompleted")]

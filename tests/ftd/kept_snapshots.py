@@ -24,7 +24,7 @@ from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import HEADER_FORMAT, Entry, Header
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import Manifest, Part
 from storage.shards import ShardLayout, make_shard
 
 TOKEN = bearer_token("sesame")
@@ -54,7 +54,7 @@ def write(
     made, end = [], 0
     for name, data in parts.items():
         slot.view[end : end + len(data)] = data
-        made.append(Part(name=name, offset=end, size_bytes=len(data), digest=digest_of(data)))
+        made.append(Part.of(name, end, data))
         end += len(data)
     manifest = Manifest(
         job_id=JOB,

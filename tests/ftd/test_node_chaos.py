@@ -37,6 +37,12 @@ class Hands:
             case Slow():
                 self.log.append(("slow", device, frame.factor))
 
+    def stores(self, device: int | None) -> bool:
+        return device in (None, 0)
+
+    def flip(self, device: int | None) -> None:
+        self.log.append(("flip", device))
+
     def leave(self, reason: str) -> None:
         self.log.append(("leave", reason))
 
@@ -62,7 +68,7 @@ def play(
     hands: Hands, body: Callable[[Chaos], Awaitable[None]], *, allowed: bool = True, devices: int = 2
 ) -> None:
     async def main() -> None:
-        await body(Chaos(node="node-1", devices=devices, allowed=allowed, hands=hands))
+        await body(Chaos(node="node-1", devices=devices, allowed=allowed, hands=hands, memory=hands))
 
     asyncio.run(main())
 
@@ -101,6 +107,7 @@ def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
         ({"do": "hang", "for_s": 0}, "positive"),
         ({"do": "slow", "factor": 0.5}, "give 1"),
         ({"do": "slow"}, "no such trainer"),
+        ({"do": "flip", "device": 1}, "keeps no part of a snapshot"),
         ({"do": "kill", "target": "trainer"}, "no such trainer"),
         ({"do": "stop", "target": "trainer", "device": 1}, "no such trainer"),
     ],

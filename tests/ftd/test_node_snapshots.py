@@ -14,6 +14,7 @@ from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import Rate, bearer_token
 from ftd.node.snapshots import Snapshots
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
+from runtime.protocol import Instruction
 from statemachine.effects import SendCopy
 from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed
 from statemachine.messages import Resume
@@ -41,7 +42,14 @@ class Daemon:
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
             tell=lambda name, _reason, details: self.told.append((name, details)),
+            trainers=self,
         )
+
+    def trainer_pids(self, device: int | None) -> list[int]:
+        return []
+
+    def send(self, device: int, frame: Instruction) -> bool:
+        return False
 
     async def until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(20):

@@ -17,7 +17,7 @@ from ftd.node.arenas import Arenas
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
 from ftd.node.shard_protocol import STREAM_BYTES, bearer_token
 from storage.arena import Arena
-from storage.manifest import Part, digest_of
+from storage.manifest import BLOCK_BYTES, Part, digest_of
 
 PART = "group-0/shard"
 SIZE = 3 * STREAM_BYTES + 12345
@@ -176,6 +176,27 @@ def test_a_snapshot_released_in_mid_stream_is_noticed() -> None:
                 write(node.root, 5, {PART: DATA, "group-0/small": SMALL})
 
     with_node(body, rate_bytes_s=5e6)
+
+
+def test_a_range_is_verified_against_what_its_owner_wrote() -> None:
+    """A bit that flipped behind the manifest is found to the block, though the server knows nothing of it."""
+    data = np.random.default_rng(1).integers(0, 256, 3 * BLOCK_BYTES + 77, dtype=np.uint8)
+
+    async def body(node: Node) -> None:
+        write(node.root, 6, {PART: data})
+        async with ShardClient(TOKEN, block_bytes=BLOCK_BYTES + 5) as client:
+            found = await client.manifest(node.source, JOB, 6)
+            assert found is not None
+            place = Located(source=node.source, job_id=JOB, step=6, part=found.manifests[0].part(PART))
+            flip(node.root, 6, PART)  # Byte 3: in the first block.
+            ends = (BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(data) - 9, len(data))
+            for first, end in [(a, b) for a in (BLOCK_BYTES, BLOCK_BYTES + 7) for b in ends if a < b]:
+                assert (await fetched(client, place, first, end - first) == data[first:end]).all()
+            for first, size in ((0, 100), (900, 50), (BLOCK_BYTES - 1, BLOCK_BYTES), (0, len(data))):
+                with pytest.raises(PeerError, match="other bytes than were written"):
+                    await fetched(client, place, first, size)
+
+    with_node(body)
 
 
 def test_a_step_done_again_is_another_snapshot() -> None:

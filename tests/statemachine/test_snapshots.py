@@ -267,9 +267,37 @@ def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
     s.kept()
     s.wait(1.0)
     s.beat("node-1", kept=0)
-    assert [sent.command for sent in s.commands(KeepSnapshot)] == [KeepSnapshot(job_id="job-1", step=3)]
+    [told] = [sent.command for sent in s.commands(KeepSnapshot)]
+    assert isinstance(told, KeepSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
+    assert told.restore is not None and told.restore.groups == s.machine.snapshot.groups
+    assert set(told.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
     s.beat("node-1", kept=3)
     assert not s.commands(KeepSnapshot)
+
+
+def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
+    s = Snapshots()
+    s.begin(every_steps=30)
+    s.stepped("node-0", 1, *range(2, 31))
+    for name in HELD:
+        s.beat(name)
+    s.wait(0.1)
+    s.stepped("node-0", 1, 31)
+    assert s.commands(Snap)
+    s.completed(*HELD, step=32)
+    s.stepped("node-0", 1, 32, 33)
+    for name in HELD:
+        s.beat(name, kept=32)
+    s.wait(0.1)
+    assert not s.commands(Snap)
+    s.beat("node-1", kept=32, spoiled=9)
+    s.stepped("node-0", 1, 34)
+    assert not s.commands(Snap)
+    s.beat("node-1", kept=32, spoiled=32)
+    s.stepped("node-0", 1, 35)
+    assert s.commands(Snap)
+    s.completed(*HELD, step=36)
+    assert s.machine.snapshot.step == 36
 
 
 def test_a_coordinator_restarted_amid_a_snapshot_takes_it_up() -> None:

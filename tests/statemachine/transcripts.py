@@ -39,7 +39,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy"}
 PLAIN = {
-    "lineage", "kept", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy", "buddies",
+    "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy", "buddies",
     "owner", "copied", "held_parts",
 }  # fmt: skip
 """Shown where they say something."""

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from storage.codes import Code, has_buddy, make_code, parse_scheme, recipe
 from storage.errors import LostError
-from storage.shards import Bytes, ShardLayout, fetch_from, make_shard, needed, restore, xor_into
+from storage.shards import (
+    Bytes,
+    ShardLayout,
+    fetch_from,
+    make_shard,
+    needed,
+    needed_for,
+    remake,
+    restore,
+    xor_into,
+)
 
 SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
 
@@ -127,6 +137,37 @@ def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
     found = np.zeros(end - first, dtype=np.uint8)
     restore(layout, present, fetch, found, first)
     assert np.array_equal(found, bucket[first:end])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from(["aec", "aec2", "arc:1", "aec+arc:1"]),
+    owners=st.integers(2, 6),
+    size=st.integers(1, 3000),
+    data=st.data(),
+)
+def test_any_bytes_of_any_shard_are_made_again_from_the_others(
+    scheme: str, owners: int, size: int, data: st.DataObject
+) -> None:
+    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
+    shards = shards_of(layout, random_bucket(size))
+    owner = data.draw(st.integers(0, owners - 1))
+    lost = {owner}
+    if layout.code.guarantee > 1:
+        lost.add(data.draw(st.integers(0, owners - 1)))
+    present = frozenset(range(owners)) - lost
+    first = data.draw(st.integers(0, len(shards[owner]) - 1))
+    end = data.draw(st.integers(first + 1, len(shards[owner])))
+    announced = needed_for(layout, owner, present, first, end)
+    assert set(announced) <= present
+
+    def fetch(other: int, offset: int, length: int) -> Bytes:
+        assert any(offset in r and offset + length <= r.stop for r in announced[other])
+        return shards[other][offset : offset + length]
+
+    found = np.full(end - first, 255, dtype=np.uint8)
+    remake(layout, owner, present, fetch, first, found)
+    assert np.array_equal(found, shards[owner][first:end])
 
 
 def test_a_recipe_never_reads_from_the_lost() -> None:
