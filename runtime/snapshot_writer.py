@@ -1,8 +1,8 @@
 """The thread that writes this rank's part of snapshots into its arena while training goes on (REFT §4.1).
 
-It alone changes the arena, one task after the other: make room, copy and commit a snapshot, mend bytes of one,
-release. When it copies is ``runtime.snapshot_schedule``'s to say. The main thread begins a snapshot behind a commit and comes
-to ``finish`` before it changes the state again; there it helps, so that it waits for one memcpy at most.
+It alone changes the arena, one task after the other: make room, copy and commit a snapshot, mend, release.
+When it copies is ``runtime.snapshot_schedule``'s to say. The main thread begins a snapshot behind a commit
+and comes to ``finish`` before it changes the state again; there it helps, so it waits for one memcpy at most.
 Nothing here may end training: what cannot be kept is reported as ``SnapshotFailed``, and older ones stay.
 """
 

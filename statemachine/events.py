@@ -254,9 +254,7 @@ class TrainerStepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBeat(Event):
-    """Sent by the trainer's control thread, many times a second.
-
-    ``progress`` counts operations of the main thread; ``waiting``: standing still is not its fault."""
+    """Many times a second. ``progress`` counts the main thread's operations; ``waiting``: for others."""
 
     device: int
     progress: int

@@ -70,8 +70,7 @@ class _Keeper:
     """``None``: it is another node's."""
     replica: Part | None
     """Of the next owner's part, under ZeRO-1."""
-    parts: int
-    """Under ZeRO-1; else 0."""
+    parts: int  # Under ZeRO-1; else 0.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +123,6 @@ class Restorer:
         found: list[tuple[Manifest, Held | None]]
         if node == self.node:
             held = self.arenas.find(job, step)
-            # Shards are verified where they are read, block by block.
             damaged = set(await asyncio.to_thread(self.arenas.damaged, held, read_whole=True))
             found = [(one.manifest, one) for one in held]
         else:
@@ -365,11 +363,11 @@ class Restorer:
             return stores[owner].read(offset, size)
 
         await asyncio.to_thread(decode, layout, frozenset(usable), fetch, bucket, first)
-        # Now that they are copied: were these the snapshot's bytes, as they were written?
-        ranges = await asyncio.to_thread(needed, layout, frozenset(usable), first, first + len(bucket))
+        # Now that they are copied: were they as they were written?
+        read = await asyncio.to_thread(needed, layout, frozenset(usable), first, first + len(bucket))
         for owner, memory in own.items():
-            shard, read = usable[owner].shard, ranges.get(owner, [])
-            if shard is not None and not await asyncio.to_thread(shard.sound_in, memory, read):
+            kept, ranges = usable[owner].shard, read.get(owner, [])
+            if kept is not None and not await asyncio.to_thread(kept.sound_in, memory, ranges):
                 return [(owner, PeerError("its digest does not match"))]
         there = self.arenas.find(self.restore.job_id, self.restore.step) if own else ()
         gone = PeerError("the snapshot was released")
@@ -383,9 +381,9 @@ class Restorer:
         async def fill(owner: int, store: Store) -> None:
             keeper = usable[owner]
             assert keeper.shard is not None, "without it, it is not usable"
-            place = self._located(keeper, keeper.shard)
+            places = (self._located(keeper, keeper.shard),)
             await self.client.fetch(
-                Wanted(places=(place,), first=some.start, into=memory.data) for some, memory in store.pieces
+                Wanted(places=places, first=some.start, into=memory.data) for some, memory in store.pieces
             )
 
         results = await asyncio.gather(

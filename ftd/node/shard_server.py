@@ -174,7 +174,8 @@ class ShardServer:
         held = self._held(request)
         async with self._verifying:
             at, verified, damaged = self._verified
-            if verified != held or time.monotonic() - at > _VERIFIED_S:
+            # What was found damaged may have been repaired since.
+            if verified != held or damaged or time.monotonic() - at > _VERIFIED_S:
                 damaged = await asyncio.to_thread(self._arenas.damaged, held)
                 self._verified = time.monotonic(), held, damaged
         answer = NodeManifest(manifests=tuple(one.manifest for one in held), damaged=damaged)

@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains(
     asked(ground, "every", "5")
     ground.inject(do="kill", nodes=list(HOME), target="trainer")
     assert until_rolled_back(ground)["tier"] == "memory"
-    assert len(run.named("ShardDamaged")) == 2
+    assert len(run.named("ShardDamaged")) == 2, [event["reason"] for event in run.named("ShardDamaged")]
     same_losses(ground.stop_job())
 
 

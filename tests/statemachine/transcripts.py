@@ -39,8 +39,8 @@ GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy"}
 PLAIN = {
-    "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy", "buddies",
-    "owner", "copied", "held_parts",
+    "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy",
+    "buddies", "owner", "copied", "held_parts",
 }  # fmt: skip
 """Shown where they say something."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
