@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from statemachine.values import FailureCause
+
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nothing but what the envelope says."""
@@ -113,7 +115,7 @@ class TrainerLost(Details, frozen=True, kw_only=True):
     """A trainer failed; its node is UNHEALTHY."""
 
     device: int
-    cause: Literal["exited", "raised", "hung", "unprepared"]
+    cause: FailureCause
     detail: str
     """Exit status, traceback, the end of its stderr."""
 
