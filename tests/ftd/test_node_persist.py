@@ -1,6 +1,7 @@
 """A node's share of persistent checkpoints: out of the memory of several nodes onto a disk, and back."""
 
 import asyncio
+import contextlib
 import errno
 import resource
 import signal
@@ -191,21 +192,27 @@ def test_a_persist_that_is_stopped_says_nothing_and_the_next_one_is_written() ->
     with_hosts(body, large=True)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """The kernel lets no file become larger than this: what a full disk or a quota looks like."""
+    """The kernel lets no file become larger than this: what a full disk or a quota looks like.
+
+    No longer than needed: what pytest prints may go to a file, too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_disk_that_is_full_is_said_in_words(request: pytest.FixtureRequest) -> None:
+def test_a_disk_that_is_full_is_said_in_words() -> None:
     async def body(hosts: Hosts) -> None:
-        request.getfixturevalue("small_files")
-        assert "larger than this process may write" in await hosts.failure("n0", hosts.order([0, 1]))
+        with small_files():
+            failure = await hosts.failure("n0", hosts.order([0, 1]))
+        assert "larger than this process may write" in failure
         assert list((Path(hosts.url) / f".step-{STEP:012d}.7.partial").iterdir()) == []
 
     with_hosts(body)
