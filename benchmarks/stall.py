@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.linear import SCRIPT
 from runtime.communicator import SoloCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
@@ -41,22 +42,6 @@ TIMES = 9
 """Each rate is measured."""
 STEPS = 5
 """Of one round; the first is not counted."""
-SCRIPT = """
-import torch
-from torch import nn
-from torch.nn import functional
-from runtime.training import Training
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self): return 1024
-    def __getitem__(self, index): return torch.full((1024,), index / 1024), torch.zeros(1024)
-
-def build(layers: int):
-    return Training(
-        layers=[nn.Linear(1024, 1024) for _ in range(layers)], loss=functional.mse_loss, dataset=Rows(),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
-    )
-"""
 
 
 def rates(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.linear import SCRIPT
 from ftd.node.rendezvous import RendezvousServer
 from runtime.communicator import make_communicator
 from runtime.engine import Engine
@@ -43,22 +44,6 @@ WAYS = ("whole", "zero1", "aor")
 STEPS = 3
 """Of one turn."""
 TOKEN = "benchmark"
-SCRIPT = """
-import torch
-from torch import nn
-from torch.nn import functional
-from runtime.training import Training
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self): return 1024
-    def __getitem__(self, index): return torch.full((1024,), index / 1024), torch.zeros(1024)
-
-def build(layers: int):
-    return Training(
-        layers=[nn.Linear(1024, 1024) for _ in range(layers)], loss=functional.mse_loss, dataset=Rows(),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
-    )
-"""
 
 
 # --- an owner ------------------------------------------------------------------------------------

@@ -166,12 +166,23 @@ def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os
 
     :raises ConfigurationError: names the field and the remedy.
     """
+    return load_with_origins(path, environment)[0]
+
+
+def load_with_origins(
+    path: Path | None, environment: Mapping[str, str]
+) -> tuple[DaemonConfig, dict[str, Any], dict[str, str]]:
+    """The configuration, the keys that were given for it, and for those of the environment the variable.
+
+    :raises ConfigurationError: names the field and the remedy.
+    """
     from ftd.config.reference import keys  # It describes the classes of this module.
 
     kinds = {key.name: key.kind for key in keys().values()}
-    data, _ = overridden(read_toml(path) if path else {}, environment, kinds)
+    data, variables = overridden(read_toml(path) if path else {}, environment, kinds)
     directory = path.resolve().parent if path else Path.cwd()
-    return daemon_config(data, directory=directory, where=path.name if path else "ftd.toml")
+    config = daemon_config(data, directory=directory, where=path.name if path else "ftd.toml")
+    return config, data, variables
 
 
 def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftd.config.daemon import load_daemon_config
-from ftd.config.environment import overridden
-from ftd.config.reading import read_toml
+from ftd.config.daemon import load_with_origins
 from ftd.config.reference import Key, keys
 
 HIDDEN = "(hidden)"
@@ -28,9 +26,7 @@ def effective_settings(path: Path | None, environment: Mapping[str, str] = os.en
 
     :raises ConfigurationError: the configuration is wrong.
     """
-    load_daemon_config(path, environment=environment)
-    kinds = {key.name: key.kind for key in keys().values()}
-    data, variables = overridden(read_toml(path) if path else {}, environment, kinds)
+    _, data, variables = load_with_origins(path, environment)
     return [_setting(key, data, variables, path) for key in keys().values()]
 
 

@@ -1,0 +1,18 @@
+"""A training script of equal linear layers, whose state and time are plain to reckon with."""
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional
+from runtime.training import Training
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 1024
+    def __getitem__(self, index): return torch.full((1024,), index / 1024), torch.zeros(1024)
+
+def build(layers: int):
+    return Training(
+        layers=[nn.Linear(1024, 1024) for _ in range(layers)], loss=functional.mse_loss, dataset=Rows(),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
+    )
+"""
