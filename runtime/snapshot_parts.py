@@ -15,21 +15,12 @@ from runtime.snapshot_movers import HostMover, Mover
 from runtime.snapshot_pieces import Bucket, source_of, units_of
 from storage import partimage
 from storage.codes import make_code
-from storage.errors import StorageError
 from storage.partimage import PartImage, PartOfLayer, Run, ShardedImage, WholeLayer, padded
 from storage.shards import ShardLayout
 
 
-class SharedOutError(StorageError):
-    """There can be no snapshot of such a model's parts."""
-
-
 def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, mover: Mover) -> None:
-    """What this rank keeps of the group, from the state as it is now.
-
-    :raises SharedOutError: layers share parameters.
-    """
-    _check_untied(model, group)
+    """What this rank keeps of the group, from the state as it is now."""
     name = f"group-{group.first_layer}"
     parts = len(group.owners)
     wanted = [("shard", False)]
@@ -71,6 +62,11 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
         ),
         schedule=sharding.schedule(),
         buffers=bytes_of(tensor.value for tensor in tensors if tensor.kind == "buffer"),
+        homes={
+            tensor.name: home
+            for tensor in tensors
+            if tensor.trainable and (home := min(tensor.layers)) != layer
+        },
     )
 
 
@@ -125,16 +121,6 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
 
 def _frozen(tensor: SharedTensor) -> bool:
     return tensor.kind == "parameter" and not tensor.trainable
-
-
-def _check_untied(model: Model, group: Group) -> None:
-    for layer in group.layers:
-        for tensor in model.tensors_of(layer):
-            if len(set(tensor.layers)) > 1:
-                raise SharedOutError(
-                    f"layers {sorted(set(tensor.layers))} share {tensor.name}: with zero1 there are no "
-                    "snapshots of such a model; untie them, set zero1 = false, or rely on aor alone"
-                )
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -4,7 +4,8 @@ Each owner of a group has one part of each layer: elements of its parameters, an
 them. Nothing of that is the same with another owner, so there is no code over it: an owner's shard is its own
 part, and with ``arc:1`` what it has of the next owner's, its replica, beside it. The small part, a
 ``ShardedImage``, says which elements of which tensors the bytes are, and what a layer is made of; buffers,
-which differ between replicas, are in it. All parts together make the layer's ordinary header and payload
+which differ between replicas, are in it. A tied parameter is in the parts of the first of its layers alone,
+and the others' say so (``WholeLayer.homes``). All parts together make the layer's ordinary header and payload
 (``storage.layerstate``), which do not tell how many owners there were.
 """
 
@@ -48,6 +49,8 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     schedule: dict[str, Any]
     buffers: bytes
     """The persistent buffers, one after the other, padded."""
+    homes: dict[str, int] = {}
+    """Tied parameters whose elements are in the parts of another layer, each with that layer."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +142,17 @@ def padded(size_bytes: int) -> int:
     return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
+def lent(whole: WholeLayer, part: PartOfLayer) -> PartOfLayer:
+    """What of a part of another layer belongs to ``whole`` as well; its bytes are the same."""
+    names = {name for name, home in whole.homes.items() if home == part.layer}
+    return msgspec.structs.replace(
+        part,
+        layer=whole.layer,
+        runs=tuple(run for run in part.runs if run.name in names),
+        scalars={name: values for name, values in part.scalars.items() if name in names},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
     """What parts say of the optimizer's state of one parameter under one key."""
@@ -152,7 +166,7 @@ class _State:
 def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> tuple[bytes, Bytes]:
     """Header and payload of a layer (``runtime.state``).
 
-    :param parts: all of them, each with its bytes from ``PartOfLayer.offset`` on.
+    :param parts: all of them, ``lent`` ones too, each with its bytes from ``PartOfLayer.offset`` on.
     :raises DamagedError: they do not make up the layer.
     """
     place = f"layer {whole.layer}"

@@ -15,16 +15,16 @@ import numpy as np
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.group_layout import keepers_of, layout_of
-from ftd.node.restore_parts import KeptParts, LostPartsError, put_together
+from ftd.node.arenas import Arenas
+from ftd.node.keepers import Keeper, Keepers
+from ftd.node.restore_parts import KeptParts, LostPartsError, homes_of, put_together
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
 from ftd.node.staging import Put, Store, runs_of
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
 from storage.image import GroupImage, assemble
-from storage.manifest import Manifest, Part
+from storage.manifest import Part
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout, needed
 from storage.shards import restore as decode
@@ -57,22 +57,6 @@ class Restored:
     """Groups of which at least one owner's shard was not to be had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keeper:
-    """One owner of a group, or its buddy, with what it has of it that is sound."""
-
-    node: str
-    owner: int
-    shard: Part | None
-    small: Part | None
-    bucket_bytes: int
-    held: Held | None
-    """``None``: it is another node's."""
-    replica: Part | None
-    """Of the next owner's part, under ZeRO-1."""
-    parts: int  # Under ZeRO-1; else 0.
-
-
 @dataclass(slots=True, kw_only=True)
 class Restorer:
     """``await Restorer(…).run(layers, put)``."""
@@ -100,9 +84,15 @@ class Restorer:
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
         if missing := sorted(set(layers) - covered):
             raise RestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
-        manifests = await self._manifests({name for group in groups for name in keepers_of(group)})
+        keepers = Keepers(
+            restore=self.restore,
+            node=self.node,
+            arenas=self.arenas,
+            client=self.client,
+            lose=self._lose,
+        )
+        await keepers.ask(groups)
         for group in groups:
-            keepers = self._keepers(group, manifests)
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
             runs = [[number] for number in sorted(wanted)] if one_by_one else runs_of(wanted)
             await self._restore_group(group, keepers, runs, put)
@@ -112,57 +102,6 @@ class Restorer:
 
     # --- who has what ----------------------------------------------------------------------------
 
-    async def _manifests(self, nodes: set[str]) -> dict[str, list[tuple[Manifest, Held | None, set[str]]]]:
-        """By node: its manifests of this very snapshot, and the names of its damaged parts."""
-        asked = sorted(nodes & {*self.restore.sources, self.node})
-        answers = await asyncio.gather(*(self._manifests_of(node) for node in asked))
-        return dict(zip(asked, answers, strict=True))
-
-    async def _manifests_of(self, node: str) -> list[tuple[Manifest, Held | None, set[str]]]:
-        job, step = self.restore.job_id, self.restore.step
-        found: list[tuple[Manifest, Held | None]]
-        if node == self.node:
-            held = self.arenas.find(job, step)
-            damaged = set(await asyncio.to_thread(self.arenas.damaged, held, read_whole=True))
-            found = [(one.manifest, one) for one in held]
-        else:
-            try:
-                answer = await self.client.manifest(self._source(node), job, step)
-            except PeerError as error:
-                self._lose(node, "manifest", str(error))
-                return []
-            damaged = set(answer.damaged) if answer is not None else set()
-            found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
-        for name in sorted(damaged):
-            self._lose(node, name, "its digest does not match")
-        return [(m, own, damaged) for m, own in found if m.generation == self.restore.generation]
-
-    def _keepers(
-        self, group: SnapshotGroup, manifests: dict[str, list[tuple[Manifest, Held | None, set[str]]]]
-    ) -> list[_Keeper]:
-        """Own memory first, then owners', then their buddies'."""
-        keepers = []
-        for place, node in enumerate(keepers_of(group)):
-            owner = min(place, len(group.owners) - 1)
-            for manifest, held, damaged in manifests.get(node, ()):
-                layout = layout_of(manifest, group, owner)
-                if layout is not None:
-                    parts = {part.name: part for part in manifest.parts if part.name not in damaged}
-                    keepers.append(
-                        _Keeper(
-                            node=node,
-                            owner=owner,
-                            shard=parts.get(f"group-{group.first_layer}/shard"),
-                            small=parts.get(f"group-{group.first_layer}/small"),
-                            bucket_bytes=layout.bucket_bytes,
-                            held=held,
-                            replica=parts.get(f"group-{group.first_layer}/replica"),
-                            parts=layout.parts,
-                        )
-                    )
-                    break
-        return sorted(keepers, key=lambda keeper: keeper.node != self.node)
-
     def _lose(self, node: str, part: str, detail: str) -> None:
         self._bad.add(node)
         self.tell(node, part, detail)
@@ -170,7 +109,7 @@ class Restorer:
     def _source(self, node: str) -> Source:
         return Source(node=node, address=self.restore.sources[node])
 
-    def _located(self, keeper: _Keeper, part: Part) -> Located:
+    def _located(self, keeper: Keeper, part: Part) -> Located:
         return Located(
             source=self._source(keeper.node), job_id=self.restore.job_id, step=self.restore.step, part=part
         )
@@ -178,17 +117,18 @@ class Restorer:
     # --- one group -------------------------------------------------------------------------------
 
     async def _restore_group(
-        self, group: SnapshotGroup, keepers: list[_Keeper], runs: list[list[int]], put: Put
+        self, group: SnapshotGroup, known: Keepers, runs: list[list[int]], put: Put
     ) -> None:
+        keepers = known.of(group)
         if any(keeper.parts for keeper in keepers):
-            await self._restore_parts(group, keepers, [layer for run in runs for layer in run], put)
+            await self._restore_parts(group, known, [layer for run in runs for layer in run], put)
             return
         image = await self._image(group, keepers)
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
         )
-        usable: dict[int, _Keeper] = {}
-        spare: list[_Keeper] = []
+        usable: dict[int, Keeper] = {}
+        spare: list[Keeper] = []
         for keeper in keepers:
             if (
                 keeper.shard is None
@@ -210,11 +150,42 @@ class Restorer:
                 await put(layer.layer, layer.header, await asyncio.to_thread(assemble, layer, shared))
 
     async def _restore_parts(
-        self, group: SnapshotGroup, keepers: list[_Keeper], layers: Sequence[int], put: Put
+        self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
     ) -> None:
         """Under ZeRO-1: each owner has a part."""
+        kept = await self._kept_parts(group, known)
+        if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
+            self._decoded += 1
+        by_group = {group.first_layer: kept}
+        gone: set[tuple[str, str]] = set()
+        for layer in layers:
+            homes: dict[int, list[KeptParts]] = {}
+            for home in homes_of(kept, layer):
+                other = self._group_of(home)
+                if other.first_layer not in by_group:
+                    await known.ask([other])
+                    by_group[other.first_layer] = await self._kept_parts(other, known)
+                homes[home] = by_group[other.first_layer]
+            try:
+                header, payload = await put_together(kept, layer, homes, self._lose, gone)
+            except LostPartsError as error:
+                owners = self._group_of(error.layer).owners
+                names = ", ".join(owners[part] for part in error.parts)
+                raise RestoreError(f"{_where(group)}: {error} ({names})", self._bad) from None
+            except DamagedError as error:
+                blamed = {one.node for some in (kept, *homes.values()) for one in some}
+                raise RestoreError(f"{_where(group)}: {error}", blamed) from None
+            await put(layer, header, payload)
+
+    def _group_of(self, layer: int) -> SnapshotGroup:
+        for group in self.restore.groups:
+            if group.first_layer <= layer < group.end_layer:
+                return group
+        raise RestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
+
+    async def _kept_parts(self, group: SnapshotGroup, known: Keepers) -> list[KeptParts]:
         kept: list[KeptParts] = []
-        for keeper in keepers:
+        for keeper in known.of(group):
             if keeper.small is None:
                 continue
             try:
@@ -231,23 +202,11 @@ class Restorer:
             kept.append(
                 KeptParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
             )
-        where = f"layers {group.first_layer} to {group.end_layer - 1}"
         if not kept:
-            raise RestoreError(f"nobody who is here has the headers of {where}", self._bad)
-        if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
-            self._decoded += 1
-        gone: set[tuple[str, str]] = set()
-        for layer in layers:
-            try:
-                header, payload = await put_together(kept, layer, self._lose, gone)
-            except LostPartsError as error:
-                names = ", ".join(group.owners[part] for part in error.parts)
-                raise RestoreError(f"{where}: {error} ({names})", self._bad) from None
-            except DamagedError as error:
-                raise RestoreError(f"{where}: {error}", {one.node for one in kept}) from None
-            await put(layer, header, payload)
+            raise RestoreError(f"nobody who is here has the headers of {_where(group)}", self._bad)
+        return kept
 
-    async def _range(self, keeper: _Keeper, part: Part, first: int, size: int) -> Bytes:
+    async def _range(self, keeper: Keeper, part: Part, first: int, size: int) -> Bytes:
         """:raises PeerError: they are not to be had (any more)."""
         target = np.empty(size, dtype=np.uint8)
         if keeper.held is None:
@@ -268,7 +227,7 @@ class Restorer:
         self._own_bytes += size
         return target
 
-    async def _image(self, group: SnapshotGroup, keepers: list[_Keeper]) -> GroupImage:
+    async def _image(self, group: SnapshotGroup, keepers: list[Keeper]) -> GroupImage:
         """The small part, from the first that has a sound one."""
         for keeper in keepers:
             if keeper.small is None:
@@ -288,7 +247,7 @@ class Restorer:
             self._bad,
         )
 
-    async def _whole(self, keeper: _Keeper, part: Part) -> bytes:
+    async def _whole(self, keeper: Keeper, part: Part) -> bytes:
         if keeper.held is not None:
             return bytes(self.arenas.view(keeper.held, part))
         target = bytearray(part.size_bytes)
@@ -300,8 +259,8 @@ class Restorer:
         self,
         group: SnapshotGroup,
         layout: ShardLayout,
-        usable: dict[int, _Keeper],
-        spare: list[_Keeper],
+        usable: dict[int, Keeper],
+        spare: list[Keeper],
         first: int,
         end: int,
     ) -> Bytes:
@@ -342,7 +301,7 @@ class Restorer:
     async def _decode(
         self,
         layout: ShardLayout,
-        usable: dict[int, _Keeper],
+        usable: dict[int, Keeper],
         stores: dict[int, Store],
         bucket: Bytes,
         first: int,
@@ -374,7 +333,7 @@ class Restorer:
         return [(owner, gone) for owner in own if usable[owner].held not in there]
 
     async def _fill(
-        self, usable: dict[int, _Keeper], stores: dict[int, Store]
+        self, usable: dict[int, Keeper], stores: dict[int, Store]
     ) -> list[tuple[int, BaseException]]:
         """Fetch what the stores want, from all nodes at once; who failed, and how."""
 
@@ -398,3 +357,7 @@ class Restorer:
             if not isinstance(error, PeerError):
                 raise error
         return failed
+
+
+def _where(group: SnapshotGroup) -> str:
+    return f"layers {group.first_layer} to {group.end_layer - 1}"

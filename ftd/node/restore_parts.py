@@ -1,17 +1,18 @@
 """Layers of a group whose owners had only parts of them (ZeRO-1), put together from all parts.
 
 Each part is with its owner, and with ``arc:1`` also with the owner before it, which kept a replica. Nothing
-is decoded: a part that cannot be read where it was looked for is read where else it is.
+is decoded: a part that cannot be read where it was looked for is read where else it is. What a layer shares
+with an earlier one (tied weights) comes from the parts of that one.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftd.errors import PeerError
 from storage.errors import DamagedError
 from storage.manifest import Part
-from storage.partimage import Bytes, PartImage, PartOfLayer, ShardedImage, assemble
+from storage.partimage import Bytes, PartImage, PartOfLayer, ShardedImage, WholeLayer, assemble, lent
 
 Read = Callable[[int, int], Awaitable[Bytes]]
 """Bytes of what was kept, from an offset, so many.
@@ -57,22 +58,46 @@ class KeptParts:
 
 
 class LostPartsError(PeerError):
-    """Parts are nowhere."""
+    """Parts of ``layer`` are nowhere."""
 
-    def __init__(self, parts: Iterable[int]) -> None:
-        self.parts = tuple(parts)
-        super().__init__(f"nobody who is here has parts {list(self.parts)}")
+    def __init__(self, layer: int, parts: Iterable[int]) -> None:
+        self.layer, self.parts = layer, tuple(parts)
+        super().__init__(f"nobody who is here has parts {list(self.parts)} of layer {layer}")
+
+
+def homes_of(kept: Sequence[KeptParts], layer: int) -> list[int]:
+    """The layers whose parts have what ``layer`` shares with them, ascending."""
+    return sorted(set(_told_of(kept, layer).homes.values()))
 
 
 async def put_together(
-    kept: list[KeptParts], layer: int, lose: Lose, gone: set[tuple[str, str]]
+    kept: Sequence[KeptParts],
+    layer: int,
+    homes: Mapping[int, Sequence[KeptParts]],
+    lose: Lose,
+    gone: set[tuple[str, str]],
 ) -> tuple[bytes, Bytes]:
     """Header and payload of a layer.
 
+    :param homes: who has parts of each of its ``homes_of``.
     :param gone: node and name of copies that could not be read; those found on the way are added.
     :raises LostPartsError: a part is nowhere.
     :raises DamagedError: what is kept does not make up the layer.
     """
+    whole = _told_of(kept, layer)
+    pieces = await _all_parts(kept, layer, lose, gone)
+    for home, some in homes.items():
+        pieces += [(lent(whole, part), data) for part, data in await _all_parts(some, home, lose, gone)]
+    return await asyncio.to_thread(assemble, whole, pieces)
+
+
+def _told_of(kept: Sequence[KeptParts], layer: int) -> WholeLayer:
+    return next(one for one in kept[0].image.layers if one.layer == layer)
+
+
+async def _all_parts(
+    kept: Sequence[KeptParts], layer: int, lose: Lose, gone: set[tuple[str, str]]
+) -> list[tuple[PartOfLayer, Bytes]]:
     image = kept[0].image
     copies = [copy for one in kept for copy in one.copies(lose) if one.image.parts == image.parts]
     pieces = await asyncio.gather(
@@ -83,9 +108,8 @@ async def put_together(
     )
     lost = [part for part, piece in enumerate(pieces) if piece is None]
     if lost:
-        raise LostPartsError(lost)
-    whole = next(one for one in image.layers if one.layer == layer)
-    return await asyncio.to_thread(assemble, whole, [piece for piece in pieces if piece is not None])
+        raise LostPartsError(layer, lost)
+    return [piece for piece in pieces if piece is not None]
 
 
 async def _read(

@@ -14,6 +14,7 @@ from runtime import protocol as p
 from runtime.communicator import Communicator, SoloCommunicator
 from runtime.engine import Engine
 from runtime.pace import Pace
+from runtime.parts import everything
 from runtime.snapshot_pieces import Bytes, Unit
 from runtime.snapshot_schedule import Elapsed
 from runtime.snapshot_writer import SnapshotWriter
@@ -92,18 +93,26 @@ class Rank:
             assert result.snap == (engine.committed_step == snap_behind)
             if result.snap:
                 engine.begin_snapshot(1)
-                for layer in sorted(engine.owned):
+                for layer in sorted(engine.owned if engine.sharding is None else ()):
                     header, payload = engine.states.pack(layer)
                     self.packed[layer] = header, payload.numpy().tobytes()
         engine.snapshots.close()
 
 
 def run(
-    data: p.TrainingData, pipelines: Sequence[p.PipelineData], scheme: str, arenas: Path, snap_behind: int = 2
+    data: p.TrainingData,
+    pipelines: Sequence[p.PipelineData],
+    scheme: str,
+    arenas: Path,
+    snap_behind: int = 2,
+    place: Callable[[int], str] = lambda rank: f"device-{rank}",
 ) -> list[Rank]:
+    """:param place: of a rank's arena below ``arenas``."""
     size = sum(len(stage.ranks) for one in pipelines for stage in one.stages)
-    ranks = [Rank(data, arenas / f"device-{rank}") for rank in range(size)]
+    ranks = [Rank(data, arenas / place(rank)) for rank in range(size)]
     world = p.WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("127.0.0.1",) * size)
+    if data.zero1:
+        world = msgspec.structs.replace(world, held_parts=everything(world))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -1,0 +1,95 @@
+"""Who keeps what of a snapshot: each node's manifests of it, and what of them is sound."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ftd.errors import PeerError
+from ftd.node.arenas import Arenas, Held
+from ftd.node.group_layout import keepers_of, layout_of
+from ftd.node.shard_client import ShardClient, Source
+from statemachine.values import Restore, SnapshotGroup
+from storage.manifest import Manifest, Part
+
+Lose = Callable[[str, str, str], None]
+"""Takes a node, a part and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeper:
+    """One owner of a group, or its buddy, with what it has of it that is sound."""
+
+    node: str
+    owner: int
+    shard: Part | None
+    small: Part | None
+    bucket_bytes: int
+    held: Held | None
+    """``None``: it is another node's."""
+    replica: Part | None
+    """Of the next owner's part, under ZeRO-1."""
+    parts: int  # Under ZeRO-1; else 0.
+
+
+@dataclass(slots=True, kw_only=True)
+class Keepers:
+    """Of one snapshot, seen from ``node``; whom it asked it does not ask again."""
+
+    restore: Restore
+    node: str
+    arenas: Arenas
+    client: ShardClient
+    lose: Lose
+    _known: dict[str, list[tuple[Manifest, Held | None, set[str]]]] = field(default_factory=dict)
+    """By node: its manifests of this very snapshot, and the names of its damaged parts."""
+
+    async def ask(self, groups: Iterable[SnapshotGroup]) -> None:
+        """All who keep something of these, at once."""
+        names = {name for group in groups for name in keepers_of(group)}
+        asked = sorted((names & {*self.restore.sources, self.node}) - set(self._known))
+        answers = await asyncio.gather(*(self._manifests_of(node) for node in asked))
+        self._known |= dict(zip(asked, answers, strict=True))
+
+    def of(self, group: SnapshotGroup) -> list[Keeper]:
+        """Own memory first, then owners', then their buddies'; of those who were asked."""
+        keepers = []
+        for place, node in enumerate(keepers_of(group)):
+            owner = min(place, len(group.owners) - 1)
+            for manifest, held, damaged in self._known.get(node, ()):
+                layout = layout_of(manifest, group, owner)
+                if layout is not None:
+                    parts = {part.name: part for part in manifest.parts if part.name not in damaged}
+                    keepers.append(
+                        Keeper(
+                            node=node,
+                            owner=owner,
+                            shard=parts.get(f"group-{group.first_layer}/shard"),
+                            small=parts.get(f"group-{group.first_layer}/small"),
+                            bucket_bytes=layout.bucket_bytes,
+                            held=held,
+                            replica=parts.get(f"group-{group.first_layer}/replica"),
+                            parts=layout.parts,
+                        )
+                    )
+                    break
+        return sorted(keepers, key=lambda keeper: keeper.node != self.node)
+
+    async def _manifests_of(self, node: str) -> list[tuple[Manifest, Held | None, set[str]]]:
+        job, step = self.restore.job_id, self.restore.step
+        found: list[tuple[Manifest, Held | None]]
+        if node == self.node:
+            held = self.arenas.find(job, step)
+            damaged = set(await asyncio.to_thread(self.arenas.damaged, held, read_whole=True))
+            found = [(one.manifest, one) for one in held]
+        else:
+            try:
+                source = Source(node=node, address=self.restore.sources[node])
+                answer = await self.client.manifest(source, job, step)
+            except PeerError as error:
+                self.lose(node, "manifest", str(error))
+                return []
+            damaged = set(answer.damaged) if answer is not None else set()
+            found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
+        for name in sorted(damaged):
+            self.lose(node, name, "its digest does not match")
+        return [(m, own, damaged) for m, own in found if m.generation == self.restore.generation]
