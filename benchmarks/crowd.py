@@ -1,0 +1,406 @@
+"""Many nodes in one process, for ``benchmarks.thousand_nodes``: real sessions, no trainers.
+
+    python -m benchmarks.crowd PORT CLUSTER
+
+Each node is an MQTT 3.1.1 session of its own, on a raw socket, with a last will, and says what ``ftd node``
+says, in its order: state, Hello, a Heartbeat every second, Prepared, Quiesced, Resumed, Stepped, snapshots.
+Its trainers are imagined: they stop and resume at once, and commit a step each second where every planned
+node has resumed and is alive. A node is killed by closing its socket: the broker publishes its will.
+
+Orders are lines of JSON on stdin, answers lines of JSON on stdout; times are of CLOCK_MONOTONIC, which all
+processes of a host share.
+"""
+
+import json
+import os
+import resource
+import select
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ftd.wire.codec import decode_to_node, encode_from_node
+from ftd.wire.public import NodeStateMessage, encode_json, timestamp
+from ftd.wire.topics import Topics
+from planner.values import Device
+from statemachine import messages as m
+from statemachine.rules import owned_layers
+from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+
+HEARTBEAT_S = 1.0
+STEP_S = 1.0
+SNAPSHOT_S = 0.5
+KEEP_ALIVE_S = 10
+PUBLISH, PUBACK, PINGRESP = 0x30, 0x40, 0xD0
+
+
+def packet(kind: int, body: bytes) -> bytes:
+    """A fixed header, the remaining length, the rest."""
+    size, length = len(body), bytearray()
+    while True:
+        size, digit = divmod(size, 128)
+        length.append(digit | (0x80 if size else 0))
+        if not size:
+            return bytes((kind,)) + bytes(length) + body
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack(">H", len(value)) + value
+
+
+def connect_packet(
+    client_id: str, will_topic: str = "", will: bytes = b"", keep_alive_s: int = KEEP_ALIVE_S
+) -> bytes:
+    """A clean session; with a will: at QoS 1 and retained."""
+    flags = 0x02 | (0x04 | 0x08 | 0x20 if will else 0)
+    body = text(b"MQTT") + bytes((4, flags)) + struct.pack(">H", keep_alive_s) + text(client_id.encode())
+    return packet(0x10, body + (text(will_topic.encode()) + text(will) if will else b""))
+
+
+def publish_packet(topic: bytes, payload: bytes, number: int, *, retain: bool = False) -> bytes:
+    """At QoS 1, as the daemons publish."""
+    return packet(PUBLISH | 0x02 | retain, text(topic) + struct.pack(">H", number) + payload)
+
+
+def subscribe_packet(*topics: str) -> bytes:
+    body = struct.pack(">H", 1) + b"".join(text(topic.encode()) + b"\x01" for topic in topics)
+    return packet(0x82, body)
+
+
+def packets(buffer: bytearray) -> list[tuple[int, bytes]]:
+    """Take the whole packets off the front of ``buffer``: first byte and body."""
+    found: list[tuple[int, bytes]] = []
+    start = 0
+    while len(buffer) - start >= 2:
+        size = shift = 0
+        at = start + 1
+        while at < len(buffer):
+            digit = buffer[at]
+            size |= (digit & 0x7F) << shift
+            shift += 7
+            at += 1
+            if not digit & 0x80:
+                break
+        else:
+            break
+        if len(buffer) < at + size:
+            break
+        found.append((buffer[start], bytes(buffer[at : at + size])))
+        start = at + size
+    del buffer[:start]
+    return found
+
+
+def published(first: int, body: bytes) -> tuple[bytes, bytes, int]:
+    """Topic, payload, packet number (0: none is to be acknowledged) of a PUBLISH."""
+    end = 2 + (body[0] << 8 | body[1])
+    if not first & 0x06:
+        return body[2:end], body[end:], 0
+    return body[2:end], body[end + 2 :], body[end] << 8 | body[end + 1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One session, and what its trainers are imagined to hold."""
+
+    name: str
+    sock: socket.socket
+    incarnation: int
+    buffer: bytearray = field(default_factory=bytearray)
+    number: int = 0
+    job_id: str | None = None
+    layers: int = 0
+    prepared: bool = False
+    generation: int = 0
+    held: tuple[int, ...] = ()
+    next_held: tuple[int, ...] = ()
+    lineage: int = 0
+    kept: int = 0
+    beat_at: float = 0.0
+    signal_topic: bytes = b""
+    state_topic: bytes = b""
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The trainers of the present generation."""
+
+    generation: int = 0
+    planned: frozenset[str] = frozenset()
+    waited: set[str] = field(default_factory=set)
+    first: str = ""
+    step_at: float | None = None
+    snap_at: float | None = None
+
+
+class Crowd:
+    """The nodes, the steps they commit together, and the loop that serves them."""
+
+    def __init__(self, port: int, cluster: str) -> None:
+        self.port, self.topics = port, Topics(cluster=cluster)
+        self.nodes: dict[str, Node] = {}
+        self.by_handle: dict[int, Node] = {}
+        self.poll = select.epoll()
+        self.poll.register(0, select.EPOLLIN)
+        self.group = Group()
+        self.committed: CommittedStep | None = None
+        self.plans: dict[int, tuple[dict[str, tuple[int, ...]], frozenset[str], str]] = {}
+        self.beats: list[tuple[float, str]] = []
+        self.commands: dict[str, int] = {}
+        self.command_bytes = 0
+        self.resumed_at: dict[int, float] = {}
+        self.lines = b""
+
+    # --- sessions ----------------------------------------------------------------------------------
+
+    def come(self, name: str, number: int) -> None:
+        incarnation = time.time_ns() // 1000
+        sock = socket.create_connection(("127.0.0.1", self.port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        node = Node(name=name, sock=sock, incarnation=incarnation)
+        node.signal_topic = self.topics.node_signal(name).encode()
+        node.state_topic = self.topics.node_state(name).encode()
+        self.nodes[name] = self.by_handle[sock.fileno()] = node
+        self.poll.register(sock.fileno(), select.EPOLLIN)
+        node.beat_at = time.monotonic() + HEARTBEAT_S * (number % 997) / 997
+        will = self._state(node, NodeState.OFFLINE, "the broker lost this node")
+        sock.sendall(
+            connect_packet(f"{name}-{incarnation}", node.state_topic.decode(), will)
+            + subscribe_packet(self.topics.node_command(name), self.topics.node_state(name))
+        )
+
+    def kill(self, names: list[str]) -> dict[str, float]:
+        """When each one's socket was closed."""
+        closed = {}
+        for name in names:
+            node = self.nodes.pop(name)
+            del self.by_handle[node.sock.fileno()]
+            self.poll.unregister(node.sock.fileno())
+            node.sock.close()
+            closed[name] = time.monotonic()
+        self.group.step_at = None if self.group.planned & set(names) else self.group.step_at
+        return closed
+
+    def _state(self, node: Node, state: NodeState, reason: str) -> bytes:
+        return encode_json(
+            NodeStateMessage(
+                node=node.name, incarnation=node.incarnation, state=state, generation=node.generation,
+                step=self._step(node), reason=reason, at=timestamp(), devices=1, host="127.0.0.1",
+            )
+        )  # fmt: skip
+
+    def _step(self, node: Node) -> int:
+        return self.committed.step if self.committed is not None and node.held else 0
+
+    def send(self, node: Node, *signals: m.Signal, state: str = "") -> None:
+        out = b""
+        if state:
+            node.number = node.number % 65535 + 1
+            payload = self._state(node, NodeState.HEALTHY, state)
+            out += publish_packet(node.state_topic, payload, node.number, retain=True)
+        for signal in signals:
+            node.number = node.number % 65535 + 1
+            message = m.FromNode(node=node.name, incarnation=node.incarnation, signal=signal)
+            out += publish_packet(node.signal_topic, encode_from_node(message), node.number)
+        node.sock.sendall(out)
+
+    # --- the protocol ------------------------------------------------------------------------------
+
+    def hello(self, node: Node) -> m.Hello:
+        return m.Hello(
+            facts=NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=29500, snapshot_port=29501,
+                            snapshot_bytes=2**34),
+            job_id=node.job_id, prepared=node.prepared, generation=node.generation,
+            training=bool(node.held) and node.generation == self.group.generation,
+        )  # fmt: skip
+
+    def heartbeat(self, node: Node) -> m.Heartbeat:
+        known = self.committed if node.held else None
+        return m.Heartbeat(
+            generation=node.generation, committed=known, lineage=node.lineage, kept=node.kept,
+            microbatch_ms=(12.345,) if node.held else None,
+        )  # fmt: skip
+
+    def obey(self, node: Node, payload: bytes) -> None:
+        message = decode_to_node(payload)
+        command = message.command
+        kind = type(command).__name__
+        self.commands[kind] = self.commands.get(kind, 0) + 1
+        self.command_bytes += len(payload)
+        if message.incarnation != node.incarnation:
+            return
+        match command:
+            case m.Inquiry():
+                self.send(node, self.hello(node))
+            case m.Prepare(job=job):
+                node.job_id, node.prepared, node.held = job.job_id, True, ()
+                node.layers = int(job.training["arguments"]["layers"])
+                prepared = m.Prepared(job_id=job.job_id, profile=None)
+                self.send(node, prepared, state=f"preparing job {job.name!r}")
+            case m.Quiesce():
+                self.quiesce(node, command)
+            case m.Resume():
+                self.resume(node, command)
+            case m.Snap():
+                self.group.snap_at = time.monotonic()
+            case m.KeepSnapshot(step=step):
+                node.kept = step
+            case m.Stop():
+                node.job_id, node.prepared, node.held = None, False, ()
+            case m.Fence():
+                raise SystemExit(f"{node.name} was fenced: {command.reason}")
+            case _:
+                pass
+
+    def quiesce(self, node: Node, command: m.Quiesce) -> None:
+        if command.generation <= node.generation:
+            return
+        node.generation = command.generation
+        self.group.step_at = self.group.snap_at = None
+        known = self.committed
+        fresh = known is None or not self.group.planned
+        report = DeviceReport(
+            device=0,
+            committed_step=0 if fresh or not node.held else known.step if known else 0,
+            ready_step=None,
+            vote=known.vote if known is not None and node.held else None,
+            held=tuple(range(node.layers)) if fresh else node.held,
+            lineage=node.lineage,
+        )
+        quiesced = m.Quiesced(generation=command.generation, reports=(report,))
+        self.send(node, quiesced, state=f"quiescing for generation {command.generation}")
+
+    def resume(self, node: Node, command: m.Resume) -> None:
+        found = self.plans.get(command.generation)
+        if found is None:
+            owned = owned_layers(command.plan)
+            layers = {device.node: tuple(sorted(held)) for device, held in owned.items()}
+            first: Device = command.plan.devices[0]
+            found = self.plans[command.generation] = (layers, frozenset(layers), first.node)
+            self.plans.pop(command.generation - 2, None)
+            self.group = Group(
+                generation=command.generation, planned=found[1], waited=set(found[1]), first=found[2]
+            )
+        node.next_held, node.held = found[0].get(node.name, ()), found[0].get(node.name, ())
+        node.lineage = command.lineage
+        resumed = m.Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
+        self.resumed_at[command.generation] = time.monotonic()
+        if node.name not in found[1]:
+            self.send(node, state="idle: the plan has no place for it")
+            return
+        self.send(node, resumed, state=f"resuming at step {command.step}")
+        self.group.waited.discard(node.name)
+        if not self.group.waited and self.group.generation == command.generation:
+            self.group.step_at = time.monotonic() + STEP_S
+
+    def commit(self) -> None:
+        """Everybody is there: one more step."""
+        group = self.group
+        before = self.committed.step if self.committed is not None else 0
+        vote = Vote(loss=1.0 / (before + 1), gradient_norm=1.0)
+        self.committed = CommittedStep(step=before + 1, vote=vote)
+        lead = self.nodes[group.first]
+        self.send(
+            lead,
+            m.Stepped(generation=group.generation, steps=(self.committed,), step_s=STEP_S),
+        )
+        if group.snap_at is not None:
+            group.snap_at = None
+            step = before + 1
+            for name in sorted(group.planned):
+                self.send(
+                    self.nodes[name],
+                    m.Snapping(generation=group.generation, step=step),
+                    m.SnapshotCompleted(
+                        generation=group.generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1,
+                        stall_s=0.0,
+                    ),
+                    state=f"snapshot of step {step}",
+                )  # fmt: skip
+
+    # --- the loop ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        due = 0.0
+        while True:
+            for handle, _ in self.poll.poll(max(0.0, due - time.monotonic())):
+                if handle == 0:
+                    if not self.order():
+                        return
+                elif (node := self.by_handle.get(handle)) is not None:
+                    self.receive(node)
+            now = time.monotonic()
+            if now >= due:
+                due = now + 0.005
+                self.tick(now)
+
+    def tick(self, now: float) -> None:
+        if self.group.step_at is not None and now >= self.group.step_at:
+            self.group.step_at = now + STEP_S
+            self.commit()
+        for node in self.nodes.values():
+            if now >= node.beat_at:
+                node.beat_at += HEARTBEAT_S
+                self.send(node, self.heartbeat(node))
+
+    def receive(self, node: Node) -> None:
+        data = node.sock.recv(1 << 20)
+        if not data:
+            raise SystemExit(f"the broker closed the session of {node.name}")
+        node.buffer += data
+        acknowledged = b""
+        for first, body in packets(node.buffer):
+            if first & 0xF0 == PUBLISH:
+                topic, payload, number = published(first, body)
+                if number:
+                    acknowledged += b"\x40\x02" + struct.pack(">H", number)
+                if topic.endswith(b"/command"):
+                    self.obey(node, payload)
+            elif first & 0xF0 == 0x90:  # Subscribed: now it may be spoken to.
+                self.send(node, self.hello(node), state="started")
+        if acknowledged:
+            node.sock.sendall(acknowledged)
+
+    def order(self) -> bool:
+        data = os.read(0, 65536)
+        if not data:
+            return False
+        self.lines += data
+        *whole, self.lines = self.lines.split(b"\n")
+        for line in whole:
+            self.do(json.loads(line))
+        return True
+
+    def do(self, order: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {}
+        match order["do"]:
+            case "come":
+                for number, name in enumerate(order["names"]):
+                    self.come(name, number)
+            case "kill":
+                answer["closed"] = self.kill(order["names"])
+            case "look":
+                answer = {
+                    "step": self.committed.step if self.committed else 0,
+                    "generation": self.group.generation,
+                    "training": self.group.step_at is not None,
+                    "commands": self.commands,
+                    "command_bytes": self.command_bytes,
+                    "resumed_at": self.resumed_at,
+                }
+        print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+def main() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    Crowd(int(sys.argv[1]), sys.argv[2]).serve()
+
+
+if __name__ == "__main__":
+    main()
