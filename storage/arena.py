@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from storage.errors import ArenaFullError, DamagedError
 from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, write_record
-from storage.pages import mapped, put_together
+from storage.pages import fill, mapped, touch
 from storage.room import free_bytes
 
 Bytes = NDArray[np.uint8]
@@ -30,6 +30,8 @@ SLOTS = 3
 """REFT's bound: never more than three times what is kept."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MANIFEST = "step-{:012d}.json"
+_DRAFT = "slot-{}.draft"
+"""A slot while it grows: killed then, it is as large as it is to be, and has holes."""
 
 
 @dataclass(slots=True)
@@ -171,9 +173,7 @@ class Arena:
         if mapping is None or len(mapping) != size:
             with self._slot_path(number).open("r+b") as file:
                 mapping = self._maps[number] = mapped(file.fileno(), size)
-            # Page tables are filled here: the first copy meets no page fault either. Seconds for a large
-            # slot, in which numpy lets other threads run; MAP_POPULATE would hold the interpreter lock.
-            np.bitwise_or.reduce(mapping[::_PAGE_BYTES])
+            touch(mapping)
         return mapping
 
     def _grow(self, number: int, size_bytes: int) -> None:
@@ -192,20 +192,28 @@ class Arena:
         if wanted - here > (free := free_bytes(self.directory)):
             raise self._full(wanted, free)
         self._maps.pop(number, None)
-        path = self._slot_path(number)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        path, draft = self._slot_path(number), self.directory / _DRAFT.format(number)
+        if here:
+            path.rename(draft)
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, wanted)
+            self._maps[number] = self._filled(descriptor, here, wanted)
+        finally:
+            os.close(descriptor)
+            draft.rename(path)
+
+    def _filled(self, descriptor: int, here: int, wanted: int) -> Bytes:
+        """Mapped, as large as ``wanted``; as large as it was when that cannot be."""
+        try:
+            os.ftruncate(descriptor, wanted)
+            mapping = mapped(descriptor, wanted)
+            fill(descriptor, mapping, here)
         except OSError as error:
-            # A file that was half allocated would be found with its full size.
             os.ftruncate(descriptor, here)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise
             raise self._full(wanted, free_bytes(self.directory)) from None
-        finally:
-            os.close(descriptor)
-        view = self._view(number)
-        put_together([(view.ctypes.data, len(view))])
+        return mapping
 
     def _full(self, wanted: int, free: int) -> ArenaFullError:
         return ArenaFullError(
@@ -228,6 +236,6 @@ class Arena:
                     path.unlink()
                 continue
             self._kept[manifest.step] = manifest
-        for draft in self.directory.glob(".step-*"):
+        for draft in (*self.directory.glob(".step-*"), *self.directory.glob(_DRAFT.format("*"))):
             with contextlib.suppress(OSError):
                 draft.unlink()

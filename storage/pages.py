@@ -6,18 +6,25 @@ system's policy for new ones is, and takes no byte more: only whole huge pages i
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 HUGE_BYTES = 2 * 1024 * 1024
+_POPULATE_READ = 22
 _COLLAPSE = 25
+_RUN_BYTES = 32 * HUGE_BYTES
+"""Filled by one thread at a time."""
+_THREADS = 4
 _FIXED = 0x10
 _REFUSED = ctypes.c_void_p(-1).value
 
@@ -49,26 +56,66 @@ def mapped(descriptor: int, size_bytes: int) -> Bytes:
     return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
 
+def fill(descriptor: int, view: Bytes, first: int = 0) -> None:
+    """Allocate a memory file from byte ``first`` on, under ``view``, the mapping of all of it.
+
+    Each huge page gets one small one, and the kernel puts the hole around it together: it clears 2 MiB at a
+    time, and meets no fault. What it refuses comes as small pages. Bytes that are there may be lost.
+
+    :raises OSError: there is too little memory; a part of it may be allocated.
+    """
+    begin = first // HUGE_BYTES * HUGE_BYTES
+
+    def run(start: int) -> None:
+        end = min(start + _RUN_BYTES, len(view))
+        for place in range(start, end - HUGE_BYTES + 1, HUGE_BYTES):
+            os.pwrite(descriptor, b"\0", place)
+        put_together([(view.ctypes.data + start, end - start)])
+
+    # A virtual machine's first touch of a page is its host's work, and takes ten times as long.
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(run, range(begin, len(view), _RUN_BYTES)):
+            pass
+    os.posix_fallocate(descriptor, 0, len(view))
+    touch(view)
+
+
+def touch(view: Bytes) -> None:
+    """Fill the page tables of memory that is mapped: who copies meets no page fault. Other threads run."""
+    if sys.platform.startswith("linux") and _advise(view.ctypes.data, len(view), _POPULATE_READ):
+        return
+    np.bitwise_or.reduce(view[:: mmap.PAGESIZE])
+
+
 def put_together(ranges: Iterable[tuple[int, int]]) -> int:
     """Ask for huge pages under these ranges (address, size in bytes), which this process has mapped.
 
     Best effort: where it is refused (an older kernel, too little contiguous memory, a range that is not
-    mapped any more), nothing changes. Takes a second for 0.3 to 2 GiB the first time, and next to nothing
+    mapped any more), nothing changes. Takes a second for 0.3 to 2 GiB of small pages, and next to nothing
     when it was done before; other threads run.
 
     :returns: bytes that lie on huge pages now because of it, or did before.
     """
     if not sys.platform.startswith("linux"):
         return 0
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     done = 0
     for start, end in _merged(ranges):
         # One at a time: a refusal ends a call, and the kernel's lock is held for one.
         for address in range(-(-start // HUGE_BYTES) * HUGE_BYTES, end - HUGE_BYTES + 1, HUGE_BYTES):
-            if madvise(address, HUGE_BYTES, _COLLAPSE) == 0:
+            if _advise(address, HUGE_BYTES, _COLLAPSE):
                 done += HUGE_BYTES
     return done
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> bool:
+    return bool(_madvise()(address, size_bytes, advice) == 0)
+
+
+@functools.cache
+def _madvise() -> Any:
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """The arena: what is complete stays, whoever dies and whatever is full."""
 
+import errno
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 from storage.arena import SLOTS, Arena, Slot
 from storage.errors import ArenaFullError
 from storage.manifest import Manifest, Part, digest_of
-from storage.pages import HUGE_BYTES, mapped, put_together
+from storage.pages import HUGE_BYTES, Bytes, mapped, put_together
 from storage.room import free_bytes
 
 SHM = Path("/dev/shm")
@@ -200,6 +201,50 @@ def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one
     )
     assert done.returncode == 0, done.stderr
     assert "No space left" in done.stdout and str(tmp_path) in done.stdout
+
+
+def test_a_slot_that_cannot_grow_is_as_large_as_it_was(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena.open(directory)
+    arena.begin(HUGE_BYTES)
+
+    def no_room(descriptor: int, view: Bytes, first: int) -> None:
+        os.pwrite(descriptor, b"1", first + 1000)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("storage.arena.fill", no_room)
+    for size in (3 * HUGE_BYTES, 2 * HUGE_BYTES):
+        with pytest.raises(ArenaFullError, match=f"needs a slot of {size}"):
+            arena.begin(size)
+        assert [(p.name, p.stat().st_size) for p in directory.iterdir()] == [("slot-0", HUGE_BYTES)]
+    snapshot(arena, 1, HUGE_BYTES)
+    with pytest.raises(ArenaFullError):
+        arena.begin(1)
+    monkeypatch.undo()
+    snapshot(arena, 2, HUGE_BYTES)
+    assert all(arena.damaged(s) == () for s in Arena.open(directory).snapshots)
+
+
+def test_a_slot_whose_owner_was_killed_while_it_grew_is_made_anew(directory: Path) -> None:
+    kept = snapshot(Arena.open(directory), 1)
+    draft = directory / "slot-1.draft"
+    draft.write_bytes(b"")
+    os.truncate(draft, 10_000)
+    arena = Arena.open(directory)
+    assert not draft.exists() and arena.snapshots == (kept,)
+    assert snapshot(arena, 2).slot == 1
+
+
+@pytest.mark.parametrize("size", [1, 4096, HUGE_BYTES, 3 * HUGE_BYTES + 5000])
+def test_a_slot_has_all_its_memory_before_it_is_written(directory: Path, size: int) -> None:
+    arena = Arena.open(directory)
+    for wanted in (size, 2 * size, 2 * size + 70 * HUGE_BYTES):
+        assert not arena.begin(wanted).view.any()
+        status = (directory / "slot-0").stat()
+        assert status.st_blocks * 512 >= status.st_size >= wanted
+    arena.reserve(size, 2)
+    assert (directory / "slot-1").stat().st_size >= size
 
 
 WRITER = """
