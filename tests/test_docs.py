@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from typer.main import get_command
 
+from ftd.chaos.scenario import parse_scenario
 from ftd.cli.main import app
 from ftd.config.daemon import DaemonFile, daemon_config
 from ftd.config.job import JobFile, load_job
 from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
-from ftd.local.scenario import parse_scenario
 from runtime.protocol import TrainingData
 from runtime.training import load_training
 from statemachine.timing import Timing

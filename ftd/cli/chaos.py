@@ -1,7 +1,7 @@
 """``ftd chaos``: faults on demand, over MQTT, where the nodes' configuration allows it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError
 
 if TYPE_CHECKING:
-    from ftd.local.scenario import NodeFault, Scenario, Target
+    from ftd.chaos.values import NodeFault, Process, Scenario
 
 NodeArgument = Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")]
 TargetOption = Annotated[
@@ -167,8 +167,8 @@ def run(
 
     Example: ftd chaos run examples/demo-chaos.toml
     """
-    from ftd.local.inject import require_remote
-    from ftd.local.scenario import load_scenario
+    from ftd.chaos.inject import require_remote
+    from ftd.chaos.scenario import load_scenario
 
     loaded = load_scenario(scenario)
     require_remote(loaded, scenario.name)
@@ -181,22 +181,24 @@ def _strike(
     address: ClusterAddress,
     do: "NodeFault",
     node: str,
-    target: "Target",
+    target: "Process",
     device: int | None,
     for_s: float | None,
     as_json: bool,
     factor: float | None = None,
 ) -> None:
     """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
+    from ftd.chaos.inject import RemoteInjector
+    from ftd.chaos.targets import layout_of
+    from ftd.chaos.values import AfterTime, Fault, Nodes
     from ftd.client import ClusterClient
-    from ftd.local.inject import RemoteInjector
-    from ftd.local.scenario import AfterTime, Fault
 
     fault = Fault(
+        id=do,
         trigger=AfterTime(delay_s=0.0),
         do=do,
-        nodes=(node,),
-        target=target,
+        target=Nodes(names=(node,)),
+        process=target,
         device=device,
         for_s=for_s,
         factor=factor,
@@ -204,7 +206,7 @@ def _strike(
 
     async def ask() -> None:
         async with ClusterClient(address) as client:
-            await RemoteInjector(client).inject(fault)
+            await RemoteInjector(client, layout=lambda: layout_of({})).inject(fault)
 
     run_async(ask())
     if as_json:
@@ -215,15 +217,18 @@ def _strike(
 
 async def _play(address: ClusterAddress, scenario: "Scenario") -> list[str]:
     """What went wrong: faults refused, and faults whose moment did not come before the job's end."""
+    from ftd.chaos.conductor import Conductor
+    from ftd.chaos.inject import RemoteInjector
+    from ftd.chaos.targets import layout_of
     from ftd.client import ClusterClient
-    from ftd.local.conductor import Conductor
-    from ftd.local.inject import RemoteInjector
 
     problems: list[str] = []
-    async with ClusterClient(address, listen=True) as client:
+    state: dict[str, Any] = {}
+    async with ClusterClient(address, listen=True, on_state=state.update) as client:
+        injector = RemoteInjector(client, layout=lambda: layout_of(state), seed=scenario.seed)
         conductor = Conductor(
             scenario,
-            inject=RemoteInjector(client).inject,
+            inject=injector.inject,
             on_failure=lambda fault, error: problems.append(f"{fault}: {error}"),
         )
         conductor.begin()

@@ -1,1 +1,1 @@
-"""``ftd local``: a whole cluster on one machine, and the scenarios of faults that are played on it."""
+"""``ftd local``: a whole cluster on one machine, and faults that need its processes in hand."""

@@ -122,13 +122,18 @@ class LocalCluster:
         config = self._write(name, table)
         return module_command("ftd.cli.main", "node", "--config", str(config))
 
+    def pid(self, name: str) -> int:
+        """:raises PeerError: it does not run."""
+        if not self.fleet.running(name):
+            raise PeerError(f"{name} is not running")
+        return self.fleet.children[name].pid
+
     async def kill(self, name: str) -> None:
         """SIGKILL the broker, the coordinator or a node's daemon (whose trainers die with it).
 
         :raises PeerError: it does not run.
         """
-        if not self.fleet.running(name):
-            raise PeerError(f"{name} is not running")
+        self.pid(name)
         await self.fleet.kill(name)
 
     async def end(self) -> None:

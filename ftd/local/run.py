@@ -15,16 +15,19 @@ from typing import Any
 
 from rich.console import Console
 
+from ftd.chaos.conductor import Conductor
+from ftd.chaos.inject import require_known_nodes
+from ftd.chaos.scenario import load_scenario
+from ftd.chaos.targets import layout_of
+from ftd.chaos.values import AfterTime, Central, Fault, Scenario
 from ftd.client import ClusterClient
 from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.config.locate import local_file
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 from ftd.local.cluster import ClusterOptions, LocalCluster
-from ftd.local.conductor import Conductor
 from ftd.local.fleet import private_directory
-from ftd.local.inject import LocalInjector, require_known_nodes
-from ftd.local.scenario import AfterTime, Fault, Scenario, load_scenario
+from ftd.local.inject import LocalInjector
 from ftd.node.processes import tail
 from ftd.view.live import LiveView
 from ftd.view.report import ReportBuilder
@@ -139,7 +142,13 @@ class LocalRun:
 
     async def _conduct(self, client: ClusterClient, names: list[str]) -> None:
         """Submit the job when the nodes are there, play the scenario, follow until the job is over."""
-        injector = LocalInjector(client, self._cluster, self._report.on_process)
+        injector = LocalInjector(
+            client,
+            self._cluster,
+            self._report.on_process,
+            layout=lambda: layout_of(self._state),
+            seed=self._scenario.seed,
+        )
         conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
         following = asyncio.ensure_future(self._follow(client, conductor))
         watching = asyncio.ensure_future(self._watch(injector, conductor))
@@ -201,14 +210,15 @@ class LocalRun:
             if self._view is not None:
                 self._view.on_event(event)
             name, details = event.get("event"), event.get("details") or {}
-            if name == "TrainingResumed" and not self._begun:
-                self._begun = True
-                conductor.begin()
             if name == "TrainerStarted":
                 self._report.on_process(event["node"], details["pid"], details["device"])
                 self._trainers.setdefault(event["node"], set()).add(details["device"])
                 self._news.set()
-            conductor.on_event(event)
+            if self._begun:
+                conductor.on_event(event)
+            elif name == "TrainingResumed":
+                self._begun = True
+                conductor.begin()
             if name in _ENDS and not self._over.done():
                 self._over.set_result(str(name))
 
@@ -301,9 +311,9 @@ def _cluster_name(broker: str) -> str:
 def _require_own_broker(scenario: Scenario, options: LocalOptions) -> None:
     if options.broker in ("embedded", "mosquitto"):
         return
-    if any(fault.do == "kill_broker" for fault in scenario.faults):
+    if any(fault.target == Central(part="broker") for fault in scenario.faults):
         raise ConfigurationError(
-            f"the scenario kills the broker, but {options.broker} is not ours",
+            f"the scenario strikes the broker, but {options.broker} is not ours",
             field="--broker",
             remedy="use --broker embedded or mosquitto",
         )

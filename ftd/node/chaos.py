@@ -123,6 +123,8 @@ class Chaos:
             and not self._pids(request)
         ):
             return f"{self._node} runs no such trainer now"
+        if request.do in ("raise", "lossy", "fill_memory", "fill_disk"):
+            return f"{self._node} cannot do {request.do}"
         if request.do == "flip" and not self._memory.stores(request.device):
             return f"{self._node} keeps no part of a snapshot that is complete everywhere now"
         return None
@@ -168,6 +170,8 @@ class Chaos:
                 self._memory.flip(request.device)
             case "disconnect":
                 self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
+            case "raise" | "lossy" | "fill_memory" | "fill_disk":
+                return
             case _:
                 assert_never(request.do)
 
@@ -221,7 +225,7 @@ def _whole_node(request: ChaosRequest) -> bool:
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
-        case "hang" | "slow" | "flip":
+        case "hang" | "raise" | "slow" | "flip":
             return False
-        case "term" | "disconnect":
+        case "term" | "disconnect" | "lossy" | "fill_memory" | "fill_disk":
             return True

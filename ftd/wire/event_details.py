@@ -290,6 +290,12 @@ class ChaosInjected(Details, frozen=True, kw_only=True):
     for_s: float | None = None
     factor: float | None = None
     """Of ``slow``: computing takes so many times as long."""
+    size_mib: int | None = None
+    """Of ``fill_memory`` and ``fill_disk``: what is taken, at most."""
+    drop: float | None = None
+    duplicate: float | None = None
+    late_s: float | None = None
+    """Of ``lossy``, as asked for."""
 
 
 class ChaosRefused(Details, frozen=True, kw_only=True):

@@ -177,13 +177,34 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     request: str
     reply: str
-    do: Literal["kill", "term", "stop", "hang", "slow", "flip", "disconnect"]
+    do: Literal[
+        "kill",
+        "term",
+        "stop",
+        "hang",
+        "raise",
+        "slow",
+        "flip",
+        "disconnect",
+        "lossy",
+        "fill_memory",
+        "fill_disk",
+    ]
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
     """One trainer; left out, all trainers of the node."""
     for_s: float | None = None
     factor: float | None = None
     """``slow``: computing takes so many times as long; 1 ends it."""
+    size_mib: int | None = None
+    """``fill_memory``, ``fill_disk``: take at most so much."""
+    drop: float | None = None
+    duplicate: float | None = None
+    """``lossy``: probabilities, for each message between this node and the coordinator."""
+    late_s: float | None = None
+    """``lossy``: each message comes up to so much later."""
+    seed: int = 0
+    """``lossy``: what is drawn from it."""
     schema: int = SCHEMA
 
 

@@ -17,15 +17,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ftd.chaos.conductor import Conductor
+from ftd.chaos.scenario import parse_scenario
+from ftd.chaos.targets import layout_of
+from ftd.chaos.values import Fault
 from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
 from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
-from ftd.local.conductor import Conductor
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
-from ftd.local.scenario import Fault, parse_scenario
 from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
 from runtime.protocol import TrainingData
 from tests.e2e.contract_witness import ContractWitness
@@ -92,7 +94,9 @@ class Playground:
         address = ClusterAddress(broker=self.cluster.broker, cluster=self.cluster.options.cluster)
         self.client = ClusterClient(address, listen=True, on_state=self._on_state)
         await self.client.__aenter__()
-        self._injector = LocalInjector(self.client, self.cluster, lambda _name, _pid: None)
+        self._injector = LocalInjector(
+            self.client, self.cluster, lambda _name, _pid: None, layout=lambda: layout_of(self.state)
+        )
         self._failures: list[str] = []
         self._conductor: Conductor | None = None
         self._following = asyncio.ensure_future(self._follow())

@@ -123,7 +123,7 @@ def test_the_coordinator_is_killed_while_a_checkpoint_is_written(ground: Playgro
     """Five megabytes on four disks of one a second: it is under way when the coordinator dies."""
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192"))
-    ground.play({"on_event": "CheckpointStarted", "do": "kill_coordinator"})
+    ground.play({"on_event": "CheckpointStarted", "do": "kill", "role": "coordinator"})
     given_up = ground.until_event("CheckpointGivenUp")
     assert given_up["reason"] == "the coordinator was restarted"
     step = ground.until_event("CheckpointCompleted")["step"]

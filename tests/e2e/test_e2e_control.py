@@ -47,12 +47,12 @@ def test_a_job_runs_to_its_end_while_the_coordinator_is_killed(
     ground.until_step(8)
     if again:  # In the middle of a recovery.
         ground.play(
-            {"on_event": "GenerationStarted", "do": "kill_coordinator"},
+            {"on_event": "GenerationStarted", "do": "kill", "role": "coordinator"},
             {"after_s": 0, "do": "kill", "node": "node-1", "target": "trainer"},
         )
         ground.until_recovery("trainer_lost")
     else:
-        ground.inject(do="kill_coordinator", restart_after_s=0.3)
+        ground.inject(do="kill", role="coordinator", restart_after_s=0.3)
         ground.until_event("CoordinatorStarted")
         ground.further(10)
         assert ground.pids == trainers
@@ -69,7 +69,7 @@ def test_training_goes_on_without_the_broker(
     run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(8)
     before = max(run.losses)
-    ground.inject(do="kill_broker", restart_after_s=1.5)
+    ground.inject(do="kill", role="broker", restart_after_s=1.5)
     ground.until_journaled(lambda: run.named("BrokerRestored"), "the broker is back")
     ground.further(20)
     assert [r["cause"] for r in run.recoveries] == ["start"]
@@ -85,7 +85,7 @@ def test_a_trainer_dies_while_the_broker_is_away(
     run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(8)
     ground.kill_later(ground.pids["node-2", 0], after_s=0.3)
-    ground.inject(do="kill_broker", restart_after_s=1.0)
+    ground.inject(do="kill", role="broker", restart_after_s=1.0)
     ground.until_journaled(lambda: len(run.recoveries) > 1, "the recovery")
     assert run.recoveries[1]["cause"] == "trainer_lost"
     ground.further()

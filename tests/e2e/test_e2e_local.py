@@ -185,7 +185,7 @@ def test_bad_input_is_refused_before_anything_starts(
     tmp_path: Path, home: dict[str, str], arguments: list[object], said: str
 ) -> None:
     (tmp_path / "bad.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nnode = "node-7"\n')
-    (tmp_path / "broker.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill_broker"\n')
+    (tmp_path / "broker.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nrole = "broker"\n')
     places = {
         "job": write_job(tmp_path),
         "bad_scenario": tmp_path / "bad.toml",

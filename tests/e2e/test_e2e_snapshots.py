@@ -155,7 +155,7 @@ def test_interval_and_protection_are_switched_on_a_running_job(
     assert (switched["recomputed_steps"], switched["bytes_moved"]) == (0, 0)
     assert asked(ground, "now") == "a snapshot follows the step in flight\n"
     ground.until(lambda: protections(run)[-1] == "aec2", "a snapshot with parity is complete")
-    ground.inject(do="kill_coordinator", restart_after_s=0.1)
+    ground.inject(do="kill", role="coordinator", restart_after_s=0.1)
     ground.until_event("CoordinatorStarted")
     policy = {"every_steps": 0, "auto_interval": False, "protection": "aec2", "auto_protection": False}
     ground.until(lambda: ground.state.get("snapshot_policy") == policy, "the coordinator remembers")

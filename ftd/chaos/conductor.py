@@ -8,14 +8,26 @@ from typing import Any
 
 import structlog
 
+from ftd.chaos.values import (
+    PHASE_EVENTS,
+    AfterFault,
+    AfterTime,
+    AtStep,
+    Fault,
+    InPhase,
+    OnEvent,
+    Scenario,
+    Trigger,
+)
 from ftd.errors import FtdError
-from ftd.local.scenario import AfterTime, AtStep, Fault, OnEvent, Scenario
 
 log = structlog.get_logger()
 
+_PHASE_OF = {event: phase for phase, event in PHASE_EVENTS.items()}
+
 
 class Cues:
-    """Which faults are due: fed with events and the time, each fault comes out exactly once.
+    """Which faults are due: fed with what happens and the time, each fault comes out exactly once.
 
     MQTT may deliver an event twice, so events are told apart by their cause, name and moment.
     """
@@ -23,7 +35,9 @@ class Cues:
     def __init__(self, scenario: Scenario) -> None:
         self._waiting = list(scenario.faults)
         self._occurrences: Counter[str] = Counter()
+        self._phases: Counter[str] = Counter()
         self._seen: set[tuple[str, str, float]] = set()
+        self._snapping: set[str] = set()
 
     @property
     def waiting(self) -> tuple[Fault, ...]:
@@ -46,15 +60,35 @@ class Cues:
             return []
         self._seen.add(identity)
         self._occurrences[name] += 1
-        return self._take(
+        due = self._take(
             lambda t: isinstance(t, OnEvent) and t.event == name and t.occurrence == self._occurrences[name]
         )
+        return due + (self._begin(_PHASE_OF[name]) if name in _PHASE_OF else [])
+
+    def on_node(self, node: str, state: str) -> list[Fault]:
+        """A node says its state: the first that takes a snapshot begins the phase of snapshots."""
+        if state != "SNAP":
+            self._snapping.discard(node)
+            return []
+        begins = not self._snapping
+        self._snapping.add(node)
+        return self._begin("snapshotting") if begins else []
 
     def on_time(self, elapsed_s: float) -> list[Fault]:
         """The faults that are due ``elapsed_s`` after the scenario's begin."""
         return self._take(lambda t: isinstance(t, AfterTime) and t.delay_s <= elapsed_s)
 
-    def _take(self, due: Callable[[AtStep | AfterTime | OnEvent], bool]) -> list[Fault]:
+    def on_struck(self, fault: Fault) -> list[Fault]:
+        """The faults that wait for this one."""
+        return self._take(lambda t: isinstance(t, AfterFault) and t.fault == fault.id)
+
+    def _begin(self, phase: str) -> list[Fault]:
+        self._phases[phase] += 1
+        return self._take(
+            lambda t: isinstance(t, InPhase) and t.phase == phase and t.occurrence == self._phases[phase]
+        )
+
+    def _take(self, due: Callable[[Trigger], bool]) -> list[Fault]:
         taken = [fault for fault in self._waiting if due(fault.trigger)]
         self._waiting = [fault for fault in self._waiting if fault not in taken]
         return taken
@@ -85,6 +119,11 @@ class Conductor:
         """Faults whose moment has not come."""
         return self._cues.waiting
 
+    @property
+    def busy(self) -> bool:
+        """A fault is due, and is not over yet as far as ``inject`` waits for it."""
+        return bool(self._running)
+
     def begin(self) -> None:
         """Start the clock of the faults by time."""
         self._clock = asyncio.get_running_loop().create_task(self._keep_time(time.monotonic()))
@@ -95,9 +134,16 @@ class Conductor:
         self._perform(due)
         return due
 
+    def on_node(self, node: str, state: str) -> list[Fault]:
+        """The same for what a node says of its state."""
+        due = self._cues.on_node(node, state)
+        self._perform(due)
+        return due
+
     async def finish(self) -> None:
         """Wait for the faults under way."""
-        await asyncio.gather(*self._running, return_exceptions=True)
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
 
     async def cancel(self) -> None:
         """Inject nothing more."""
@@ -118,8 +164,11 @@ class Conductor:
             task.add_done_callback(self._running.discard)
 
     async def _one(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.delay_s)
         log.info("inject", fault=str(fault))
         try:
             await self._inject(fault)
         except FtdError as error:
             self._on_failure(fault, error)
+        else:
+            self._perform(self._cues.on_struck(fault))
