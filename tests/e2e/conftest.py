@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.wire.public import JobData
 from tests.e2e.playground import Playground, Run, playground, tiny_job, training_data
 from tests.runtime.reference import load, reference_losses
 
@@ -39,12 +40,23 @@ def ground(shared: Playground) -> Iterator[Playground]:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
     """Losses of the tiny job's first so many steps in one process: no pipelines, no failures."""
-    data = training_data(tiny_job(tmp_path_factory.mktemp("reference"), delay_s=0.0))
+    return _losses_of(tiny_job(tmp_path_factory.mktemp("reference"), delay_s=0.0), REFERENCE_STEPS)
+
+
+@pytest.fixture(scope="session")
+def tied_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """The same with the first and the last layer's weights tied."""
+    directory = tmp_path_factory.mktemp("tied-reference")
+    return _losses_of(tiny_job(directory, delay_s=0.0, arguments="tied = true"), REFERENCE_STEPS // 4)
+
+
+def _losses_of(job: JobData, at_once: int) -> Callable[[int], list[float]]:
+    data = training_data(job)
     known: list[float] = []
 
     def losses(steps: int) -> list[float]:
         if len(known) < steps:
-            wanted = max(steps, REFERENCE_STEPS)
+            wanted = max(steps, at_once)
             fresh = msgspec.structs.replace(data, steps=wanted)
             known[:] = reference_losses(load(fresh), fresh, wanted)
         return known[:steps]

@@ -22,6 +22,7 @@ from tests.e2e.playground import HOME, Json, Playground, Run, playground, write_
 from tests.e2e.tiny import build
 
 SameLosses = Callable[[Run], None]
+Reference = Callable[[int], list[float]]
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +47,23 @@ def ground(impatient: Playground) -> Iterator[Playground]:
 def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
     """From the first step on that is told, each has the undisturbed run's loss whenever it was committed."""
 
-    def check(run: Run) -> None:
-        told = [(e["step"], e["details"]["loss"]) for e in run.named("StepCommitted")]
-        steps = sorted({step for step, _ in told})
-        assert steps == list(range(steps[0], steps[-1] + 1))
-        expected = reference(steps[-1])
-        assert [loss for _, loss in told] == pytest.approx(
-            [expected[step - 1] for step, _ in told], rel=RELATIVE
-        )
-
-    return check
+    return lambda run: check(run, reference)
 
 
-def checkpoint_job(directory: Path, protection: str = "aec", **options: object) -> JobData:
+def check(run: Run, reference: Reference) -> None:
+    told = [(e["step"], e["details"]["loss"]) for e in run.named("StepCommitted")]
+    steps = sorted({step for step, _ in told})
+    assert steps == list(range(steps[0], steps[-1] + 1))
+    expected = reference(steps[-1])
+    assert [loss for _, loss in told] == pytest.approx([expected[step - 1] for step, _ in told], rel=RELATIVE)
+
+
+def checkpoint_job(directory: Path, *, zero1: bool = False, **options: object) -> JobData:
     """Its checkpoints are in ``directory / "kept"``."""
     path = write_job(directory, **options)  # type: ignore[arg-type]
-    snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{protection}"\n'
-    path.write_text(path.read_text() + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
+    text = path.read_text().replace("[training]\n", f"[training]\nzero1 = {str(zero1).lower()}\n")
+    snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{"arc:1+aor" if zero1 else "aec"}"\n'
+    path.write_text(text + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
     return load_job_data(path)
 
 
@@ -174,6 +175,34 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_another_number_of_hosts
     reason = ground.until_event("JobFailed")["reason"]
     assert "checkpoint.url" in reason and "(48, 48) float64 came" in reason and "(40, 40) float64" in reason
     assert "Traceback" not in reason and steps_in(url) == kept
+
+
+def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
+    ground: Playground, tmp_path: Path, tied_reference: Reference
+) -> None:
+    """Four quarters of the optimizer's state, and a weight that two layers share: one checkpoint as any."""
+    url = tmp_path / "kept"
+    run = ground.submit(checkpoint_job(tmp_path, zero1=True, failures=3, arguments="tied = true"))
+    written = ground.until_event("CheckpointCompleted", times=2)
+    assert len(ground.state["pipelines"]) == 4 and not run.named("SnapshotGivenUp")
+    check(ground.stop_job(), tied_reference)
+    assert written["step"] in [one["step"] for one in verify(url)["checkpoints"]]
+    model = nn.Sequential(*build(tied=True).layers).double()
+    before = model[0][0].weight.detach().clone()
+    state = {"model": model.state_dict()}
+    del state["model"]["5.0.weight"]  # It has the name of the first.
+    dcp.load(state, storage_reader=FtdCheckpointReader(str(url)))
+    assert not torch.equal(state["model"]["0.0.weight"], before)
+
+    for name in ("node-1", "node-3"):
+        ground.inject(do="kill", node=name)
+    newest = steps_in(url)[0]
+    run = ground.submit(checkpoint_job(tmp_path, steps=newest + 12, arguments="tied = true"))
+    resumed = ground.until_event("JobResumed")
+    assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
+    assert len(ground.state["pipelines"]) == 2
+    check(ground.finish(), tied_reference)
+    assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 
 
 def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sound_one(

@@ -1,5 +1,6 @@
 """ZeRO-1 in real processes: with replicas a lost node undoes nothing; without, all go back to a snapshot."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,17 @@ from tests.e2e.playground import Playground, Run, write_job
 Reference = Callable[[int], list[float]]
 
 
-def sharded_job(directory: Path, protection: str, every_steps: int, delay_s: float = 0.005) -> JobData:
+def sharded_job(
+    directory: Path,
+    protection: str,
+    every_steps: int,
+    *,
+    delay_s: float = 0.005,
+    failures: int = 3,
+    two_node_replicas: bool = False,
+) -> JobData:
     """Four pipelines of a node each: everybody has a quarter of the optimizer's state."""
-    path = write_job(directory, failures=3, delay_s=delay_s)
+    path = write_job(directory, failures=failures, delay_s=delay_s, two_node_replicas=two_node_replicas)
     text = path.read_text().replace("[training]\n", "[training]\nzero1 = true\n")
     table = f'[snapshot]\nevery_steps = {every_steps}\nprotection = "{protection}"\n'
     path.write_text(text + table)
@@ -78,3 +87,28 @@ def test_replicas_in_snapshots_make_up_for_a_lost_host(
     ground.until_step(details["from_step"] + 5)
     check_losses(ground.stop_job(), reference)
     assert not run.named("ShardDamaged")
+
+
+def test_the_last_pipeline_s_state_is_at_its_buddies(
+    ground: Playground, tmp_path: Path, reference: Reference
+) -> None:
+    """With one pipeline each part is a whole layer's, in one node's memory, and copied to another's."""
+    spare = ["node-2", "node-3"]
+    ground.inject(do="kill", nodes=spare)
+    ground.until(
+        lambda: all(ground.state["nodes"][name]["state"] == "OFFLINE" for name in spare), "two nodes are left"
+    )
+    run = ground.submit(sharded_job(tmp_path, "aor+buddy", every_steps=5, two_node_replicas=True, failures=0))
+    completed = ground.until_event("SnapshotCompleted", times=2)
+    assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
+    assert len(ground.state["pipelines"]) == 1
+    ground.inject(do="kill", node="node-1")
+    [memory] = ground.snapshot_directory.glob("*node-1")
+    shutil.rmtree(memory)
+    ground.inject(do="start", node="node-2")
+    details = ground.until_event("RolledBack")["details"]
+    assert details["tier"] == "buddy" and details["sources"] == ["node-0"]
+    ground.until_step(details["from_step"] + 5)
+    ground.until_event("SnapshotCompleted", times=3)
+    check_losses(ground.stop_job(), reference)
+    assert not run.named("ShardDamaged") and not run.named("ReplicaDiverged")

@@ -49,13 +49,23 @@ class Slow(nn.Module):
 
 
 def build(
-    *, layers: int = 6, width: int = 48, delay_s: float = 0.0, raise_once: str = "", samples: int = 600
+    *,
+    layers: int = 6,
+    width: int = 48,
+    delay_s: float = 0.0,
+    raise_once: str = "",
+    samples: int = 600,
+    tied: bool = False,
 ) -> Training:
+    """:param tied: the last layer has the first one's weight."""
+    made = [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s))
+        for _ in range(layers)
+    ]
+    if tied:
+        made[-1][0].weight = made[0][0].weight
     return Training(
-        layers=[
-            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s))
-            for _ in range(layers)
-        ],
+        layers=made,
         loss=functional.mse_loss,
         optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
         scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
