@@ -25,5 +25,23 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
-    # Libraries (paho through aiomqtt) log through the standard module.
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()], force=True)
+
+
+class _Forwarding(logging.Handler):
+    """What libraries (asyncio, aiohttp, paho) log through the standard module becomes a line like ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger(record.name).log(
+            logging.DEBUG if _is_known(record) else record.levelno,
+            "library",
+            said=record.getMessage(),
+            logger=record.name,
+            exc_info=record.exc_info,
+        )
+
+
+def _is_known(record: logging.LogRecord) -> bool:
+    """uvloop has closed its handle of a broken connection (see ``_read_now_and_then`` of ``ftd.mqtt``)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return record.name == "asyncio" and "the handler is closed" in str(error)

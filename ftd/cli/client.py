@@ -31,6 +31,9 @@ def register(app: typer.Typer) -> None:
 def submit(
     job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
     steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job is over; exit code 1 unless it finished.")
+    ] = False,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
@@ -46,11 +49,16 @@ def submit(
     from ftd.wire.public import SubmitRequest
 
     data = load_job_data(job, steps=steps)
-    job_id = ask_cluster(address_of(broker, cluster, config), SubmitRequest, job=data)
+    address = address_of(broker, cluster, config)
+    job_id = ask_cluster(address, SubmitRequest, job=data)
     if as_json:
         print_json({"job": job_id})
     else:
         typer.echo(job_id)
+    if wait:
+        outcome = run_async(_await_end(address, job_id))
+        typer.echo(f"ftd: {outcome['text']}", err=True)
+        raise typer.Exit(0 if outcome["finished"] else 1)
 
 
 def status(
@@ -181,6 +189,32 @@ def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
             return (await client.request(kind(**client.envelope(), **fields))).detail
 
     return run_async(ask())
+
+
+async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
+    """How the job ended: ``finished`` (all its steps are done) and ``text``.
+
+    The retained state is enough, and needs no connection that holds for days: whoever comes back gets it
+    again. Only another job in the job's place leaves unknown how it ended.
+    """
+    from asyncio import Queue
+
+    from ftd.client import ClusterClient
+
+    states: Queue[dict[str, Any]] = Queue()
+    seen = False
+    async with ClusterClient(address, on_state=states.put_nowait):
+        while True:
+            state = await states.get()
+            job = state.get("job")
+            seen = seen or (job is not None and job["id"] == job_id)
+            if job is None or not seen:
+                continue  # Nobody coordinates at the moment, or the state is older than the job.
+            if job["id"] != job_id:
+                return {"finished": False, "text": f"{job_id} is over; {job['id']} has taken its place"}
+            if state["phase"] in ("FINISHED", "FAILED"):
+                finished = state["phase"] == "FINISHED" and state["step"] >= job["steps"]
+                return {"finished": finished, "text": state["outcome"]}
 
 
 async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: bool) -> None:

@@ -147,6 +147,23 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
     assert stopped.returncode == 0 and json.loads(stopped.stdout)["job"] == "mlp"
 
 
+def test_waiting_for_a_job_ends_with_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "submit", "examples/mlp.toml", "--wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **cluster},
+    )
+    assert waiting.stdout is not None and waiting.stderr is not None
+    job_id = waiting.stdout.readline().strip()
+    assert job_id.startswith("mlp-") and waiting.poll() is None
+    ftd("stop", job_id, directory=tmp_path, **cluster)
+    assert "stop" in waiting.stderr.read()
+    assert waiting.wait(30) == 1
+
+
 def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str]) -> None:
     # A shell that runs the tests in the background has Ctrl-C ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
