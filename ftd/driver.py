@@ -156,26 +156,34 @@ class Driver:
 class EventGate:
     """Lets an event of each kind through once a second: a peer that repeats itself cannot flood the stream.
 
-    Kinds are told apart by name, node and reason. The next one let through says how many were held back.
+    Kinds are told apart by name, node and reason; of ``MessageRefused`` by the topic, as its reason quotes
+    what a stranger wrote. The next one let through says how many were held back. Beyond ``MOST`` a second,
+    of all kinds together, all are held back.
     """
 
     LIMITED = frozenset({"MessageIgnored", "MessageRefused", "PeerSuspected", "NodeRejected"})
     PERIOD_S = 1.0
     MAX_KINDS = 1024
+    MOST = 20
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str | None, str], tuple[float, int]] = {}
+        self._second, self._let = 0, 0
 
     def admit(self, event: EmitEvent, now: float) -> int | None:
         """How many like it were held back before this one; None holds this one back, too."""
         if event.name not in self.LIMITED:
             return 0
-        key = (event.name, event.node, event.reason)
+        apart = event.details.get("topic", "") if event.name == "MessageRefused" else event.reason
+        key = (event.name, event.node, str(apart))
+        if key not in self._kinds and len(self._kinds) >= self.MAX_KINDS:
+            self._kinds.clear()
         since, held = self._kinds.get(key, (-self.PERIOD_S, 0))
-        if now - since < self.PERIOD_S:
+        if int(now) != self._second:
+            self._second, self._let = int(now), 0
+        if now - since < self.PERIOD_S or self._let >= self.MOST:
             self._kinds[key] = (since, held + 1)
             return None
-        if len(self._kinds) >= self.MAX_KINDS:
-            self._kinds.clear()
+        self._let += 1
         self._kinds[key] = (now, 0)
         return held

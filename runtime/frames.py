@@ -52,6 +52,6 @@ class Decoder(Generic[Decoded]):
             del self._buffer[: 4 + length]
             try:
                 frames.append(self._decoder.decode(body))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"malformed frame: {error}") from error
         return frames

@@ -71,5 +71,5 @@ class Keeper:
             raise KeeperError(data.decode(errors="replace")[:500] or f"the keeper answered {response.status}")
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise KeeperError(f"the keeper at {self.path} is of another version: {error}") from None

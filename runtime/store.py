@@ -27,6 +27,7 @@ from runtime.store_protocol import (
     StoreRequest,
     StoreSet,
     StoreValues,
+    proof_of,
 )
 
 _ANSWER_MARGIN_S = 5.0
@@ -44,6 +45,7 @@ class Rendezvous:
     host: str
     port: int
     token: str
+    """The secret; it does not leave this process."""
     generation: int
 
 
@@ -60,7 +62,8 @@ class Connection:
         except OSError as error:
             raise StoreError(f"no rendezvous at {rendezvous.host}:{rendezvous.port}: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.ask(StoreHello(token=rendezvous.token, generation=rendezvous.generation, rank=rank))
+        proof = proof_of(rendezvous.token, rendezvous.generation)
+        self.ask(StoreHello(proof=proof, generation=rendezvous.generation, rank=rank))
 
     def ask(self, request: StoreRequest) -> tuple[bytes, ...]:
         """:raises StoreError: see there."""

@@ -1,14 +1,20 @@
 """What trainers and the rendezvous server say to each other. No torch in here.
 
 A key–value store, one name space per generation, that the process groups of a generation are formed
-through. Plain TCP with frames as in ``runtime.protocol``; the first must be a StoreHello with the token.
+through. Plain TCP with frames as in ``runtime.protocol``; the first must be a StoreHello with the proof that
+whoever says it knows the secret. It is good for one generation: heard on the wire, or told to a server that
+is not ours, it opens no other.
 """
+
+import hashlib
+import hmac
 
 from runtime.frames import Frame
 
 
 class StoreHello(Frame, frozen=True, kw_only=True):
-    token: str
+    proof: str
+    """``proof_of``."""
     generation: int
     rank: int
 
@@ -57,3 +63,10 @@ StoreReply = StoreValues | StoreRefused
 """StoreHello and StoreSet are answered with empty ``StoreValues``."""
 
 MAX_STORE_FRAME_BYTES = 1024 * 1024
+MAX_HELLO_BYTES = 1024
+"""Of a StoreHello: no more is kept of somebody who has not proved anything."""
+
+
+def proof_of(secret: str, generation: int) -> str:
+    """That one knows the secret, for one generation; says nothing of the secret."""
+    return hmac.new(secret.encode(), b"ftd rendezvous 1 %d" % generation, hashlib.sha256).hexdigest()

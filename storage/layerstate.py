@@ -68,7 +68,7 @@ def decode_header(data: bytes, layer: int, payload_bytes: int) -> Header:
     """
     try:
         header = msgspec.msgpack.decode(data, type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError(f"the header of layer {layer} is malformed: {error}") from None
     if header.format != HEADER_FORMAT:
         raise DamagedError(

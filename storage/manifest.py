@@ -129,7 +129,7 @@ def decode_record(data: bytes, kind: type[T], where: str) -> T:
         raise DamagedError(f"{where} was cut short or changed: its digest does not match")
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError(f"{where} is no {kind.__name__} of this version: {error}") from None
 
 

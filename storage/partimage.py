@@ -105,7 +105,7 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """:raises DamagedError: it is none, or contradicts itself."""
         try:
             image = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedError(f"the small part of a group is malformed: {error}") from None
         if image.format != FORMAT:
             raise DamagedError(f"parts of format {image.format}; this version reads {FORMAT}")

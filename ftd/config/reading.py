@@ -21,6 +21,8 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
 _OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+"""Of a node, a cluster, a job, a client."""
 MAX_FILE_BYTES = 1024 * 1024
 
 
@@ -104,7 +106,7 @@ def require_name(value: str, field: str) -> None:
 
     :raises ConfigurationError: anything else.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+    if not NAME.fullmatch(value):
         raise ConfigurationError(
             f"{value!r} is not a usable name",
             field=field,

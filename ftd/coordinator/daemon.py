@@ -33,7 +33,6 @@ from ftd.wire.checking import encode_state
 from ftd.wire.codec import decode_from_node, encode_to_node
 from ftd.wire.public import SCHEMA, NodeStateMessage, decode_json, encode_json, timestamp
 from ftd.wire.topics import Topics
-from statemachine import durable
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -175,7 +174,7 @@ class Coordinator:
         try:
             state = msgspec.msgpack.decode(saved)
             return ClusterMachine.restore(config.timing, state, time.monotonic(), "restored")
-        except (msgspec.DecodeError, durable.JournalError) as error:
+        except (ValueError, RecursionError) as error:  # No msgpack, no state of ours.
             raise JournalError(
                 f"{self._journal.path}: {error} (to begin anew without the job, move the file away)"
             ) from None

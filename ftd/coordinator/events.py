@@ -10,15 +10,20 @@ import structlog
 
 from ftd.coordinator.journal import Journal
 from ftd.driver import EventGate
+from ftd.errors import WireError
 from ftd.mqtt.session import MqttSession
-from ftd.wire.checking import encode_event
-from ftd.wire.public import EventMessage, decode_json, event_message
+from ftd.wire.catalogue import TOLD_BY_OTHERS
+from ftd.wire.checking import encode_event, problem_of_details
+from ftd.wire.codec import MOST_NUMBER, check_size
+from ftd.wire.public import EventMessage, decode_json, encode_json, event_message
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
 
 _log = structlog.get_logger("ftd.events")
 
 SOURCE = "coordinator"
+MOST_HEARD_BYTES = 16 * 1024
+"""Of what others tell: the journal keeps it."""
 
 
 class EventStream:
@@ -61,9 +66,24 @@ class EventStream:
     def heard(self, payload: bytes) -> None:
         """A message on the event topic; our own were recorded when they were emitted.
 
-        :raises WireError: it is no event.
+        The topic is shared: whoever may write it could claim anything, so only what nodes tell counts.
+
+        :raises WireError: it is no event, or not one that is told by nodes.
         """
-        message = decode_json(payload, EventMessage)
-        if message.source != SOURCE:
-            self._journal.record(message)
-            self._heard(message)
+        message: EventMessage = decode_json(payload, EventMessage)
+        if message.source == SOURCE:
+            return
+        if message.event not in TOLD_BY_OTHERS:
+            raise WireError(
+                f"only the coordinator tells {message.event[:80]!r}, and not {message.source[:80]!r}"
+            )
+        if message.source.startswith("node/") and message.source != f"node/{message.node}":
+            raise WireError(f"an event of {str(message.node)[:80]!r} that {message.source[:80]!r} tells")
+        check_size(payload, MOST_HEARD_BYTES)
+        if (problem := problem_of_details(message.event, encode_json(message.details))) is not None:
+            raise WireError(problem[:500])
+        for name in ("generation", "step"):
+            if not 0 <= (getattr(message, name) or 0) <= MOST_NUMBER:
+                raise WireError(f"{name} is {getattr(message, name)}")
+        self._journal.record(message)
+        self._heard(message)

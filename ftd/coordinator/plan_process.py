@@ -92,7 +92,7 @@ async def _read(stream: asyncio.StreamReader) -> Answer | None:
         return _DECODER.decode(await stream.readexactly(length))
     except asyncio.IncompleteReadError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"the planning process said what is no answer: {error}") from None
 
 

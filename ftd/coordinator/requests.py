@@ -17,6 +17,7 @@ from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.mqtt.session import MqttSession
 from ftd.protection import code_for
+from ftd.wire.codec import MOST_NUMBER
 from ftd.wire.public import (
     Answer,
     AnyRequest,
@@ -176,7 +177,8 @@ class Requests:
 
     def _history(self, request: HistoryRequest) -> dict[str, Any]:
         page = self._journal.events if request.what == "events" else self._journal.steps
-        rows, last = page(after=request.after, limit=request.limit, newest=request.newest)
+        after = max(0, min(request.after, MOST_NUMBER))
+        rows, last = page(after=after, limit=request.limit, newest=request.newest)
         return {request.what: rows, "last": last}
 
     def _usual_devices(self) -> int:

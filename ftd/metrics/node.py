@@ -23,6 +23,8 @@ class NodeNow:
     """Of snapshots to other nodes, since the daemon's start."""
     unauthorised: int
     """Requests to its snapshot server without the token."""
+    rendezvous_refused: int
+    """Connections to its rendezvous that did not prove that they know the secret."""
     snapshot_limit_bytes: int
 
 
@@ -149,4 +151,9 @@ class NodeMetrics:
             "ftd_node_unauthorised",
             "Requests to its snapshot server without the token.",
             value=now.unauthorised,
+        )
+        yield CounterMetricFamily(
+            "ftd_node_rendezvous_refused",
+            "Connections to its rendezvous that did not prove that they know the secret.",
+            value=now.rendezvous_refused,
         )

@@ -327,6 +327,7 @@ class NodeDaemon:
             connected=self._voice is not None and self._voice.connected,
             internal_errors=self._driver.bugs,
             trainers=len(self._supervisor.pids()),
+            rendezvous_refused=self._rendezvous.refused,
             **self._snapshots.figures(),
         )
 

@@ -208,7 +208,7 @@ class KeeperDaemon:
 async def _read(request: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"the keeper does not understand this: {error}") from None
 
 

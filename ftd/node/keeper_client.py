@@ -18,7 +18,7 @@ class KeeperClient(ShardClient):
         body = await self.ask("GET", address, f"/scripts/held/{job}", b"", _ASK_S)
         try:
             return msgspec.json.decode(body, type=list[Held])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PeerError(f"{address} sent what is no list of snapshots: {error}") from None
 
     async def send(self, address: str, what: str, message: Protect, timeout_s: float) -> None:

@@ -5,19 +5,23 @@ rank 0's node, so it needs no process of its own, and holds nothing that matters
 a generation's keys go when its last connection closes or when a newer generation appears, and whoever
 still asks for an older one is refused, which is what keeps a stale trainer out of a new group.
 
-Frames are the ones of ``runtime.store_protocol``. Untrusted input: nothing but ``StoreHello`` is
-read before the token was compared (in constant time), and frames, keys and bytes are bounded.
+Frames are the ones of ``runtime.store_protocol``. Untrusted input: nothing but a small ``StoreHello`` is
+read before its proof was compared (in constant time), within a limit that all of it shares; those who
+have not said it are few, and the oldest of them gives way; frames, keys and bytes are bounded.
 """
 
 import asyncio
 import contextlib
 import hmac
+import math
 from dataclasses import dataclass, field
 
 import structlog
 
+from ftd.complaints import Complaints
 from runtime.frames import Decoder, ProtocolError, encode
 from runtime.store_protocol import (
+    MAX_HELLO_BYTES,
     MAX_STORE_FRAME_BYTES,
     StoreAdd,
     StoreCheck,
@@ -29,6 +33,7 @@ from runtime.store_protocol import (
     StoreRequest,
     StoreSet,
     StoreValues,
+    proof_of,
 )
 
 log = structlog.get_logger()
@@ -37,12 +42,18 @@ MAX_KEYS = 65_536
 """Of one generation. Process groups need about one key per rank and group."""
 MAX_STORED_BYTES = 64 * 1024 * 1024
 MAX_CONNECTIONS = 4096
+MAX_STRANGERS = 256
+"""Connections that have not said who they are."""
 HELLO_TIMEOUT_S = 10.0
 MAX_GET_TIMEOUT_S = 600.0
 
 
 class Refused(Exception):
     """A request cannot be served; the text is for whoever asked."""
+
+
+class _Unproven(Refused):
+    """Whoever asked is no trainer of this cluster."""
 
 
 @dataclass(slots=True)
@@ -92,17 +103,24 @@ class _Generation:
 
 
 class RendezvousServer:
-    """``async with RendezvousServer(token, host=…) as server: … server.port``."""
+    """``async with RendezvousServer(secret, host=…) as server: … server.port``."""
 
-    def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, secret: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """:param port: 0 takes a free one. Listening happens in ``start``."""
-        self._token = token.encode()
+        self._secret = secret
         self._host = host
         self._port = port
         self._server: asyncio.Server | None = None
         self._generations: dict[int, _Generation] = {}
         self._newest = 0
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._complaints = Complaints(log, "rendezvous_refused")
+
+    @property
+    def refused(self) -> int:
+        """Connections that could not prove that they belong here, or spoke something else."""
+        return self._complaints.count
 
     @property
     def port(self) -> int:
@@ -139,47 +157,49 @@ class RendezvousServer:
         if task is None or len(self._connections) >= MAX_CONNECTIONS:
             writer.close()
             return
+        if len(self._strangers) >= MAX_STRANGERS:
+            next(iter(self._strangers.values())).transport.abort()
         self._connections.add(task)
+        self._strangers[task] = writer
         try:
             await self._converse(reader, writer)
         except (ConnectionError, asyncio.CancelledError, TimeoutError):
             pass  # The trainer went away, said nothing, or this daemon stops: all of them normal.
         except (ProtocolError, Refused) as error:
-            log.warning("rendezvous_refused", reason=str(error), peer=writer.get_extra_info("peername"))
+            peer = writer.get_extra_info("peername")
+            if isinstance(error, _Unproven | ProtocolError):
+                self._complaints.note(reason=str(error), peer=peer)
+            else:
+                log.info("superseded", reason=str(error), peer=peer)
             with contextlib.suppress(ConnectionError):
                 writer.write(encode(StoreRefused(reason=str(error))))
         finally:
             self._connections.discard(task)
+            self._strangers.pop(task, None)
             writer.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: a StoreHello, then requests, each answered before the next is looked at."""
-        decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_STORE_FRAME_BYTES)
-        generation: _Generation | None = None
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            generation = self._enter(await _hello(reader))
         try:
-            while True:
-                async with asyncio.timeout(HELLO_TIMEOUT_S if generation is None else None):
-                    data = await reader.read(65536)
-                if not data:
-                    return
+            self._strangers.pop(_task(), None)
+            writer.write(encode(StoreValues(values=())))
+            decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_STORE_FRAME_BYTES)
+            while data := await reader.read(65536):
                 for request in decoder.feed(data):
-                    if generation is None:
-                        generation = self._enter(request)
-                        reply: StoreReply = StoreValues(values=())
-                    else:
-                        reply = await self._answer(generation, request)
-                    writer.write(encode(reply))
+                    writer.write(encode(await self._answer(generation, request)))
                     await writer.drain()
         finally:
-            if generation is not None:
-                self._leave(generation)
+            self._leave(generation)
 
     def _enter(self, request: StoreRequest) -> _Generation:
-        """:raises Refused: not a hello, a wrong token, or a generation that is over."""
+        """:raises Refused: not a hello, a wrong proof, or a generation that is over."""
         if not isinstance(request, StoreHello):
-            raise Refused("the first frame must be StoreHello")
-        if not hmac.compare_digest(request.token.encode(), self._token):
-            raise Refused("wrong token")
+            raise _Unproven("the first frame must be StoreHello")
+        proof = proof_of(self._secret, request.generation)
+        if not hmac.compare_digest(request.proof.encode(), proof.encode()):
+            raise _Unproven("wrong secret, or the proof of another generation: the same secret on all nodes?")
         if request.generation < self._newest:
             raise Refused(f"generation {request.generation} is over; {self._newest} is forming")
         self._newest = request.generation
@@ -214,6 +234,8 @@ class RendezvousServer:
                 generation.put(key, b"%d" % total)
                 return StoreValues(values=(b"%d" % total,))
             case StoreGet(keys=keys, timeout_s=timeout_s):
+                if not math.isfinite(timeout_s):
+                    raise Refused(f"timeout_s is {timeout_s}")
                 try:
                     return StoreValues(values=await generation.get(keys, timeout_s))
                 except Refused as refusal:
@@ -222,3 +244,24 @@ class RendezvousServer:
                 return StoreValues(values=(b"1" if all(k in generation.values for k in keys) else b"0",))
             case StoreDelete(key=key):
                 return StoreValues(values=(b"1" if generation.drop(key) else b"0",))
+
+
+async def _hello(reader: asyncio.StreamReader) -> StoreRequest:
+    """The first frame, and not a byte of what follows it.
+
+    :raises ProtocolError: it is none, or too large for a hello. :raises ConnectionError: the end came before.
+    """
+    try:
+        head = await reader.readexactly(4)
+        decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_HELLO_BYTES)
+        decoder.feed(head)
+        body = await reader.readexactly(int.from_bytes(head, "big"))
+    except asyncio.IncompleteReadError:
+        raise ConnectionResetError("closed before its StoreHello") from None
+    return decoder.feed(body)[0]
+
+
+def _task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    assert task is not None, "called by a connection's own task"
+    return task

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 from aiohttp import web
 
+from ftd.complaints import Complaints
 from ftd.node.arenas import Arenas, Held
 from ftd.node.copies import Copies
 from ftd.node.copy_server import CopyServer
@@ -81,9 +82,12 @@ class ShardServer:
         self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._verifying = asyncio.Lock()
         self._verified: tuple[float, tuple[Held, ...], tuple[str, ...]] = (0.0, (), ())
-        self._said_at = 0.0
-        self.unauthorised = 0
+        self._complaints = Complaints(log, "unauthorised")
+
+    @property
+    def unauthorised(self) -> int:
         """Requests without the token, or with a wrong one."""
+        return self._complaints.count
 
     @property
     def port(self) -> int:
@@ -144,21 +148,11 @@ class ShardServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._authorization):
-            self.unauthorised += 1
-            self._complain(request)
+            self._complaints.note(peer=request.remote, path=request.path[:200])
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
         if (timer := self._strangers.pop(request.protocol, None)) is not None:
             timer.cancel()
         return await handler(request)
-
-    def _complain(self, request: web.Request) -> None:
-        """In the log, at most once a second: strangers must not fill it."""
-        now = time.monotonic()
-        if now - self._said_at >= 1.0:
-            self._said_at = now
-            log.warning(
-                "unauthorised", peer=request.remote, path=request.path[:200], so_far=self.unauthorised
-            )
 
     # --- what is asked for -----------------------------------------------------------------------
 

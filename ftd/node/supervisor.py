@@ -237,7 +237,12 @@ class Supervisor:
                     await self._listen(trainer, greeting, reader, writer)
                 case protocol.Output():
                     await self._collect(trainer, reader)
-        except (ProtocolError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
+        except (
+            ValueError,
+            RecursionError,
+            asyncio.IncompleteReadError,
+            OSError,
+        ) as error:  # Frames, greetings.
             log.warning("trainer_connection_refused", reason=str(error))
         except asyncio.CancelledError:
             pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.

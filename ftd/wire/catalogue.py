@@ -71,6 +71,21 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
 
 EVENTS: dict[str, type[Details]] = {kind.__name__: kind for kinds in _BY_SEVERITY.values() for kind in kinds}
 
+TOLD_BY_OTHERS = frozenset(
+    kind.__name__
+    for kind in (
+        e.TrainerStarted,
+        e.ChaosInjected,
+        e.ChaosRefused,
+        e.MessageIgnored,
+        e.MessageRefused,
+        s.ShardDamaged,
+        s.ShardRepaired,
+        s.SnapshotsUnavailable,
+    )
+)
+"""By nodes, and by who injects faults; all others are the coordinator's, and nobody else is believed."""
+
 _SEVERITY_OF: dict[str, Severity] = {
     kind.__name__: severity for severity, kinds in _BY_SEVERITY.items() for kind in kinds
 }

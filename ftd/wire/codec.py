@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from ftd.config.reading import NAME
 from ftd.errors import WireError
 from statemachine.messages import Command, FromNode, Signal, ToNode
 from statemachine.messages import Hello as _Hello
@@ -23,6 +24,10 @@ MAX_PAYLOAD_BYTES = 1024 * 1024
 MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
 """Of what the coordinator says to a node. A plan for 1,000 devices is about 100 KiB; with 12,000 transfers,
 which 100 losses in 1,000 nodes of eight devices may leave behind, it is more than a mebibyte."""
+
+
+MOST_NUMBER = 2**53
+"""Of any counter: what every reader of JSON, and the journal, can hold."""
 
 
 class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,19 +138,25 @@ def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: ms
 
 def _check_node(claimed: str, topic: str | None) -> None:
     if topic is not None and claimed != topic:
-        raise WireError(f"a message on {topic!r}'s topic claims to be {claimed[:64]!r}'s")
+        raise WireError(f"a message on {topic[:64]!r}'s topic claims to be {claimed[:64]!r}'s")
+    if topic is not None and not NAME.fullmatch(claimed):
+        raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
 def _check_numbers(message: Any) -> None:
-    """What types cannot say: no counter of ours is ever negative."""
+    """What types cannot say: no counter of ours is negative, or too large for some reader."""
     numbers = (
         "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
         "size_bytes", "pinned",
     )  # fmt: skip
     for name in numbers:
         value = getattr(message, name, 0)
-        if value < 0:
+        if not 0 <= value <= MOST_NUMBER:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
+    committed = getattr(message, "committed", None)
+    for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
+        if not 0 <= told.step <= MOST_NUMBER:
+            raise WireError(f"malformed {type(message).__name__}: step is {told.step}")
     if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
         raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
     for report in getattr(message, "reports", ()):

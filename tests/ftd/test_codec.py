@@ -76,7 +76,7 @@ from statemachine.values import (
 
 numbers = st.integers(min_value=0, max_value=2**53)
 reals = st.floats(allow_nan=False)
-names = st.text(min_size=1, max_size=12)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,11}", fullmatch=True)
 texts = st.text(max_size=40)
 votes = st.builds(Vote, loss=reals, gradient_norm=reals, skipped=st.booleans())
 steps = st.builds(CommittedStep, step=numbers, vote=votes)

@@ -379,10 +379,10 @@ def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemo
                 client._session.publish(topic, payload)
             refused: dict[str, str] = {}
             async with asyncio.timeout(PATIENCE_S):
-                while len(refused) < 7:
+                while len(refused) < 6:  # Of each topic one in a second, whatever is wrong with it.
                     event = await anext(client.events())
                     if event["event"] == "MessageRefused":
-                        refused[event["details"]["topic"] + event["details"]["why"]] = event["reason"]
+                        refused[event["details"]["topic"]] = event["reason"]
             assert any("at most" in reason for reason in refused.values())
             assert any("node-0/signal" in reason and "malformed" in reason for reason in refused.values())
             assert (await state_when(client, lambda _: True))["nodes"] == {}

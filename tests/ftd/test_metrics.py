@@ -237,6 +237,7 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
         trainers=2,
         sent_bytes=7,
         unauthorised=3,
+        rendezvous_refused=4,
         snapshot_limit_bytes=99,
     )
     node = NodeMetrics(2, lambda: now)

@@ -125,7 +125,7 @@ def test_the_keys_of_a_generation_go_with_its_last_connection(server: ServerThre
 
 
 def test_a_wrong_token_is_refused(server: ServerThread) -> None:
-    with pytest.raises(StoreError, match="wrong token"):
+    with pytest.raises(StoreError, match="wrong secret"):
         Connection(meeting(server, token="guess"), 0, 5.0)
 
 
@@ -179,7 +179,7 @@ def test_limits(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
     one = Connection(meeting(server), 0, 5.0)
     with pytest.raises(StoreError, match="second StoreHello"):
-        one.ask(s.StoreHello(token=TOKEN, generation=1, rank=0))
+        one.ask(s.StoreHello(proof=s.proof_of(TOKEN, 1), generation=1, rank=0))
     two = Connection(meeting(server), 0, 5.0)
     two.ask(s.StoreSet(key="text", value=b"abc"))
     with pytest.raises(StoreError, match="holds no number"):
