@@ -23,6 +23,7 @@ _OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 """Of a node, a cluster, a job, a client."""
+MOST_NESTED = 16
 MAX_FILE_BYTES = 1024 * 1024
 
 
@@ -34,15 +35,33 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes; is it the right file?")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        _require_flat(found, path)
+        return found
     except FileNotFoundError:
         raise ConfigurationError(f"{path} does not exist", remedy="check the path") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{path} is a directory", remedy="name the TOML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+
+
+def _require_flat(tables: dict[str, Any], path: Path) -> None:
+    """:raises ConfigurationError: nested deeper than any file of ours, and than what reads it can follow."""
+    level: list[Any] = [tables]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    if level:
+        raise ConfigurationError(
+            f"{path} has tables within tables, {MOST_NESTED} deep; is it the right file?"
+        )
 
 
 def convert(data: Any, into: type[T], *, where: str = "") -> T:

@@ -161,7 +161,7 @@ class Journal:
     def _failing(self, how: str) -> Any:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, OverflowError) as error:  # The latter of bytes that changed.
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise JournalError(

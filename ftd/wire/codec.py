@@ -30,6 +30,10 @@ MOST_NUMBER = 2**53
 """Of any counter: what every reader of JSON, and the journal, can hold."""
 
 
+MOST_S = 1e9
+"""Of anything that took time."""
+
+
 class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     incarnation: int
@@ -153,6 +157,9 @@ def _check_numbers(message: Any) -> None:
         value = getattr(message, name, 0)
         if not 0 <= value <= MOST_NUMBER:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
+    for name in ("rendezvous_s", "state_s", "step_s", "copy_s", "stall_s", "took_s"):
+        if not 0 <= (took_s := getattr(message, name, 0.0)) <= MOST_S:
+            raise WireError(f"malformed {type(message).__name__}: {name} is {took_s}")
     committed = getattr(message, "committed", None)
     for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
         if not 0 <= told.step <= MOST_NUMBER:

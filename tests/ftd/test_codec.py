@@ -219,7 +219,7 @@ files = st.builds(
 )
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: numbers,
-    float: reals,
+    float: st.floats(0, 1e9),
     Snapshot: snapshots,
     tuple[LayerOnDisk, ...]: st.lists(files, max_size=3).map(tuple),
     tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
