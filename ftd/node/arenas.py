@@ -221,11 +221,12 @@ class Arenas:
     # --- what they hold --------------------------------------------------------------------------
 
     def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Damage]]:
-        """Before any trainer runs: what is complete and sound, and what is not.
+        """Before any trainer runs: what is complete, and what is damaged.
 
         The former as (job, step, generation, owner); the owner is empty where it is this node.
 
-        Reads everything. Drafts and manifests that are damaged are put away, and damaged copies.
+        Reads everything. Drafts and manifests that are damaged are put away, and damaged copies: their owners
+        send others. An own part of which bytes changed counts: the rest is sound, and they are made again.
         """
         held: list[tuple[str, int, int, str]] = []
         problems: list[Damage] = []
@@ -248,9 +249,10 @@ class Arenas:
                     problems += damaged
                     if damaged and owner:
                         arena.release([manifest.step])
-                    whole[key] = whole.get(key, True) and not damaged and manifest.job_id == job.name
+                    there = manifest.job_id == job.name and not (damaged and owner)
+                    whole[key] = whole.get(key, True) and there
                 arena.close()
-            held += [(job.name, *key) for key, sound in sorted(whole.items()) if sound]
+            held += [(job.name, *key) for key, there in sorted(whole.items()) if there]
         return held, problems
 
     def find(self, job_id: str, step: int) -> tuple[Held, ...]:

@@ -1,9 +1,10 @@
 """The kept snapshot is read now and then: bits that changed in memory are found and made again in place.
 
-Once when it is complete everywhere, then every ``Timing.scrub_s``; own parts, and copies kept for others.
-One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time, and what it finds changed is
-told (``ShardDamaged``), made again by ``ftd.node.repair`` and written back (``ShardRepaired``). Where nobody
-has what that takes, the coordinator is told, which wants another snapshot at once.
+Once when it is complete everywhere, once when it was gone back to, then every ``Timing.scrub_s``; own parts,
+and copies kept for others. One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time,
+and what it finds changed is told (``ShardDamaged``), made again by ``ftd.node.repair`` and written back
+(``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another snapshot
+at once.
 """
 
 import asyncio
@@ -71,10 +72,13 @@ class Scrubber:
         """The snapshot that is read."""
         return self._kept
 
-    def watch(self, kept: Restore) -> None:
-        """This one is complete everywhere: read it from now on, and no other."""
+    def watch(self, kept: Restore, *, at_once: bool = False) -> None:
+        """This one is complete everywhere: read it from now on, and no other.
+
+        :param at_once: even if it was read a moment ago.
+        """
         before, self._kept = self._kept, kept
-        if before is None or _key(before) != _key(kept):
+        if at_once or before is None or _key(before) != _key(kept):
             self.stop()
             self._kept, self._flow = kept, Flow(self._rate_bytes_s)
             self._task = asyncio.ensure_future(self._work(self._flow))

@@ -323,6 +323,9 @@ class Snapshots:
             waiting, self._waiting = self._waiting, []
             for send in waiting:
                 send(str(directory))
+            if not restore.url:
+                # What was decoded around is made again: it may be needed with the next failure.
+                self._scrubber.watch(restore, at_once=True)
 
     async def _put(self, restore: Restore, layers: Sequence[int], directory: Path) -> dict[str, int]:
         """The layers as files there. What it took, for the log."""

@@ -11,6 +11,7 @@ from ftd.cli.main import app
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
 from ftd.wire.public import JobData
+from storage.arena import Arena
 from tests.e2e.conftest import RELATIVE
 from tests.e2e.playground import HOME, Json, Playground, Run, write_job
 
@@ -167,10 +168,10 @@ def test_interval_and_protection_are_switched_on_a_running_job(
     same_losses(ground.stop_job())
 
 
-def test_a_flipped_bit_is_repaired_while_the_job_trains(
+def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
-    run = ground.submit(snapshot_job(tmp_path, two_node_replicas=True))
+    run = ground.submit(snapshot_job(tmp_path, two_node_replicas=True, delay_s=0.02))
     ground.until_event("SnapshotCompleted")
     asked(ground, "every", "0")  # The newest stays, so what is flipped is what a rollback reads.
     ground.until(lambda: ground.state["snapshot_policy"]["every_steps"] == 0, "no other one comes")
@@ -181,10 +182,19 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains(
         repaired = ground.until_event("ShardRepaired", node)["details"]
         assert (repaired["owner"], repaired["part"]) == (node, damaged["part"])
         assert repaired["step"] == run.named("SnapshotCompleted")[-1]["step"]
-    asked(ground, "every", "5")
-    ground.inject(do="kill", nodes=list(HOME), target="trainer")
-    assert until_rolled_back(ground)["tier"] == "memory"
     assert len(run.named("ShardDamaged")) == 2, [event["reason"] for event in run.named("ShardDamaged")]
+
+    # While no trainer is there: it is decoded around, and made again as well.
+    [arena] = ground.snapshot_directory.glob("*node-2/*/device-0")
+    ground.inject(do="kill", nodes=list(HOME), target="trainer")
+    kept = Arena.open(arena)
+    [manifest] = kept.snapshots
+    [shard, *_] = [part for part in manifest.parts if part.name.endswith("/shard")]
+    kept.bytes_of(manifest, shard)[17] ^= 64
+    ground.until_event("ShardRepaired", "node-2")
+    assert kept.damaged(manifest) == ()
+    asked(ground, "every", "5")
+    assert until_rolled_back(ground)["tier"] == "memory"
     same_losses(ground.stop_job())
 
 

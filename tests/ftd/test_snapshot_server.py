@@ -455,7 +455,7 @@ def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
         second.open()
         assert second.take_stock() == ([], [])
         held, problems = arenas.take_stock()
-        assert held == [(JOB, 5, 1, "")]
+        assert held == [(JOB, 5, 1, ""), (JOB, 6, 2, "")]
         assert sorted((p.step or 0, p.part) for p in problems) == [(0, "manifest"), (6, PART)]
         assert not (root / JOB / "staging-3").exists()
         second.remove(JOB)
