@@ -76,6 +76,7 @@ def _snapshot(c: Cluster) -> dict[str, Any] | None:
     record = c.keeping.newest
     if record is None:
         return None
+    present = holders(c, record)
     return {
         "step": record.step,
         "generation": record.generation,
@@ -83,7 +84,8 @@ def _snapshot(c: Cluster) -> dict[str, Any] | None:
         "size_bytes": record.size_bytes,
         "protection": record.groups[0].protection,
         "owners": len(record.owners),
-        "present": len(holders(c, record)),
+        "present": len(present),
+        "missing": sorted({*record.owners}.difference(present)),
     }
 
 

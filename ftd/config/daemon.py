@@ -19,6 +19,7 @@ from ftd.config.address import (
     parse_broker,
     user_runtime_dir,
 )
+from ftd.config.dashboard import DashboardPlace, DashboardTable, dashboard_place
 from ftd.config.environment import overridden
 from ftd.config.metrics import LOOPBACK, MetricsPlace, metrics_place
 from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
@@ -116,6 +117,7 @@ class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     broker: BrokerTable = BrokerTable()
     node: NodeTable = NodeTable()
     coordinator: CoordinatorTable = CoordinatorTable()
+    dashboard: DashboardTable = DashboardTable()
     timing: dict[str, int | float] = {}
     """Overrides of ``statemachine.timing.Timing``, field by field."""
 
@@ -144,6 +146,7 @@ class DaemonConfig:
     node_metrics: MetricsPlace | None
     state_dir: Path
     coordinator_metrics: MetricsPlace | None
+    dashboard: DashboardPlace | None
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
 
@@ -226,6 +229,7 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         node_metrics=_metrics("node", file.node, directory),
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         coordinator_metrics=_metrics("coordinator", file.coordinator, directory),
+        dashboard=dashboard_place(file.dashboard, directory),
         secret=_secret(file, directory),
         timing=_timing(file.timing),
     )

@@ -1,10 +1,10 @@
 """Where a daemon serves ``/metrics``, and to whom."""
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftd.config.dashboard import is_loopback
 from ftd.config.secrets import read_secret
 from ftd.errors import ConfigurationError
 
@@ -39,7 +39,7 @@ def metrics_place(
     if port == 0:
         return None
     field = f"{table}.metrics_token_file"
-    if token_file is None and not _is_loopback(host):
+    if token_file is None and not is_loopback(host):
         raise ConfigurationError(
             f"metrics on {host} could be read by everybody on the network",
             field=field,
@@ -53,10 +53,3 @@ def metrics_place(
             remedy="head -c 24 /dev/urandom | base64 makes one",
         )
     return MetricsPlace(host=host, port=port, token=token, field=f"{table}.metrics_port")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

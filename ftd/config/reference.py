@@ -31,7 +31,7 @@ class Key:
     """Its value is never shown."""
 
 
-SECRETS = frozenset({"secret", "broker.password"})
+SECRETS = frozenset({"secret", "broker.password", "dashboard.token"})
 
 
 @cache

@@ -24,6 +24,7 @@ from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.requests import Requests
 from ftd.coordinator.restoring import check_restore
+from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver
 from ftd.errors import JournalError, WireError
 from ftd.metrics.cluster import ClusterMetrics
@@ -107,8 +108,13 @@ class Coordinator:
             internal_errors=lambda: self._driver.bugs,
         )
         self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.own.registry)
+        self._dashboard = Dashboard(config.dashboard, cluster=config.cluster)
         self._events = EventStream(
-            self._topics, self._journal, emitted=self._metrics.emitted, heard=self._metrics.heard
+            self._topics,
+            self._journal,
+            emitted=self._metrics.emitted,
+            heard=self._metrics.heard,
+            shown=self._dashboard.on_event,
         )
         self._session = self._new_session(config)
         self._requests = Requests(
@@ -125,9 +131,10 @@ class Coordinator:
         """Serve until SIGTERM or SIGINT. Trainers go on: they need no coordinator to train.
 
         :raises JournalError: the journal cannot be written any more.
-        :raises ConfigurationError: metrics cannot be served where they should.
+        :raises ConfigurationError: metrics or the dashboard cannot be served where they should.
         """
         await self._metrics_server.start()
+        await self._dashboard.start(self._journal, self._public_state())
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -161,6 +168,7 @@ class Coordinator:
         await self._session.flush(GOODBYE_S)
         await _cancelled(last)
         await self._metrics_server.close()
+        await self._dashboard.close()
         await self._planning.close()
         self._journal.close()
         _log.info("stopped")
@@ -340,7 +348,9 @@ class Coordinator:
     def _publish_state(self) -> None:
         self._publish_timer = None
         self._published_at = asyncio.get_running_loop().time()
-        self._session.publish(self._topics.cluster_state, encode_state(self._public_state()), retain=True)
+        state = self._public_state()
+        self._session.publish(self._topics.cluster_state, encode_state(state), retain=True)
+        self._dashboard.on_state(state)
 
 
 def _unreachable(reason: str) -> bytes:

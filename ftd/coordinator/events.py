@@ -36,12 +36,14 @@ class EventStream:
         *,
         emitted: Callable[[EmitEvent], None],
         heard: Callable[[EventMessage], None],
+        shown: Callable[[EventMessage, bool], None],
     ) -> None:
-        """:param emitted: sees each of our own, before one is held back. :param heard: those of nodes."""
+        """:param emitted: sees each of our own, before one is held back. :param heard: those of nodes.
+        :param shown: all that are published; ``True``: our own."""
         self._topic = topics.events
         self._journal = journal
         self._gate = EventGate()
-        self._emitted, self._heard = emitted, heard
+        self._emitted, self._heard, self._shown = emitted, heard, shown
 
     def emit(self, session: MqttSession, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
@@ -62,6 +64,7 @@ class EventStream:
             cause=event.cause,
             **({"details": event.details} if event.details else {}),
         )
+        self._shown(message, True)
 
     def heard(self, payload: bytes) -> None:
         """A message on the event topic; our own were recorded when they were emitted.
@@ -87,3 +90,4 @@ class EventStream:
                 raise WireError(f"{name} is {getattr(message, name)}")
         self._journal.record(message)
         self._heard(message)
+        self._shown(message, False)

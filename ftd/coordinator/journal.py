@@ -110,6 +110,18 @@ class Journal:
         rows = self._page(query, after, limit, newest)
         return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
 
+    def sampled_steps(self, most: int) -> tuple[list[dict[str, Any]], int]:
+        """At most ``most`` steps of the newest job, oldest first, and how many of them each stands for."""
+        self.flush()
+        with self._failing("read"):
+            row = self._db.execute("SELECT COUNT(*) FROM steps WHERE job = ?", (self._job,)).fetchone()
+            stride = max(1, -(-row[0] // most))
+            rows = self._db.execute(
+                "SELECT step, at, details FROM steps WHERE job = ? AND step % ? = 0 ORDER BY step",
+                (self._job, stride),
+            ).fetchall()
+        return [{"step": step, "at": at, "details": json.loads(text)} for step, at, text in rows], stride
+
     def close(self) -> None:
         """Write the rest and let another coordinator in."""
         try:

@@ -27,6 +27,8 @@ class ClusterOptions:
     broker: str = "embedded"
     """``embedded``, ``mosquitto``, or the address of a broker that runs already."""
     cluster: str = "local"
+    dashboard: bool = False
+    """The coordinator serves its page, on a free port."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
 
@@ -41,6 +43,12 @@ class LocalCluster:
         self._secret = secrets.token_hex(16)
         self._address: BrokerAddress | None = None
         self._node_names: list[str] = []
+        self._page = f"{HOST}:{free_port()}" if options.dashboard else ""
+
+    @property
+    def dashboard(self) -> str:
+        """Where the page is; empty: there is none."""
+        return f"http://{self._page}/" if self._page else ""
 
     @property
     def broker(self) -> BrokerAddress:
@@ -96,7 +104,10 @@ class LocalCluster:
 
     async def start_coordinator(self) -> Child:
         """Start it, or start it again upon the same journal."""
-        config = self._write(COORDINATOR, f'[coordinator]\nstate_dir = "{self.directory / "state"}"\n')
+        tables = (
+            f'[coordinator]\nstate_dir = "{self.directory / "state"}"\n[dashboard]\nlisten = "{self._page}"\n'
+        )
+        config = self._write(COORDINATOR, tables)
         command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
         return await self.fleet.start(COORDINATOR, command)
 

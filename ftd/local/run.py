@@ -82,6 +82,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
             ClusterOptions(
                 devices_per_node=options.devices_per_node,
                 broker=options.broker,
+                dashboard=True,
                 cluster=_cluster_name(options.broker),
             ),
         )
@@ -127,6 +128,7 @@ class LocalRun:
     async def run(self, names: list[str]) -> int:
         await self._cluster.start_broker()
         await self._cluster.start_coordinator()
+        self._console.print(f"dashboard: {self._cluster.dashboard}", markup=False, highlight=False)
         for name in names:
             self._report.on_process(name, (await self._cluster.start_node(name)).pid)
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)

@@ -17,9 +17,8 @@ def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
     line.append(f"{mark} {words(name)}", style=style)
     if event.get("node"):
         line.append(f"  {event['node']}", style="bold")
-    said = _said(name, event)
-    if said:
-        line.append(f"  {said}")
+    if words_of := said(name, event):
+        line.append(f"  {words_of}")
     return line
 
 
@@ -31,11 +30,11 @@ def plain_event(event: JsonMap) -> str:
     parts = [clock(event.get("at")), f"{where:<10}", name]
     if event.get("node"):
         parts.append(str(event["node"]))
-    said = _said(name, event)
-    return " ".join(parts) + (f": {said}" if said else "")
+    words_of = said(name, event)
+    return " ".join(parts) + (f": {words_of}" if words_of else "")
 
 
-def _said(name: str, event: JsonMap) -> str:
+def said(name: str, event: JsonMap) -> str:
     """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
     details: dict[str, Any] = event.get("details") or {}
     if name == "StepCommitted":
@@ -43,8 +42,8 @@ def _said(name: str, event: JsonMap) -> str:
         speed = f", {number(rate, 0)} samples/s" if rate else ""
         skipped = ", skipped" if details.get("skipped") else ""
         return f"step {event.get('step')}  loss {number(details.get('loss'))}{speed}{skipped}"
-    said = " ".join(str(event.get("reason") or "").split())
+    reason = " ".join(str(event.get("reason") or "").split())
     recovery: JsonMap | None = details.get("recovery")
     if name == "RecoveryCompleted" and recovery:
-        said += f" ({duration(recovery['total_ms'] / 1000)}, {size(recovery['bytes_moved'])} moved)"
-    return said
+        reason += f" ({duration(recovery['total_ms'] / 1000)}, {size(recovery['bytes_moved'])} moved)"
+    return reason

@@ -7,6 +7,7 @@ belongs to a node's story when any of its events names the node.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,6 +19,9 @@ from ftd.view.text import QUIET_EVENTS, JsonMap, clock, duration, plural
 _OF_A_RECOVERY = frozenset(
     {"Quiesced", "PlanChosen", "ClusterPaused", "TrainingResumed", "RecoveryCompleted"}
 )
+
+MOST_GENERATIONS = 10_000
+"""Remembered with what they began for, the newest."""
 
 
 def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
@@ -38,18 +42,29 @@ def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
     """The events of ``node``'s story in chapters, each in order of time; repeated deliveries once."""
     known = {_identity(e): e for e in events if e.get("event") not in QUIET_EVENTS}
     ordered = sorted(known.values(), key=lambda e: float(e["monotonic"]))
-    beginnings = {
-        e["generation"]: str(e["cause"])
-        for e in reversed(ordered)
-        if e["event"] == "GenerationStarted" and e.get("generation") is not None
-    }
+    index = ChapterIndex()
     by_cause: dict[str, list[JsonMap]] = {}
     for event in ordered:
-        cause = str(event["cause"])
-        if event["event"] in _OF_A_RECOVERY:
-            cause = beginnings.get(event.get("generation"), cause)
-        by_cause.setdefault(cause, []).append(event)
+        by_cause.setdefault(index.of(event), []).append(event)
     return [chapter for chapter in by_cause.values() if any(names(e, node) for e in chapter)]
+
+
+class ChapterIndex:
+    """Which chapter each event belongs to; it is shown them in order of time."""
+
+    def __init__(self) -> None:
+        self._beginnings: dict[Any, str] = {}
+
+    def of(self, event: JsonMap) -> str:
+        """The cause that the chapter goes by: of a step of a recovery, what its generation began for."""
+        cause, generation = str(event["cause"]), event.get("generation")
+        if event["event"] == "GenerationStarted" and generation is not None:
+            while len(self._beginnings) >= MOST_GENERATIONS:
+                del self._beginnings[next(iter(self._beginnings))]
+            self._beginnings.setdefault(generation, cause)
+        if event["event"] in _OF_A_RECOVERY:
+            return self._beginnings.get(generation, cause)
+        return cause
 
 
 def names(event: JsonMap, node: str) -> bool:

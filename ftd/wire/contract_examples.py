@@ -119,7 +119,7 @@ EXAMPLES: dict[str, Json] = {
         "outcome": "", "planning": None,
         "snapshot": {
             "step": 80, "generation": 3, "at": _AT, "size_bytes": 48200192, "protection": "aec", "owners": 4,
-            "present": 4,
+            "present": 4, "missing": [],
         },
         "snapshot_policy": {
             "every_steps": 10, "auto_interval": False, "protection": "aec", "auto_protection": False,

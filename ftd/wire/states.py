@@ -32,6 +32,8 @@ class SnapshotState(StateData, frozen=True, kw_only=True):
     """Nodes that kept a part of it."""
     present: int
     """Nodes that still have theirs."""
+    missing: list[str]
+    """Those that have not."""
 
 
 class SnapshotPolicyState(StateData, frozen=True, kw_only=True):

@@ -1,0 +1,81 @@
+"""Who may look at the dashboard: everybody of this host on loopback, else whoever shows the token.
+
+A browser sends the token once, with the form of the page that asks for it, and gets a cookie that is
+derived from it: so the token is neither in an address nor in the browser's store, and the cookie
+outlives a restart of the coordinator. Tools send ``Authorization: Bearer``. On loopback, where no token
+is asked for, a request must be addressed to this host: a page elsewhere whose name was made to point
+here (DNS rebinding) is not.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from ftd.config.dashboard import DashboardPlace, is_loopback
+
+COOKIE_AGE_S = 30 * 24 * 3600
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""On every answer. Plotly writes style attributes; scripts come from here alone."""
+
+
+class Access:
+    """Of one dashboard."""
+
+    def __init__(self, place: DashboardPlace, cluster: str) -> None:
+        self._token = None if place.token is None else place.token.encode()
+        self._hosts = {place.host.lower(), "localhost"}
+        digest = hashlib.sha256(f"ftd dashboard {cluster}".encode()).digest()
+        self._pass = hmac.new(self._token or b"", digest, hashlib.sha256).hexdigest()
+        self._cookie = f"ftd_{hashlib.sha256(cluster.encode()).hexdigest()[:12]}_{place.port}"
+        """Browsers keep cookies by host, not by port: several clusters must not share one."""
+
+    @property
+    def asks(self) -> bool:
+        """A token is wanted."""
+        return self._token is not None
+
+    def allows(self, request: web.Request) -> bool:
+        """In constant time, as far as the token is concerned."""
+        if self._token is None:
+            return self._is_here(request.headers.get("Host", ""))
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(given, b"Bearer " + self._token):
+            return True
+        cookie = request.cookies.get(self._cookie, "")
+        return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._pass.encode())
+
+    def opens(self, token: str) -> bool:
+        """Is it the token?"""
+        if self._token is None:
+            return False
+        return hmac.compare_digest(token.strip().encode("utf-8", "surrogateescape"), self._token)
+
+    def admit(self, answer: web.StreamResponse, *, secure: bool) -> None:
+        """Give the browser its cookie. :param secure: the browser came by HTTPS, through a proxy."""
+        answer.set_cookie(
+            self._cookie,
+            self._pass,
+            max_age=COOKIE_AGE_S,
+            httponly=True,
+            samesite="Strict",
+            secure=secure,
+            path="/",
+        )
+
+    def _is_here(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        name = name.strip("[]").lower()
+        return name in self._hosts or is_loopback(name)

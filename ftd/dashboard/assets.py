@@ -1,0 +1,62 @@
+"""The files of the page, compressed once; and plotly's JavaScript, out of its wheel, when it is asked for."""
+
+import asyncio
+import gzip
+import hashlib
+import mimetypes
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+PAGE = Path(__file__).parent / "page"
+PLOTLY = f"plotly-{version('plotly')}.js"
+"""Its name says the version, so that a browser may keep it for ever."""
+_TYPES = {".js": "text/javascript", ".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asset:
+    """A file as it is sent."""
+
+    kind: str
+    packed: bytes
+    """gzip."""
+    tag: str
+    """Of its content: a browser that has this one need not get it again."""
+
+
+@cache
+def pages() -> dict[str, Asset]:
+    """Everything in ``page/`` by name."""
+    return {path.name: _asset(path.name, path.read_bytes()) for path in sorted(PAGE.iterdir())}
+
+
+class Plotly:
+    """1.5 MB compressed: made in a thread, once, for the first browser that has none."""
+
+    def __init__(self) -> None:
+        self._making: asyncio.Future[Asset] | None = None
+
+    async def get(self) -> Asset:
+        """:raises OSError: plotly is not installed as it should be."""
+        if self._making is None or (self._making.done() and self._making.exception() is not None):
+            self._making = asyncio.ensure_future(asyncio.to_thread(_plotly))
+        return await asyncio.shield(self._making)
+
+
+def _plotly() -> Asset:
+    spec = find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("plotly is not installed")
+    return _asset(PLOTLY, (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes())
+
+
+def _asset(name: str, content: bytes) -> Asset:
+    kind = _TYPES.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
+    return Asset(
+        kind=kind,
+        packed=gzip.compress(content, 6, mtime=0),
+        tag=f'"{hashlib.sha256(content).hexdigest()[:24]}"',
+    )

@@ -1,0 +1,133 @@
+// The header (phase, job, connection, what is waited for) and the key figures.
+
+import { NODE_MARKS, PHASE_MARKS, age, clock, duration, make, number, percent, plural, say, show, size } from "./words.js";
+
+const AT = 1, PRODUCTIVE = 4, ELAPSED = 5;
+const $ = (id) => document.getElementById(id);
+const tiles = new Map();
+
+/** Time that went into steps that count, over all time, from the first step to now or to the job's end. */
+export function goodput(points, until) {
+  if (!points.length) return null;
+  let productive = 0, elapsed = 0;
+  for (const point of points) { productive += point[PRODUCTIVE]; elapsed += point[ELAPSED]; }
+  // What began after the newest commit counts as lost once it takes longer than a step does.
+  const last = points[points.length - 1];
+  const open = until === null ? 0 : Math.max(0, until - last[AT] - last[ELAPSED]);
+  return elapsed + open > 0 ? productive / (elapsed + open) : null;
+}
+
+export const over = (state) => ["FINISHED", "FAILED"].includes(state.phase) || (state.phase === "WAITING");
+
+export function drawHeader(store) {
+  const known = store.document;
+  drawLink(store);
+  if (!known) return;
+  const { state } = known;
+  const lost = store.link === "lost";
+  say($("cluster"), known.cluster);
+  const phase = state.phase ?? "WAITING";
+  const badge = $("phase");
+  say(badge, `${PHASE_MARKS[phase] ?? "?"} ${phase.toLowerCase()}`);
+  badge.dataset.phase = phase;
+  const job = state.job;
+  const words = job
+    ? `${job.name}: step ${state.step.toLocaleString("en")} of ${job.steps.toLocaleString("en")}`
+    : "no job: submit one with ftd submit JOB.toml";
+  say($("job-words"), words);
+  const share = job ? Math.min(1, state.step / Math.max(1, job.steps)) : 0;
+  const bar = $("job-bar");
+  show(bar, !!job);
+  bar.setAttribute("aria-valuenow", state.step ?? 0);
+  bar.setAttribute("aria-valuemax", job?.steps ?? 1);
+  bar.firstElementChild.style.transform = `scaleX(${share})`;
+  say(document.querySelector("title"), `${lost ? "? " : ""}${PHASE_MARKS[phase] ?? ""} ${job ? `${job.name} ${Math.floor(share * 100)} %` : known.cluster}`);
+  banner(store, state, phase);
+  document.body.classList.toggle("stale", lost);
+  say($("footer"), `ftd ${state.version ?? ""} · generation ${state.generation ?? "–"}`
+    + ` · ${plural(Object.keys(known.nodes).length, "node")} · what the coordinator publishes, and nothing else`);
+}
+
+function drawLink(store) {
+  const link = $("link");
+  link.dataset.link = store.link;
+  say(link, { live: "● live", lost: "✖ connection lost", connecting: "◌ connecting" }[store.link]);
+}
+
+function banner(store, state, phase) {
+  const element = $("banner");
+  let text = "", grave = false;
+  if (store.link === "lost") {
+    text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`;
+    grave = true;
+  } else if (phase === "PAUSED") {
+    text = `Paused: training stands still until there is ${state.waiting_for || "what it needs"}.`;
+    grave = true;
+  } else if (phase === "FAILED") {
+    text = `The job failed: ${state.outcome}`;
+    grave = true;
+  } else if (state.waiting_for) {
+    text = `Waiting for ${state.waiting_for}.`;
+  } else if (state.planning) {
+    text = `Planning for other numbers of nodes: ${state.planning.done} of ${state.planning.total}.`;
+  }
+  show(element, !!text);
+  element.classList.toggle("grave", grave);
+  if (text) say(element, text);
+}
+
+export function drawFigures(store) {
+  const { state, nodes, trend } = store.document;
+  const all = Object.values(nodes);
+  const healthy = all.filter((n) => n.state !== "OFFLINE" && n.state !== "UNHEALTHY").length;
+  tile("loss", "loss", number(state.loss), state.step ? `at step ${state.step.toLocaleString("en")}` : "no step yet");
+  tile("rate", "throughput", state.samples_per_s ? number(state.samples_per_s, 0) : "–",
+    state.step_s ? `samples/s · ${duration(state.step_s)} a step` : "samples/s");
+  const share = goodput(trend[1], over(state) ? null : store.now());
+  tile("goodput", "goodput", percent(share), "of the time in steps that count");
+  tile("nodes", "nodes", `${healthy.toLocaleString("en")}`,
+    healthy === all.length ? "all of them well" : `of ${all.length.toLocaleString("en")} well ${NODE_MARKS.UNHEALTHY}`,
+    healthy < all.length ? "warning" : "");
+  snapshotTile(store, state);
+  const checkpoint = state.checkpoint;
+  tile("checkpoint", "checkpoint", checkpoint?.step != null ? `step ${checkpoint.step.toLocaleString("en")}` : checkpoint ? "none yet" : "off",
+    checkpoint?.writing_step != null ? `writing step ${checkpoint.writing_step}` : checkpoint?.step != null ? size(checkpoint.size_bytes) : "on a disk");
+}
+
+function snapshotTile(store, state) {
+  const { snapshot, snapshot_policy: policy } = state;
+  if (!snapshot) {
+    tile("snapshot", "snapshot age", policy ? "none yet" : "off", policy ? every(policy) : "in the nodes' memory");
+    return;
+  }
+  const gone = snapshot.owners - snapshot.present;
+  tile("snapshot", "snapshot age", age(store.now() - Date.parse(snapshot.at) / 1000),
+    `step ${snapshot.step.toLocaleString("en")}${gone ? ` · ${plural(gone, "part")} gone ▲` : ` · ${size(snapshot.size_bytes)}`}`,
+    gone ? "warning" : "");
+}
+
+export function every(policy) {
+  if (!policy) return "";
+  if (!policy.every_steps) return "none for now";
+  const often = policy.every_steps === 1 ? "every step" : `every ${policy.every_steps.toLocaleString("en")} steps`;
+  return policy.auto_interval ? `${often}, chosen` : often;
+}
+
+/** What ticks without news. */
+export function tick(store) {
+  snapshotTile(store, store.document.state);
+}
+
+function tile(key, label, value, note, mood = "") {
+  let parts = tiles.get(key);
+  if (!parts) {
+    const shown = make("dd", { class: "value" }), small = make("dd", { class: "note" });
+    const box = make("div", { class: "figure", "data-figure": key }, make("dt", {}, label), shown, small);
+    $("figures").append(box);
+    parts = { box, shown, small };
+    tiles.set(key, parts);
+  }
+  say(parts.shown, value);
+  say(parts.small, note);
+  if (parts.box.dataset.mood !== mood) parts.box.dataset.mood = mood;
+}

@@ -1,0 +1,82 @@
+// The page: one render a frame at most, and of the panels only those that something changed in.
+
+import { drawEvents, setUpEvents } from "./events.js";
+import { drawFigures, drawHeader, tick } from "./figures.js";
+import { drawKept } from "./kept.js";
+import { drawNodes, setUpNodes } from "./nodes.js";
+import { drawGrid } from "./grid.js";
+import { drawRecovery, tickRecovery } from "./recovery.js";
+import { Store } from "./store.js";
+import { drawTrends, setUpTrends, themeChanged } from "./trends.js";
+
+const PANELS = [
+  [["state", "nodes", "trend", "link"], drawHeader],
+  [["state", "nodes", "trend"], drawFigures],
+  [["recovery", "recoveries", "state"], drawRecovery],
+  [["pipelines", "nodes"], drawGrid],
+  [["nodes", "pipelines"], drawNodes],
+  [["where", "state", "nodes"], drawKept],
+  [["events"], drawEvents],
+  [["trend", "marks"], drawTrends],
+];
+const view = { node: null, changed: null };
+let dirty = new Set();
+let asked = false;
+
+function changed(parts) {
+  for (const part of parts) dirty.add(part);
+  if (asked) return;
+  asked = true;
+  // A hidden page draws nothing; it is drawn whole when it is looked at again.
+  requestAnimationFrame(render);
+}
+
+function render() {
+  asked = false;
+  const parts = dirty;
+  dirty = new Set();
+  if (!store.document) return drawHeader(store);
+  performance.mark("ftd-render");
+  for (const [wants, draw] of PANELS) {
+    if (parts.has("all") || wants.some((part) => parts.has(part))) draw(store, view, parts);
+  }
+  performance.measure("ftd-update", "ftd-render");
+}
+
+/** A node was chosen, or none: its stages stand out, and the events are its own. */
+view.choose = (node) => {
+  view.node = view.node === node ? null : node;
+  changed(["nodes", "pipelines", "events"]);
+};
+
+const store = new Store(changed);
+setUpTheme();
+setUpEvents(store, view);
+setUpNodes(view);
+setUpTrends(store);
+store.load();
+setInterval(() => {
+  if (store.document && !document.hidden) {
+    tick(store);
+    tickRecovery(store);
+  }
+}, 250);
+
+function setUpTheme() {
+  const button = document.getElementById("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const root = document.documentElement;
+  const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const label = () => {
+    button.textContent = dark() ? "☀" : "☾";
+    button.title = button.ariaLabel = dark() ? "Light colours" : "Dark colours";
+  };
+  button.addEventListener("click", () => {
+    root.dataset.theme = dark() ? "light" : "dark";
+    try { localStorage.setItem("ftd-theme", root.dataset.theme); } catch { /* kept for this page alone */ }
+    label();
+    themeChanged();
+  });
+  system.addEventListener("change", () => { label(); themeChanged(); });
+  label();
+}

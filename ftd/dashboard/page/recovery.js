@@ -1,0 +1,136 @@
+// The running recovery by phase, with its clock and its reasons; and those that are over.
+
+import { clock, duration, make, moment, plural, say, show, size } from "./words.js";
+
+const PHASES = ["detect", "quiesce", "plan", "state", "resume"];
+const MEANINGS = {
+  detect: "from the fault until it was noticed", quiesce: "until every survivor had stopped and reported",
+  plan: "until the plan was chosen", state: "until all had met and held their layers",
+  resume: "until the next step was committed",
+};
+const NOTICED = {
+  last_will: "the broker lost its connection", silence: "no heartbeat", no_answer: "it did not answer",
+  goodbye: "it said goodbye", exited: "its process ended", raised: "its code raised an exception",
+  hung: "it made no progress", prepared: "it is ready", request: "somebody asked", measured: "it was measured",
+  peer: "a peer's word",
+};
+const MOST_SHOWN = 20;
+const $ = (id) => document.getElementById(id);
+let live = null;
+let listed = "";
+
+export function drawRecovery(store, view, parts) {
+  const { recovery, recoveries } = store.document;
+  if (parts.has("all") || parts.has("recovery") || parts.has("recoveries")) {
+    live = null;
+    const box = $("recovery-now");
+    $("recovery").dataset.running = recovery ? "yes" : "";
+    if (recovery) box.replaceChildren(running(store, recovery));
+    else if (recoveries.length) box.replaceChildren(over(recoveries.at(-1), true));
+    else box.replaceChildren(make("p", { class: "quiet" }, "none so far: one plan since the beginning"));
+    say($("recovery-title"), recovery ? "Recovery under way" : recoveries.length ? "The last recovery" : "Recovery");
+    past(recoveries.slice(0, recovery ? undefined : -1));
+  }
+}
+
+/** The clock of the phase that runs. */
+export function tickRecovery(store) {
+  if (!live) return;
+  const now = store.now();
+  say(live.total, duration(now - live.began));
+  if (live.phase) say(live.phase, duration(now - live.phaseBegan));
+}
+
+function running(store, recovery) {
+  const seen = new Map(recovery.phases.map(([name, began, ended]) => [name, { began, ended }]));
+  const began = recovery.phases[0][1];
+  const total = make("strong", { class: "clock" }, duration(store.now() - began));
+  live = { total, began, phase: null, phaseBegan: 0 };
+  const steps = PHASES.map((name) => {
+    const phase = seen.get(name);
+    const state = !phase ? (name === "detect" ? "unknown" : "ahead") : phase.ended === null ? "now" : "done";
+    const time = make("span", { class: "time" }, phase?.ended != null ? duration(phase.ended - phase.began)
+      : state === "now" ? duration(store.now() - phase.began) : state === "unknown" ? "?" : "");
+    if (state === "now") live = { ...live, phase: time, phaseBegan: phase.began };
+    const mark = { done: "✔", now: "▶", ahead: "○", unknown: "–" }[state];
+    return make("li", { "data-phase": state, title: MEANINGS[name], "aria-current": state === "now" ? "step" : null },
+      make("span", { class: "name" }, `${mark} ${name}`), time);
+  });
+  const tries = recovery.tries > 1 ? ` · generation ${recovery.generation}, ${plural(recovery.tries, "try", "tries")}` : ` · generation ${recovery.generation}`;
+  return make("div", { class: "running" },
+    make("p", { class: "what" }, total, ` since ${clock(began)}${tries}`),
+    make("ol", { class: "phases" }, ...steps),
+    reasons([
+      ...recovery.losses.slice(0, 6).map((loss) => ["lost", lossWords(loss)]),
+      recovery.losses.length > 6 ? ["", `and ${recovery.losses.length - 6} more`] : null,
+      ["why", recovery.why],
+      ["step", recovery.decision],
+      ["plan", recovery.plan],
+      ["paused", recovery.paused],
+    ]));
+}
+
+function lossWords(loss) {
+  const how = NOTICED[loss.how] ?? loss.how ?? "";
+  return `${loss.what === "TrainerLost" ? `a trainer of ${loss.node}` : loss.node}${how ? `: ${how}` : ""}`;
+}
+
+function title(recovery) {
+  const names = recovery.nodes;
+  const who = names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ");
+  return recovery.cause === "start" ? "The first plan" : `${who || "the cluster"} ${recovery.what}`;
+}
+
+function timings(recovery) {
+  return PHASES.map((name) => [name, recovery[`${name}_ms`]]).filter(([, ms]) => ms != null);
+}
+
+function bar(recovery) {
+  const parts = timings(recovery);
+  const total = parts.reduce((sum, [, ms]) => sum + ms, 0) || 1;
+  const words = parts.map(([name, ms]) => `${name} ${duration(ms / 1000)}`).join(", ");
+  return make("div", { class: "split", role: "img", "aria-label": words },
+    ...parts.map(([name, ms]) => {
+      const part = make("span", { "data-part": name, title: `${name}: ${duration(ms / 1000)}, ${MEANINGS[name]}` });
+      part.style.flexGrow = Math.max(ms / total, 0.004);
+      return part;
+    }));
+}
+
+function keys(recovery) {
+  return make("ul", { class: "keys" }, ...timings(recovery).map(([name, ms]) =>
+    make("li", { "data-part": name, title: MEANINGS[name] }, make("i", {}), `${name} `, make("b", {}, duration(ms / 1000)))));
+}
+
+function over(recovery, full) {
+  const facts = [`${duration(recovery.total_ms / 1000)} to the next step`,
+    `${size(recovery.bytes_moved)} moved`,
+    recovery.rolled_back_steps ? `${plural(recovery.rolled_back_steps, "step")} undone` : "no step undone",
+    recovery.recomputed_steps ? `${plural(recovery.recomputed_steps, "step")} computed again` : null];
+  return make("div", { class: "over", "data-failure": recovery.failure ? "yes" : "" },
+    make("p", { class: "what" }, make("strong", {}, `${recovery.failure ? "✖" : "✚"} ${title(recovery)}`),
+      make("span", { class: "quiet" }, ` ${clock(recovery.at)} · step ${recovery.step?.toLocaleString("en")}`)),
+    make("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
+    bar(recovery), keys(recovery),
+    full ? reasons([["noticed", noticed(recovery)], ["step", recovery.decision], ["plan", recovery.reason]]) : null);
+}
+
+function noticed(recovery) {
+  if (recovery.losses?.length) return recovery.losses.slice(0, 4).map(lossWords).join("; ");
+  return NOTICED[recovery.detected_how] ?? recovery.detected_how;
+}
+
+function reasons(rows) {
+  const told = rows.filter((row) => row && row[1]);
+  return make("dl", { class: "reasons" }, ...told.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+}
+
+function past(recoveries) {
+  const rows = recoveries.slice(-MOST_SHOWN).reverse();
+  const key = rows.map((row) => row.n).join();
+  show($("recovery-past"), rows.length > 0);
+  if (key === listed) return;
+  listed = key;
+  say($("recovery-past").querySelector("summary"), `${plural(recoveries.length, "earlier one")}`);
+  $("recovery-list").replaceChildren(...rows.map((row) => make("li", { title: moment(row.at) }, over(row, true))));
+}

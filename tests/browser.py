@@ -1,0 +1,185 @@
+"""Headless Chromium for tests and benchmarks, spoken to by the DevTools protocol."""
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+
+Json = dict[str, Any]
+
+START_S = 60.0
+ANSWER_S = 60.0
+MOST_MESSAGE_BYTES = 64 * 1024 * 1024
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_chromium() -> str | None:
+    """Its path, where it is installed."""
+    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, browser: "Browser", session: str) -> None:
+        self._browser, self._session = browser, session
+        self.problems: list[str] = []
+        """What the page logged as errors, exceptions and breaches of its content security policy."""
+
+    async def call(self, method: str, **params: Any) -> Json:
+        return await self._browser.call(method, session=self._session, **params)
+
+    async def open(self, url: str) -> None:
+        """Go there; returns when the document is loaded."""
+        await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete' && location.href !== 'about:blank'", "a page")
+
+    async def value(self, expression: str) -> Any:
+        """What a JavaScript expression, or the promise that it is, comes to."""
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in answer:
+            raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    async def until(self, expression: str, what: str, limit_s: float = ANSWER_S) -> None:
+        """Wait until the expression is true; it is asked inside the page, every 20 ms."""
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while True:
+            with contextlib.suppress(RuntimeError, AssertionError):  # While it goes to another document.
+                if await self.value(f"!!({expression})"):
+                    return
+            if asyncio.get_running_loop().time() > deadline:
+                text = await self.value("document.body.innerText.slice(0, 3000)")
+                raise AssertionError(f"not within {limit_s:g} s: {what}\n{text}\n{self.problems}")
+            await asyncio.sleep(0.02)
+
+    async def look(self, width: int, height: int, *, dark: bool, phone: bool = False) -> None:
+        """Size of the window, and which colours the system prefers."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def shoot(self, path: Path, *, whole: bool = False) -> None:
+        """A screenshot as PNG. :param whole: with what lies below the window."""
+        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def on_event(self, method: str, params: Json) -> None:
+        if method == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"])[:1000])
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+
+
+class Browser:
+    """Started by ``chromium()``."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Json]] = {}
+        self._pages: dict[str, Page] = {}
+        self._watchers: list[Callable[[str, Json], None]] = []
+
+    async def call(self, method: str, *, session: str | None = None, **params: Any) -> Json:
+        """One command and its result. :raises RuntimeError: the browser says no."""
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        message = {"id": number, "method": method, "params": params}
+        await self._socket.send_json(message | ({"sessionId": session} if session else {}))
+        return await asyncio.wait_for(self._waiting[number], ANSWER_S)
+
+    async def page(self) -> Page:
+        """A new tab, with a profile of its own."""
+        context = (await self.call("Target.createBrowserContext"))["browserContextId"]
+        made = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
+        attached = await self.call("Target.attachToTarget", targetId=made["targetId"], flatten=True)
+        page = self._pages[attached["sessionId"]] = Page(self, attached["sessionId"])
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
+            await page.call(f"{domain}.enable")
+        return page
+
+    async def listen(self) -> None:
+        """Hand on what the browser says, until it is gone."""
+        async for message in self._socket:
+            said = json.loads(message.data)
+            waiting = self._waiting.pop(said.get("id", 0), None)
+            if waiting is not None and not waiting.done():
+                if "error" in said:
+                    waiting.set_exception(RuntimeError(said["error"]["message"]))
+                else:
+                    waiting.set_result(said["result"])
+            elif (page := self._pages.get(said.get("sessionId", ""))) is not None and "method" in said:
+                page.on_event(said["method"], said["params"])
+
+
+@contextlib.asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """A browser with an empty profile; gone at the end with all its processes."""
+    path = find_chromium()
+    assert path is not None, "chromium is not installed"
+    with TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
+        process = await asyncio.create_subprocess_exec(
+            path,
+            "--headless=new",
+            "--remote-debugging-port=0",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--no-first-run",
+            "--hide-scrollbars",
+            "--mute-audio",
+            f"--user-data-dir={profile}",
+            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            url = await asyncio.wait_for(_address(process), START_S)
+            async with (
+                aiohttp.ClientSession() as client,
+                client.ws_connect(url, max_msg_size=MOST_MESSAGE_BYTES) as socket,
+            ):
+                browser = Browser(socket)
+                listening = asyncio.ensure_future(browser.listen())
+                try:
+                    yield browser
+                finally:
+                    listening.cancel()
+                    await asyncio.gather(listening, return_exceptions=True)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def _address(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    said: list[str] = []
+    while line := (await process.stderr.readline()).decode(errors="replace"):
+        said.append(line)
+        if "DevTools listening on " in line:
+            # Nobody reads what else it says; a full pipe must not stop it.
+            drain = asyncio.ensure_future(process.stderr.read())
+            drain.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return line.split("DevTools listening on ", 1)[1].strip()
+    raise AssertionError(f"chromium did not start: {''.join(said)[-2000:]}")
