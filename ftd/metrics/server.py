@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from ftd.complaints import Complaints, http_log
 from ftd.config.metrics import MetricsPlace
 from ftd.errors import ConfigurationError
 
@@ -44,6 +45,7 @@ class MetricsServer:
             "Requests for metrics without the token or with a wrong one.",
             registry=registry,
         )
+        self._complaints = Complaints(log, "unauthorised")
         self._rendered: dict[bool, tuple[float, bytes]] = {}
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -59,6 +61,7 @@ class MetricsServer:
             access_log=None,
             handle_signals=False,
             shutdown_timeout=0.0,
+            logger=http_log(self._complaints),
             max_line_size=_HEADER_BYTES,
             max_field_size=_HEADER_BYTES,
         )
@@ -97,6 +100,7 @@ class MetricsServer:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
             self._refused.inc()
+            self._complaints.note(peer=request.remote)
             answer: web.StreamResponse = web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
         else:
             try:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 from aiohttp import web
 
-from ftd.complaints import Complaints
+from ftd.complaints import Complaints, http_log
 from ftd.node.arenas import Arenas, Held
 from ftd.node.copies import Copies
 from ftd.node.copy_server import CopyServer
@@ -107,6 +107,7 @@ class ShardServer:
             handle_signals=False,
             shutdown_timeout=0.0,
             lingering_time=_LINGER_S,
+            logger=http_log(self._complaints),
             max_line_size=_HEADER_BYTES,
             max_field_size=_HEADER_BYTES,
         )

@@ -45,6 +45,7 @@ from storage.layerstate import decode_header
 from storage.manifest import Manifest, Part, check_parts, decode_record, digest_of
 from tests.ftd.kept_snapshots import make_layer
 from tests.fuzzing import deep, garbled, seeded, survives, twisted
+from tests.security.conftest import Wire
 
 ROOT = Path(__file__).resolve().parents[2]
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))
@@ -52,38 +53,6 @@ SEED = int(os.environ.get("FTD_FUZZ_SEED", "20"))
 
 
 # --- our own wires --------------------------------------------------------------------------------
-
-
-class Wire:
-    """All that a few simulated clusters say, as bytes."""
-
-    def __init__(self) -> None:
-        self.signals: dict[str, bytes] = {}
-        self.commands: dict[str, bytes] = {}
-
-
-@pytest.fixture(scope="module")
-def wire() -> Wire:
-    heard = Wire()
-    with pytest.MonkeyPatch.context() as patch:
-        cluster, agent = ClusterMachine.step, AgentMachine.step
-
-        def signalled(self: ClusterMachine, event: Any) -> Any:
-            if isinstance(event, SignalArrived):
-                heard.signals[type(event.message.signal).__name__] = codec.encode_from_node(event.message)
-            return cluster(self, event)
-
-        def commanded(self: AgentMachine, event: Any) -> Any:
-            if isinstance(event, CommandArrived):
-                heard.commands[type(event.message.command).__name__] = codec.encode_to_node(event.message)
-            return agent(self, event)
-
-        patch.setattr(ClusterMachine, "step", signalled)
-        patch.setattr(AgentMachine, "step", commanded)
-        for seed in range(12):
-            run_seed(seed)
-    assert len(heard.signals) >= 12 and len(heard.commands) >= 9
-    return heard
 
 
 def test_signals_and_commands_made_wrong_are_refused(wire: Wire) -> None:
