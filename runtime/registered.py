@@ -7,6 +7,7 @@ step, which waits for the copy), whether a saved state is one of its own, and ho
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,8 @@ from runtime.plain_state import Ref, SnapshotError, rebuild
 from runtime.tensor_image import Entry, local
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
-Load = Callable[[int, Tensor | None, Tensor | None], Tensor]
-"""Number, what stands there now, the parameter that it belongs to → the filled tensor."""
+Place = Callable[[int, Tensor | None, Tensor | None], Tensor]
+"""Number, what stands there now, the parameter that it belongs to → the tensor that will be filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +100,27 @@ class Registered:
             return "" if saved["shapes"] == here else "its parameters have other shapes or groups"
         return ""
 
-    def load(self, saved: Any, place: Load) -> None:
+    def prepare(self, saved: Any, place: Place) -> Callable[[], None]:
+        """Ask for its tensors' places; what is returned loads it, once they are filled."""
         match self.kind:
             case "module":
-                _load_module(self.thing, saved, place)
+                return _prepare_module(self.thing, saved, place)
             case "optimizer":
-                _load_optimizer(self.thing, saved, place)
+                return _prepare_optimizer(self.thing, saved, place)
             case "object":
-                self.thing.load_state_dict(rebuild(saved, None, lambda number, _: place(number, None, None)))
-            case "dict":
+                state = rebuild(saved, None, lambda number, _: place(number, None, None))
+                return partial(self.thing.load_state_dict, state)
+            case _:
                 filled = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
-                self.thing.clear()
-                self.thing.update(filled)
-            case "list":
-                self.thing[:] = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
+                return partial(_replace, self.thing, filled)
+
+
+def _replace(thing: dict[Any, Any] | list[Any], filled: Any) -> None:
+    if isinstance(thing, dict):
+        thing.clear()
+        thing.update(filled)
+    else:
+        thing[:] = filled
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
@@ -145,13 +153,17 @@ def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entr
     return ""
 
 
-def _load_module(module: nn.Module, saved: dict[str, Any], place: Load) -> None:
+def _prepare_module(module: nn.Module, saved: dict[str, Any], place: Place) -> Callable[[], None]:
     here = module.state_dict(keep_vars=True)
     filled = rebuild(saved, here, lambda number, old: place(number, old, None))
-    live = {id(t) for t in (*module.parameters(), *module.buffers())}
-    if any(id(value) not in live for value in filled.values()):
-        # Something of it is made by hooks, or is no tensor: the module must take it in itself.
-        module.load_state_dict(filled)
+
+    def load() -> None:
+        live = {id(t) for t in (*module.parameters(), *module.buffers())}
+        if any(id(value) not in live for value in filled.values()):
+            # Something of it is made by hooks, or is no tensor: the module must take it in itself.
+            module.load_state_dict(filled)
+
+    return load
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -167,20 +179,32 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     return [[list(local(p).shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Load) -> None:
+def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place) -> Callable[[], None]:
+    states: dict[Tensor, Any] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         state = saved["state"].get(number)
-        if state is None:
-            optimizer.state.pop(parameter, None)
-            continue
+        if state is not None:
 
-        def beside(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
-            return place(index, old, parameter)
+            def beside(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
+                return place(index, old, parameter)
 
-        optimizer.state[parameter] = rebuild(state, optimizer.state.get(parameter), beside)
-    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(rebuild(options, group, lambda number, old: place(number, old, None)))
+            states[parameter] = rebuild(state, optimizer.state.get(parameter), beside)
+    groups = [
+        rebuild(options, group, lambda number, old: place(number, old, None))
+        for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)
+    ]
+
+    def load() -> None:
+        for parameter in parameters:
+            if parameter in states:
+                optimizer.state[parameter] = states[parameter]
+            else:
+                optimizer.state.pop(parameter, None)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+
+    return load
 
 
 def _tensors(value: Any) -> list[Tensor]:

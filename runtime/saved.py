@@ -1,19 +1,20 @@
 """A snapshot that was found, as bytes: whether it fits what is registered, and into it."""
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
+from runtime.filling import Filling
 from runtime.plain_state import rebuild, thaw
 from runtime.random_states import set_random_states
 from runtime.registered import Registered
-from runtime.tensor_image import Bytes, Entry, placed
+from runtime.tensor_image import Bytes, Entry
 
 FORMAT = 2
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
@@ -52,16 +53,31 @@ class Saved:
                 return f"{name}: {why}"
         return ""
 
-    def load(self, things: Mapping[str, Registered], *, random: bool) -> None:
-        def place(number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
-            entry = self.entries[number]
-            return placed(entry, self.shared if entry.shared else self.own, old, beside)
-
-        for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer")):
-            registered.load(self.content["things"][registered.name]["state"], place)
+    def prepare(self, things: Mapping[str, Registered], *, random: bool) -> "Prepared":
+        """Find or make the tensors that it belongs into; of what is registered nothing changes."""
+        filling = Filling(entries=self.entries, images={False: self.own, True: self.shared})
+        steps = [
+            registered.prepare(self.content["things"][registered.name]["state"], filling.take)
+            for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer"))
+        ]
         if random and self.content["random"] is not None:
-            numbers = self.content["random"]
-            set_random_states(rebuild(numbers, None, lambda number, old: place(number, old, None)))
+            numbers = rebuild(
+                self.content["random"], None, lambda number, old: filling.take(number, old, None)
+            )
+            steps.append(partial(set_random_states, numbers))
+        return Prepared(filling, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    filling: Filling
+    _steps: list[Callable[[], None]]
+
+    def load(self) -> None:
+        """Once it is verified."""
+        self.filling.finish()
+        for step in self._steps:
+            step()
 
 
 def mapped(path: str) -> Bytes:

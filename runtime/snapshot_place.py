@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +20,7 @@ from runtime.keeper_protocol import Key, read_kept
 from runtime.plain_state import SnapshotError
 from storage.arena import SLOTS, Arena, Slot
 from storage.errors import ArenaFullError, DamagedError
-from storage.manifest import Manifest, Part, digest_of, read_record
+from storage.manifest import Manifest, Part, read_record
 
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_SLOTS = 2
@@ -141,14 +140,6 @@ class Place:
 
     def keep_only(self, keys: set[Key]) -> None:
         self.arena.release([m.step for m in self.arena.snapshots if key_of(m) not in keys])
-
-    def damaged(self, manifest: Manifest) -> tuple[str, ...]:
-        """Names of the parts whose bytes are not what was written; on several threads."""
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-            found = threads.map(lambda p: digest_of(self.arena.bytes_of(manifest, p)), manifest.parts)
-            return tuple(
-                p.name for p, digest in zip(manifest.parts, found, strict=True) if digest != p.digest
-            )
 
     def close(self) -> None:
         if not self._closed:

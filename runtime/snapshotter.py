@@ -25,13 +25,14 @@ from typing import Any
 from runtime.catalogue import Restorable
 from runtime.contents import Contents
 from runtime.copier import HEADER, Copier, part_name
+from runtime.filling import Span, spans_of
 from runtime.keeper import KeeperError
-from runtime.keeper_protocol import Key, Layout, read_kept
+from runtime.keeper_protocol import Key, read_kept
 from runtime.plain_state import SnapshotError
 from runtime.protection import Protection, layout_of
 from runtime.ranks import Ranks
 from runtime.registered import Registered
-from runtime.saved import NOTHING, Saved
+from runtime.saved import NOTHING, Prepared, Saved
 from runtime.snapshot_place import Place, default_root, key_of
 from runtime.tensor_image import Bytes
 from storage.arena import Slot
@@ -217,10 +218,10 @@ class Snapshotter:
         ranks = Ranks.now()
         restored = None
         for found in self._meet(ranks, own):
-            saved = self._obtained(found, own.get(found.key), ranks.rank)
-            if ranks.all_of(saved is not None):
-                assert saved is not None
-                saved.load(self._contents.things, random=self._contents.random)
+            prepared = self._obtained(found, own.get(found.key), ranks.rank)
+            if ranks.all_of(prepared is not None):
+                assert prepared is not None
+                prepared.load()
                 restored = found.key
                 break
         if restored is None and own and self._protection.asked and not self._protection.active:
@@ -297,7 +298,7 @@ class Snapshotter:
         why = Saved.of(data, NOTHING, NOTHING).refuses(self._contents.things)
         return bool(why), why
 
-    def _obtained(self, found: Restorable, manifest: Manifest | None, rank: int) -> Saved | None:
+    def _obtained(self, found: Restorable, manifest: Manifest | None, rank: int) -> Prepared | None:
         """From this host's memory, and what is not there from others'; ``None``: it cannot be had."""
         step = found.key[1]
         here = manifest is not None and found.source_of(rank) == rank
@@ -313,28 +314,39 @@ class Snapshotter:
         if not here:
             size = found.layout.own_bytes
             saved = Saved.of(brought[size:], brought[:size], shared)
+            spans = spans_of(saved.own, shared=False)
         else:
             assert manifest is not None
-            layout = layout_of(manifest)
-            assert layout is not None
-            damaged = self._place.damaged(manifest)
-            if damaged:
-                self._pass_over(step, f"{', '.join(damaged[:3])} changed since it was written")
-                return None
-            saved = self._read(manifest, layout, shared)
+            saved, spans = self._read(manifest, shared)
         why = saved.refuses(self._contents.things)
         if why:
             self._foreign = why
             self._pass_over(step, why)
-        return None if why else saved
+            return None
+        prepared = saved.prepare(self._contents.things, random=self._contents.random)
+        damaged = prepared.filling.verify([*spans, *spans_of(shared, shared=True)])
+        if damaged:
+            self._pass_over(step, f"{', '.join(damaged[:3])} changed since it was written")
+            return None
+        return prepared
 
-    def _read(self, manifest: Manifest, layout: Layout, shared: Bytes) -> Saved:
+    def _read(self, manifest: Manifest, shared: Bytes) -> tuple[Saved, list[Span]]:
+        """What lies here, and all of it that is to be verified."""
+        arena, layout = self._place.arena, layout_of(manifest)
+        assert layout is not None
         header = manifest.part(part_name(layout.rank, HEADER))
-        own = Part(
-            name="own", offset=header.offset - layout.own_bytes, size_bytes=layout.own_bytes, digest=""
-        )
-        arena = self._place.arena
-        return Saved.of(arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared)
+        begin, size = header.offset - layout.own_bytes, layout.own_bytes
+        own = Part(name="own", offset=begin, size_bytes=size, digest="")
+        spans = [
+            Span(
+                data=arena.bytes_of(manifest, part),
+                start=part.offset - begin,
+                shared=False if begin <= part.offset < begin + size else None,
+                part=part,
+            )
+            for part in manifest.parts
+        ]
+        return Saved.of(arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared), spans
 
     def _pass_over(self, step: int, why: str) -> None:
         log.warning("%s: the snapshot of step %d is passed over: %s", self._name, step, why)

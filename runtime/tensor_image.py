@@ -256,34 +256,25 @@ def _fits(entry: Entry, tensor: Tensor) -> bool:
     return tuple(inner.shape) == entry.shape and str(inner.dtype) == f"torch.{entry.dtype}"
 
 
-def _fill(entry: Entry, data: Bytes, tensor: Tensor) -> None:
-    """Copy the image's bytes into a tensor that ``fits``."""
-    inner = local(tensor)
-    if entry.size_bytes:
-        inner.copy_(_read(entry, data))
-
-
-def _fresh(entry: Entry, data: Bytes, device: torch.device) -> Tensor:
-    """A new tensor with the image's bytes."""
-    if not entry.size_bytes:
-        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
-    return _read(entry, data).to(device, copy=True)
-
-
-def placed(entry: Entry, data: Bytes, old: Tensor | None, beside: Tensor | None) -> Tensor:
-    """The saved tensor: in ``old`` where it fits, else a new one that lies as ``beside`` does."""
+def chosen(entry: Entry, old: Tensor | None, beside: Tensor | None) -> Tensor:
+    """What is to hold the saved tensor: ``old`` where it fits, else a new one that lies as ``beside``."""
     if old is not None and _fits(entry, old):
-        _fill(entry, data, old)
         return old
+    dtype = getattr(torch, entry.dtype)
     if beside is not None and _fits(msgspec.structs.replace(entry, dtype=str(beside.dtype)[6:]), beside):
-        made = torch.empty_like(beside, dtype=getattr(torch, entry.dtype), requires_grad=False)
-        _fill(entry, data, made)
-        return made
+        return torch.empty_like(beside, dtype=dtype, requires_grad=False)
     device = beside.device if beside is not None and not entry.on_host else torch.device("cpu")
-    return _fresh(entry, data, device)
+    return _turned(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
 
 
-def _read(entry: Entry, data: Bytes) -> Tensor:
-    flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
-    lying = flat.view(getattr(torch, entry.dtype)).reshape([entry.shape[d] for d in entry.order])
+def copy_into(entry: Entry, data: Bytes, tensor: Tensor) -> None:
+    """The image's bytes into a tensor that was ``chosen``."""
+    if entry.size_bytes:
+        flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
+        local(tensor).copy_(_turned(entry, flat.view(getattr(torch, entry.dtype))))
+
+
+def _turned(entry: Entry, flat: Tensor) -> Tensor:
+    """Its values in the saved shape, one after the other in the saved order of dimensions."""
+    lying = flat.reshape([entry.shape[d] for d in entry.order])
     return lying.permute([entry.order.index(d) for d in range(len(entry.order))])

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 HUGE_BYTES = 2 * 1024 * 1024
 _POPULATE_READ = 22
+_HUGE = 14
 _COLLAPSE = 25
 _RUN_BYTES = 32 * HUGE_BYTES
 """Filled by one thread at a time."""
@@ -85,6 +86,18 @@ def touch(view: Bytes) -> None:
     if sys.platform.startswith("linux") and _advise(view.ctypes.data, len(view), _POPULATE_READ):
         return
     np.bitwise_or.reduce(view[:: mmap.PAGESIZE])
+
+
+def prefer_huge(ranges: Iterable[tuple[int, int]]) -> None:
+    """Memory of this process (address, size) that nobody has written yet: as huge pages, where it may be."""
+    if not sys.platform.startswith("linux"):
+        return
+    for start, end in _merged(ranges):
+        if end - start >= HUGE_BYTES:
+            begin, size = start // mmap.PAGESIZE * mmap.PAGESIZE, end - start // mmap.PAGESIZE * mmap.PAGESIZE
+            _advise(begin, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _HUGE)
+            # Where the allocator wrote its own notes the pages around them are small already.
+            put_together([(start, end - start)])
 
 
 def put_together(ranges: Iterable[tuple[int, int]]) -> int:

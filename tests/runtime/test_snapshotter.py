@@ -23,8 +23,10 @@ from torch.nn import functional
 import runtime.copier
 import runtime.snapshot_place
 from ftd import SnapshotError, Snapshotter
+from runtime.filling import Filling, spans_of
 from runtime.plain_state import Ref, encode, freeze, rebuild, thaw
-from runtime.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, placed, whole
+from runtime.saved import NOTHING
+from runtime.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, whole
 from storage.errors import ArenaFullError
 
 SHM = Path("/dev/shm")
@@ -272,8 +274,13 @@ def test_a_tensor_comes_back_in_any_order_of_dimensions(shape: tuple[int, ...]) 
         image.add(tensor, "it", at_once=False)
         flat = bytes_of(tensor, order_of(tensor))
         assert flat is not None
-        assert torch.equal(placed(image.entries[0], flat.numpy(), torch.zeros_like(tensor), None), tensor)
-        assert torch.equal(placed(image.entries[0], flat.numpy(), None, None), tensor)
+        for old in (torch.zeros_like(tensor), torch.zeros_like(tensor).contiguous(), None):
+            filling = Filling(entries=image.entries, images={False: flat.numpy(), True: NOTHING})
+            filled = filling.take(0, old, None)
+            assert old is None or filled is old
+            assert filling.verify(spans_of(flat.numpy(), shared=False)) == ()
+            filling.finish()
+            assert torch.equal(filled, tensor)
 
 
 # --- memory --------------------------------------------------------------------------------------
