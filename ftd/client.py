@@ -20,6 +20,7 @@ from ftd.wire.public import (
     ChaosRequest,
     EventMessage,
     HistoryRequest,
+    NodeStateMessage,
     Request,
     TraceRequest,
     decode_json,
@@ -40,19 +41,25 @@ class ClusterClient:
         *,
         listen: bool = False,
         on_state: Callable[[dict[str, Any]], None] | None = None,
+        on_node: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state."""
+        """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state,
+        ``on_node`` every node's name and state as the node says it."""
         self.topics = Topics(cluster=address.cluster)
         self.client_id = f"client-{secrets.token_hex(6)}"
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._on_state = on_state
+        self._on_state, self._on_node = on_state, on_node
         own = [self.topics.reply(self.client_id), self.topics.cluster_state]
         self._session = MqttSession(
             address.broker,
             client_id=self.client_id,
-            subscriptions=[*own, self.topics.events] if listen else own,
+            subscriptions=[
+                *own,
+                *([self.topics.events] if listen else []),
+                *([self.topics.node_state()] if on_node is not None else []),
+            ],
             on_message=self._on_message,
         )
         self._address = address
@@ -168,6 +175,9 @@ class ClusterClient:
                 self._state.set_result(state)
                 if self._on_state is not None:
                     self._on_state(state)
+            elif self._on_node is not None and topic.endswith("/state"):
+                said: NodeStateMessage = decode_json(payload, NodeStateMessage)
+                self._on_node(said.node, said.state)
             elif topic == self.topics.events:
                 decode_json(payload, EventMessage)  # Garbage on the topic is not handed on.
                 self._events.put_nowait(decode_json(payload, dict[str, Any]))

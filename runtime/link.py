@@ -24,6 +24,7 @@ from runtime.protocol import (
     Mend,
     Prepare,
     Quiesce,
+    Raise,
     Report,
     Resume,
     Sleep,
@@ -72,6 +73,8 @@ class Mailbox:
                     self._pace.request_sleep(seconds)
                 case Slow(factor=factor):
                     self._pace.slowness = factor
+                case Raise(detail=detail):
+                    self._pace.raises = detail
                 case Resume(generation=generation):
                     if generation >= self._generation:
                         self._generation = generation

@@ -19,6 +19,10 @@ Wait = Literal["bubble", "sync", "vote"]
 """What a step waits for: a neighbour's activations or gradients, sums of gradients, everybody."""
 
 
+class InjectedError(RuntimeError):
+    """Chaos: what the user's code might have raised."""
+
+
 class Pace:
     """Written by the main thread, read by the control thread; single attributes need no lock."""
 
@@ -32,6 +36,8 @@ class Pace:
         self.waiting_for: Wait | None = None
         self.slowness = 1.0
         """Chaos: computing takes so many times as long."""
+        self.raises = ""
+        """Chaos: computing raises once, with these words."""
         self.window: threading.Event | None = None
         """Set while ``waiting``, for who has work for such times."""
         self.trace = Recorder()
@@ -51,6 +57,12 @@ class Pace:
         if self._sleep_s > 0:
             sleep_s, self._sleep_s = self._sleep_s, 0.0
             time.sleep(sleep_s)
+
+    def raise_if_asked(self) -> None:
+        """:raises InjectedError: chaos wants it; once."""
+        if self.raises:
+            detail, self.raises = self.raises, ""
+            raise InjectedError(detail)
 
     @contextmanager
     def idle(self, what: Wait | None = None) -> Iterator[None]:

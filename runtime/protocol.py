@@ -193,11 +193,17 @@ class Slow(Frame, frozen=True, kw_only=True):
     factor: float
 
 
+class Raise(Frame, frozen=True, kw_only=True):
+    """Chaos: an exception comes out of the next microbatch's computing, as if it were the user's."""
+
+    detail: str
+
+
 class Exit(Frame, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | Slow | Trace | Exit
+Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | Slow | Raise | Trace | Exit
 
 # --- trainer → node ----------------------------------------------------------------------------
 

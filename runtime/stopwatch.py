@@ -47,7 +47,8 @@ class Stopwatch:
 
     @contextmanager
     def _slowed(self) -> Iterator[None]:
-        """Chaos: take ``pace.slowness`` times as long, by sleeping."""
+        """Chaos: take ``pace.slowness`` times as long, by sleeping; or raise."""
+        self._pace.raise_if_asked()
         slowness = self._pace.slowness
         if slowness <= 1.0:
             yield

@@ -105,7 +105,7 @@ class Conductor:
         self,
         scenario: Scenario,
         *,
-        inject: Callable[[Fault], Awaitable[None]],
+        inject: Callable[[Fault], Awaitable[object]],
         on_failure: Callable[[Fault, FtdError], None],
     ) -> None:
         self._cues = Cues(scenario)

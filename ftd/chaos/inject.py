@@ -7,7 +7,7 @@ from typing import cast
 from ftd.chaos.targets import Layout, nodes_struck
 from ftd.chaos.values import Fault, NodeFault, Nodes, Scenario
 from ftd.client import ClusterClient
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, RequestRefused
 from ftd.wire.public import ChaosRequest
 
 
@@ -51,16 +51,33 @@ class RemoteInjector:
         """:raises PeerError: nobody has the role that the fault strikes."""
         return nodes_struck(fault, self._layout(), self._seed)
 
-    async def inject(self, fault: Fault) -> None:
-        """All nodes of the fault at once.
+    async def inject(self, fault: Fault) -> tuple[str, ...]:
+        """All nodes of the fault at once; answers which these were.
 
         :raises RequestRefused: a node says no (chaos is off there).
         :raises Unreachable: a node does not answer.
         :raises PeerError: nobody has the role.
         """
-        await asyncio.gather(*(self._ask(fault, node) for node in self.struck(fault)))
+        nodes = self.struck(fault)
+        await asyncio.gather(*(self._ask(fault, node) for node in nodes))
+        return nodes
 
-    async def _ask(self, fault: Fault, node: str) -> None:
+    async def check(self, scenario: Scenario) -> None:
+        """Ask every node that may be struck whether it would do it, before anything is done.
+
+        :raises RequestRefused: one would not (chaos is off there, say); names the fault.
+        :raises Unreachable: one does not answer.
+        """
+        alive = self._layout().alive
+        asked = [
+            (fault, node)
+            for fault in scenario.faults
+            if not fault.needs_hands
+            for node in (n for n in _named(fault) or alive if n in alive)
+        ]
+        await asyncio.gather(*(self._ask(fault, node, only_check=True) for fault, node in asked))
+
+    async def _ask(self, fault: Fault, node: str, *, only_check: bool = False) -> None:
         envelope = self._client.envelope()
         request = ChaosRequest(
             request=envelope["request"],
@@ -75,5 +92,9 @@ class RemoteInjector:
             duplicate=fault.duplicate or None,
             late_s=fault.late_s or None,
             seed=self._seed,
+            only_check=only_check,
         )
-        await self._client.request(request, topic=self._client.topics.chaos(node))
+        try:
+            await self._client.request(request, topic=self._client.topics.chaos(node))
+        except RequestRefused as error:
+            raise RequestRefused(f"{fault.id}: {error}") from None

@@ -1,10 +1,10 @@
 """``ftd chaos``: faults on demand, over MQTT, where the nodes' configuration allows it."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ftd.cli.chaos_run import run
 from ftd.cli.options import (
     BrokerOption,
     ClusterOption,
@@ -15,10 +15,9 @@ from ftd.cli.options import (
     run_async,
 )
 from ftd.config.address import ClusterAddress
-from ftd.errors import FtdError
 
 if TYPE_CHECKING:
-    from ftd.chaos.values import NodeFault, Process, Scenario
+    from ftd.chaos.values import NodeFault, Process
 
 NodeArgument = Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")]
 TargetOption = Annotated[
@@ -37,8 +36,9 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (kill, term, stop, hang, slow, flip, disconnect, run):
-        chaos.command(command.__name__)(command)
+    for command in (kill, term, stop, hang, raise_, slow, flip, disconnect, lossy, fill_memory, fill_disk):
+        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(command)
+    chaos.command("run")(run)
     app.add_typer(chaos)
 
 
@@ -105,6 +105,21 @@ def hang(
     _strike(address_of(broker, cluster, config), "hang", node, "trainer", device, for_s, as_json)
 
 
+def raise_(
+    node: NodeArgument,
+    device: DeviceOption = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have an exception come out of the training loop, as a bug of the user's code would.
+
+    Example: ftd chaos raise node-2
+    """
+    _strike(address_of(broker, cluster, config), "raise", node, "trainer", device, None, as_json)
+
+
 def slow(
     node: NodeArgument,
     factor: Annotated[
@@ -154,27 +169,67 @@ def disconnect(
     _strike(address_of(broker, cluster, config), "disconnect", node, "node", None, for_s, as_json)
 
 
-def run(
-    scenario: Annotated[Path, typer.Argument(help="The scenario.", metavar="SCENARIO.toml")],
+def lossy(
+    node: NodeArgument,
+    drop: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability that a message is lost.")] = 0.0,
+    duplicate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Probability that a message comes twice.")
+    ] = 0.0,
+    late_s: Annotated[
+        float, typer.Option("--late", min=0.0, max=60.0, help="Seconds that a message is late at most.")
+    ] = 0.0,
+    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
+    seed: Annotated[int, typer.Option(help="What is drawn from.")] = 0,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Play a scenario against a running cluster: follow its events, strike when a fault is due.
+    """Lose, double and delay messages between a node and the coordinator, in both directions.
 
-    Ends when every fault has happened or the job is over. Exit code 1 when a fault was refused or never
-    came due.
-
-    Example: ftd chaos run examples/demo-chaos.toml
+    Example: ftd chaos lossy node-2 --drop 0.05 --duplicate 0.2 --late 0.3 --for 20
     """
-    from ftd.chaos.inject import require_remote
-    from ftd.chaos.scenario import load_scenario
+    address = address_of(broker, cluster, config)
+    more = {"drop": drop, "duplicate": duplicate, "late_s": late_s}
+    _strike(address, "lossy", node, "node", None, for_s, as_json, seed=seed, **more)
 
-    loaded = load_scenario(scenario)
-    require_remote(loaded, scenario.name)
-    problems = run_async(_play(address_of(broker, cluster, config), loaded))
-    if problems:
-        raise FtdError("; ".join(problems))
+
+def fill_memory(
+    node: NodeArgument,
+    size_mib: Annotated[
+        int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
+    ] = None,
+    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Leave no room in the memory file system that a node's snapshots live in.
+
+    Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
+    """
+    address = address_of(broker, cluster, config)
+    _strike(address, "fill_memory", node, "node", None, for_s, as_json, size_mib=size_mib)
+
+
+def fill_disk(
+    node: NodeArgument,
+    size_mib: Annotated[
+        int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
+    ] = None,
+    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Leave no room on the disk that the job's checkpoints are on.
+
+    Example: ftd chaos fill-disk node-2 --size-mib 512 --for 5
+    """
+    address = address_of(broker, cluster, config)
+    _strike(address, "fill_disk", node, "node", None, for_s, as_json, size_mib=size_mib)
 
 
 def _strike(
@@ -186,6 +241,8 @@ def _strike(
     for_s: float | None,
     as_json: bool,
     factor: float | None = None,
+    seed: int = 0,
+    **more: Any,
 ) -> None:
     """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
     from ftd.chaos.inject import RemoteInjector
@@ -202,41 +259,15 @@ def _strike(
         device=device,
         for_s=for_s,
         factor=factor,
+        **more,
     )
 
     async def ask() -> None:
         async with ClusterClient(address) as client:
-            await RemoteInjector(client, layout=lambda: layout_of({})).inject(fault)
+            await RemoteInjector(client, layout=lambda: layout_of({}), seed=seed).inject(fault)
 
     run_async(ask())
     if as_json:
         print_json({"node": node, "fault": do})
     else:
         typer.echo(f"{do} {node}")
-
-
-async def _play(address: ClusterAddress, scenario: "Scenario") -> list[str]:
-    """What went wrong: faults refused, and faults whose moment did not come before the job's end."""
-    from ftd.chaos.conductor import Conductor
-    from ftd.chaos.inject import RemoteInjector
-    from ftd.chaos.targets import layout_of
-    from ftd.client import ClusterClient
-
-    problems: list[str] = []
-    state: dict[str, Any] = {}
-    async with ClusterClient(address, listen=True, on_state=state.update) as client:
-        injector = RemoteInjector(client, layout=lambda: layout_of(state), seed=scenario.seed)
-        conductor = Conductor(
-            scenario,
-            inject=injector.inject,
-            on_failure=lambda fault, error: problems.append(f"{fault}: {error}"),
-        )
-        conductor.begin()
-        async for event in client.events():
-            for fault in conductor.on_event(event):
-                typer.echo(str(fault))
-            if not conductor.waiting or event.get("event") in ("JobFinished", "JobFailed", "JobStopped"):
-                break
-        await conductor.finish()
-        problems += [f"{fault}: never happened" for fault in conductor.waiting]
-    return problems

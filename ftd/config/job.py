@@ -85,12 +85,12 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint: CheckpointTable = CheckpointTable()
 
 
-def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
-    """Read and check a job file; ``steps`` overrides the file's.
+def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, Any] | None = None) -> JobData:
+    """Read and check a job file; ``steps`` overrides the file's, and so does what ``override`` has.
 
     :raises ConfigurationError: names the field and the remedy.
     """
-    file = convert(read_toml(path), JobFile, where=path.name)
+    file = convert(_laid_over(read_toml(path), override or {}), JobFile, where=path.name)
     if steps is not None:
         file = msgspec.structs.replace(file, steps=steps)
     _check_values(file)
@@ -135,6 +135,18 @@ def load_job_data(path: Path, *, steps: int | None = None) -> JobData:
         checkpoint=checkpoint_data(file.checkpoint, directory),
         profile=None if profile is None else _plain_profile(profile),
     )
+
+
+def _laid_over(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Table by table; what is no table is replaced."""
+    laid = dict(data)
+    for key, value in override.items():
+        known = laid.get(key)
+        if isinstance(known, dict) and isinstance(value, dict):
+            laid[key] = _laid_over(known, value)
+        else:
+            laid[key] = value
+    return laid
 
 
 def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:

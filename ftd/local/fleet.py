@@ -26,6 +26,8 @@ from ftd.node.processes import (
 
 _GONE_TIMEOUT_S = 5.0
 _MAX_BASE_LENGTH = 30
+# What a scenario mounted there goes first (``ftd.local.mounts``).
+_JANITOR = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
 
 
 def shared_memory(directory: Path) -> Path:
@@ -45,7 +47,7 @@ def private_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
     reading, writing = os.pipe()
     janitor = subprocess.Popen(
-        ["/bin/sh", "-c", 'read _; sleep 0.2; rm -rf -- "$0" "$1"', str(path), str(shared_memory(path))],
+        ["/bin/sh", "-c", _JANITOR, str(path), str(shared_memory(path))],
         stdin=reading,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ftd.chaos.inject import RemoteInjector
 from ftd.chaos.targets import Layout
-from ftd.chaos.values import Central, Fault, Part
+from ftd.chaos.values import Central, Fault, Part, Scenario
 from ftd.client import ClusterClient
 from ftd.local.cluster import LocalCluster
 from ftd.wire.catalogue import severity_of
@@ -37,8 +37,12 @@ class LocalInjector:
         self.absent: set[str] = set()
         """Parts that are away on purpose."""
 
-    async def inject(self, fault: Fault) -> None:
-        """:raises FtdError: it could not be done."""
+    async def check(self, scenario: Scenario) -> None:
+        """See ``RemoteInjector.check``."""
+        await self._remote.check(scenario)
+
+    async def inject(self, fault: Fault) -> tuple[str, ...]:
+        """Which nodes it struck. :raises FtdError: it could not be done."""
         match fault.target, fault.do:
             case Central(part=part), "kill":
                 await self._outage(fault, part)
@@ -49,7 +53,8 @@ class LocalInjector:
                     child = await self._cluster.start_node(name)
                     self._on_start(name, child.pid)
             case _:
-                await self._remote.inject(fault)
+                return await self._remote.inject(fault)
+        return self._remote.struck(fault)
 
     async def _outage(self, fault: Fault, part: Part) -> None:
         self.absent.add(part)

@@ -28,13 +28,13 @@ from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory
 from ftd.local.inject import LocalInjector
+from ftd.local.readiness import Readiness
 from ftd.node.processes import tail
 from ftd.view.live import LiveView
 from ftd.view.report import ReportBuilder
 from ftd.view.summary import render_summary
 from ftd.wire.public import JobData, SubmitRequest
 
-NODES_START_S = 60.0
 SUBMIT_S = 10.0
 PAUSE_S = 5.0
 """How long a job may wait for nodes that nobody will start."""
@@ -115,9 +115,7 @@ class LocalRun:
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
         self._state: dict[str, Any] = {}
-        self._trainers: dict[str, set[int]] = {}
-        """Devices of each node whose trainer was up at some time."""
-        self._news = asyncio.Event()
+        self._ready = Readiness(options.devices_per_node)
         self._begun = False
         self._paused_at: float | None = None
         self._stuck = ""
@@ -184,41 +182,26 @@ class LocalRun:
         :raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run.
         """
         try:
-            async with asyncio.timeout(NODES_START_S):
-                while self._missing(names):
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            absent = self._missing(names)[0]
-            raise self._death(absent, f"{absent} was not ready within {NODES_START_S:g} s") from None
+            await self._ready.wait(names)
+        except PeerError as error:
+            raise self._death(self._ready.missing(names)[0], str(error)) from None
         envelope = client.envelope()
         request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
         await client.request(request, timeout_s=SUBMIT_S)
-
-    def _missing(self, names: list[str]) -> list[str]:
-        """Those among ``names`` that cannot take a job yet."""
-        nodes = self._state.get("nodes", {})
-        return [
-            name
-            for name in names
-            if nodes.get(name, {}).get("state") != "HEALTHY"
-            or len(self._trainers.get(name, ())) < self._options.devices_per_node
-        ]
 
     async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
         """Every event to everybody whom it concerns."""
         async for event in client.events():
             self._report.on_event(event)
+            self._ready.on_event(event)
             if self._view is not None:
                 self._view.on_event(event)
             name, details = event.get("event"), event.get("details") or {}
             if name == "TrainerStarted":
                 self._report.on_process(event["node"], details["pid"], details["device"])
-                self._trainers.setdefault(event["node"], set()).add(details["device"])
-                self._news.set()
             if self._begun:
                 conductor.on_event(event)
-            elif name == "TrainingResumed":
+            elif name == "RecoveryCompleted":  # The start's: the first step is committed.
                 self._begun = True
                 conductor.begin()
             if name in _ENDS and not self._over.done():
@@ -248,7 +231,7 @@ class LocalRun:
         self._paused_at = self._paused_at or time.monotonic()
         running = [name for name in self._cluster.nodes if self._cluster.fleet.running(name)]
         coming = any(f.do == "start" and isinstance(f.trigger, AfterTime) for f in conductor.waiting)
-        if coming or self._missing(running) or time.monotonic() - self._paused_at < PAUSE_S:
+        if coming or self._ready.missing(running) or time.monotonic() - self._paused_at < PAUSE_S:
             return
         self._stuck = str(self._state.get("waiting_for") or "more nodes")
         self._end("paused")
@@ -263,7 +246,7 @@ class LocalRun:
 
     def _on_state(self, state: dict[str, Any]) -> None:
         self._state = state
-        self._news.set()
+        self._ready.on_state(state)
         self._report.on_state(state)
         if self._view is not None:
             self._view.on_state(state)

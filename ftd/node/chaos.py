@@ -10,13 +10,16 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 import structlog
 
+from ftd.node.disturbance import Disturbance, Weather
+from ftd.node.filling import Filler
 from ftd.node.processes import die_with_parent, kill_group
 from ftd.wire.public import Answer, ChaosRequest, decode_json
-from runtime.protocol import Sleep, Slow
+from runtime.protocol import Raise, Sleep, Slow
 
 log = structlog.get_logger()
 
@@ -28,8 +31,11 @@ _REMEMBERED = 100
 """Requests that are not obeyed a second time when they come again."""
 DEFAULT_HANG_S = 3600.0
 DEFAULT_DISCONNECT_S = 5.0
+DEFAULT_LOSSY_S = 10.0
+DEFAULT_FILL_S = 10.0
 DEFAULT_FACTOR = 3.0
 MOST_FACTOR = 1000.0
+MOST_LATE_S = 60.0
 
 
 class Hands(Protocol):
@@ -39,7 +45,7 @@ class Hands(Protocol):
 
     def zygote_pid(self) -> int | None: ...
 
-    def send_fault(self, device: int, frame: Sleep | Slow) -> None:
+    def send_fault(self, device: int, frame: Sleep | Slow | Raise) -> None:
         """To the trainer of this device, if it has one."""
 
     def leave(self, reason: str) -> None:
@@ -66,6 +72,14 @@ class Memory(Protocol):
     def flip(self, device: int | None) -> None:
         """Change a bit of what one device, or any, keeps of the snapshot that is complete everywhere."""
 
+    @property
+    def memory_directory(self) -> Path:
+        """Where they are."""
+
+    @property
+    def checkpoint_directory(self) -> Path | None:
+        """Where the job's persistent checkpoints go, if that is a directory of this host."""
+
 
 class Chaos:
     """Takes the payloads of ``chaos/<node>``.
@@ -80,6 +94,9 @@ class Chaos:
         self._hands, self._memory = hands, memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
+        self.disturbance = Disturbance(node)
+        """Of the messages between this node and the coordinator."""
+        self._filler = Filler()
         self._slowed: dict[int, int] = {}
         """How often each device's trainer was made slow: a later fault outlives the end of an earlier one."""
 
@@ -91,6 +108,10 @@ class Chaos:
         request: ChaosRequest = decode_json(payload, ChaosRequest)
         if (known := self._answered.get(request.request)) is not None:
             self._hands.answer(request.reply, known)  # Asked again: the first answer was lost or late.
+            return
+        if request.only_check:
+            problem = self._lasting_problem(request)
+            self._answer(request, accepted=problem is None, detail=problem or "it could be done")
             return
         problem = self._problem(request)
         if problem is not None:
@@ -104,6 +125,10 @@ class Chaos:
 
     def _problem(self, request: ChaosRequest) -> str | None:
         """Why this request cannot be obeyed, or ``None``."""
+        return self._lasting_problem(request) or self._present_problem(request)
+
+    def _lasting_problem(self, request: ChaosRequest) -> str | None:
+        """That will be the same in a minute."""
         if not self._allowed:
             return (
                 f"chaos is off on {self._node}; set chaos = true under [node] in its ftd.toml "
@@ -117,14 +142,29 @@ class Chaos:
             return (
                 f"factor is {request.factor:g}; give 1 (as quick as it is) to {MOST_FACTOR:g} times as long"
             )
+        if request.do == "lossy":
+            return _weather_problem(request)
         if (
-            request.do in ("kill", "stop", "hang", "slow")
+            request.do in ("fill_memory", "fill_disk")
+            and request.size_mib is not None
+            and request.size_mib < 1
+        ):
+            return f"size_mib is {request.size_mib}; give 1 or more"
+        if request.do == "fill_memory":
+            return self._filler.problem(self._memory.memory_directory, request.size_mib)
+        return None
+
+    def _present_problem(self, request: ChaosRequest) -> str | None:
+        if (
+            request.do in ("kill", "stop", "hang", "raise", "slow")
             and not _whole_node(request)
             and not self._pids(request)
         ):
             return f"{self._node} runs no such trainer now"
-        if request.do in ("raise", "lossy", "fill_memory", "fill_disk"):
-            return f"{self._node} cannot do {request.do}"
+        if request.do == "fill_disk":
+            if (directory := self._fillable(request)) is None:
+                return f"{self._node} writes no checkpoints into a directory now"
+            return self._filler.problem(directory, request.size_mib)
         if request.do == "flip" and not self._memory.stores(request.device):
             return f"{self._node} keeps no part of a snapshot that is complete everywhere now"
         return None
@@ -141,6 +181,9 @@ class Chaos:
         }
         if request.do == "slow":
             details["factor"] = request.factor or DEFAULT_FACTOR
+        for name in ("size_mib", "drop", "duplicate", "late_s"):
+            if (value := getattr(request, name)) is not None:
+                details[name] = value
         log.warning("chaos_injected", **details)
         self._hands.announce("ChaosInjected", f"asked for by {request.reply}", details)
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
@@ -170,8 +213,16 @@ class Chaos:
                 self._memory.flip(request.device)
             case "disconnect":
                 self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
-            case "raise" | "lossy" | "fill_memory" | "fill_disk":
-                return
+            case "raise":
+                for device in self._struck(request):
+                    self._hands.send_fault(device, Raise(detail=f"ftd chaos raise ({request.reply})"))
+            case "lossy":
+                self.disturbance.begin(
+                    _weather(request), seed=request.seed, for_s=request.for_s or DEFAULT_LOSSY_S
+                )
+            case "fill_memory" | "fill_disk":
+                if (directory := self._fillable(request)) is not None:
+                    self._filler.fill(directory, request.for_s or DEFAULT_FILL_S)
             case _:
                 assert_never(request.do)
 
@@ -206,6 +257,16 @@ class Chaos:
         if self._slowed.get(device) == number:
             self._hands.send_fault(device, Slow(factor=1.0))
 
+    def _fillable(self, request: ChaosRequest) -> Path | None:
+        """Of ``fill_memory`` and ``fill_disk``."""
+        if request.do == "fill_memory":
+            return self._memory.memory_directory
+        return self._memory.checkpoint_directory
+
+    def close(self) -> None:
+        """What was taken from others is given back."""
+        self._filler.close()
+
     def _struck(self, request: ChaosRequest) -> tuple[int, ...]:
         return tuple(range(self._devices)) if request.device is None else (request.device,)
 
@@ -218,6 +279,20 @@ class Chaos:
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]
         self._hands.answer(request.reply, answer)
+
+
+def _weather(request: ChaosRequest) -> Weather:
+    return Weather(drop=request.drop or 0.0, duplicate=request.duplicate or 0.0, late_s=request.late_s or 0.0)
+
+
+def _weather_problem(request: ChaosRequest) -> str | None:
+    for name in ("drop", "duplicate"):
+        if not 0 <= (value := getattr(request, name) or 0.0) <= 1:
+            return f"{name} is {value:g}; a probability is 0 to 1"
+    late_s = request.late_s or 0.0
+    if not 0 <= late_s <= MOST_LATE_S:
+        return f"late_s is {late_s:g}; give 0 to {MOST_LATE_S:g} seconds"
+    return None if request.drop or request.duplicate or late_s else "give drop, duplicate or late_s"
 
 
 def _whole_node(request: ChaosRequest) -> bool:

@@ -161,6 +161,7 @@ class NodeDaemon:
         """Leave nothing behind: trainers, connection, sockets, files."""
         self._driver.stop_timers()
         self._traces.close()
+        self._chaos.close()
         await self._supervisor.close()
         if self._voice is not None:
             await self._voice.close(GOODBYE_S)
@@ -218,6 +219,7 @@ class NodeDaemon:
         self._voice = Voice(
             self._config,
             self._incarnation,
+            disturbance=self._chaos.disturbance,
             clock=self._driver.now,
             on_message=self._on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
@@ -367,7 +369,7 @@ class NodeDaemon:
     def zygote_pid(self) -> int | None:
         return self._supervisor.zygote_pid
 
-    def send_fault(self, device: int, frame: protocol.Sleep | protocol.Slow) -> None:
+    def send_fault(self, device: int, frame: protocol.Sleep | protocol.Slow | protocol.Raise) -> None:
         self._supervisor.send(device, frame)
 
     def leave(self, reason: str) -> None:

@@ -106,6 +106,7 @@ class Snapshots:
             spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
         )
         self._serving = False
+        self._checkpoint_url = ""
         self._sending: asyncio.Task[None] | None = None
         self._staging: asyncio.Task[None] | None = None
         self._staged_job: str | None = None
@@ -122,6 +123,17 @@ class Snapshots:
     def size_bytes(self) -> int:
         """That arenas may take, all devices together."""
         return self._arenas.size_bytes
+
+    @property
+    def memory_directory(self) -> Path:
+        """Where the arenas are."""
+        return self._arenas.root
+
+    @property
+    def checkpoint_directory(self) -> Path | None:
+        """Of the present job, where its checkpoints go into a directory."""
+        url = self._checkpoint_url
+        return Path(url) if url.startswith("/") else None
 
     def figures(self) -> dict[str, int]:
         """For metrics: bytes sent to other nodes, requests without the token, memory that arenas may take."""
@@ -174,6 +186,7 @@ class Snapshots:
 
     def prepare(self, job: Job, device: int) -> tuple[str, int | None]:
         """Directory and limit of a device's arena; an empty directory where no snapshots are taken."""
+        self._checkpoint_url = job.checkpoint.url
         if not job.snapshot.every_steps:
             return "", None
         if not self._arenas.own():

@@ -9,6 +9,7 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventGate
 from ftd.mqtt.session import MqttSession, Will
+from ftd.node.disturbance import Disturbance
 from ftd.wire.checking import encode_event
 from ftd.wire.codec import encode_from_node
 from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
@@ -31,6 +32,7 @@ class Voice:
         config: DaemonConfig,
         incarnation: int,
         *,
+        disturbance: Disturbance,
         clock: Callable[[], float],
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None],
@@ -44,6 +46,8 @@ class Voice:
         self._node = config.node
         self._topics = Topics(cluster=config.cluster)
         self._clock = clock
+        self._disturbance = disturbance
+        self._on_message = on_message
         self._watch = watch
         self._gate = EventGate()
         self._state: NodeStateMessage | None = None
@@ -60,7 +64,7 @@ class Voice:
                 self._topic,
             ),
             will=Will(topic=self._topic, payload=encode_json(will)),
-            on_message=on_message,
+            on_message=self._hear,
             on_connected=on_connected,
             on_lost=on_lost,
             on_acknowledged=on_acknowledged,
@@ -86,7 +90,14 @@ class Voice:
 
     def signal(self, signal: messages.Signal) -> None:
         message = messages.FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
-        self._session.publish(self._topics.node_signal(self._node), encode_from_node(message))
+        topic, payload = self._topics.node_signal(self._node), encode_from_node(message)
+        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload))
+
+    def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
+        if topic == self._topics.node_command(self._node):
+            self._disturbance.incoming.carry(lambda: self._on_message(topic, payload, retained))
+        else:
+            self._on_message(topic, payload, retained)
 
     def answer(self, client: str, answer: Answer) -> None:
         self._session.publish(self._topics.reply(client), encode_json(answer))

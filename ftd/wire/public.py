@@ -205,6 +205,8 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``lossy``: each message comes up to so much later."""
     seed: int = 0
     """``lossy``: what is drawn from it."""
+    only_check: bool = False
+    """Do nothing; answer whether this node could and would."""
     schema: int = SCHEMA
 
 

@@ -5,19 +5,25 @@ import os
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftd.errors import WireError
+from ftd.errors import ConfigurationError, WireError
+from ftd.local.mounts import small_file_system
 from ftd.node.chaos import Chaos
+from ftd.node.disturbance import Weather, Wire
+from ftd.node.filling import Filler
 from ftd.wire.public import Answer, encode_json
-from runtime.protocol import Sleep, Slow
+from runtime.protocol import Raise, Sleep, Slow
 
 
 class Hands:
     """Records what chaos does; its trainers are real processes."""
+
+    directory = Path("/nowhere")
 
     def __init__(self, pids: dict[int, int]) -> None:
         self.pids = pids
@@ -30,15 +36,25 @@ class Hands:
     def zygote_pid(self) -> int | None:
         return None
 
-    def send_fault(self, device: int, frame: Sleep | Slow) -> None:
+    def send_fault(self, device: int, frame: Sleep | Slow | Raise) -> None:
         match frame:
             case Sleep():
                 self.log.append(("sleep", device, frame.seconds))
             case Slow():
                 self.log.append(("slow", device, frame.factor))
+            case Raise():
+                self.log.append(("raise", device, frame.detail))
 
     def stores(self, device: int | None) -> bool:
         return device in (None, 0)
+
+    @property
+    def memory_directory(self) -> Path:
+        return self.directory
+
+    @property
+    def checkpoint_directory(self) -> Path | None:
+        return None
 
     def flip(self, device: int | None) -> None:
         self.log.append(("flip", device))
@@ -107,6 +123,13 @@ def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
         ({"do": "hang", "for_s": 0}, "positive"),
         ({"do": "slow", "factor": 0.5}, "give 1"),
         ({"do": "slow"}, "no such trainer"),
+        ({"do": "raise"}, "no such trainer"),
+        ({"do": "lossy"}, "give drop, duplicate or late_s"),
+        ({"do": "lossy", "drop": 1.5}, "a probability is 0 to 1"),
+        ({"do": "lossy", "late_s": -1}, "give 0 to 60 seconds"),
+        ({"do": "fill_memory", "size_mib": 0}, "give 1 or more"),
+        ({"do": "fill_memory"}, "/nowhere cannot be filled"),
+        ({"do": "fill_disk"}, "writes no checkpoints into a directory now"),
         ({"do": "flip", "device": 1}, "keeps no part of a snapshot"),
         ({"do": "kill", "target": "trainer"}, "no such trainer"),
         ({"do": "stop", "target": "trainer", "device": 1}, "no such trainer"),
@@ -206,3 +229,108 @@ def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
         )
 
     play(hands, body)
+
+
+def test_trainers_raise_and_the_line_gets_bad() -> None:
+    hands = Hands({0: 1, 1: 2})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload("a", do="raise", device=1))
+        chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.05))
+        await until(lambda: ("ChaosInjected", "lossy", "node") in hands.log and len(hands.log) >= 5)
+        carried: list[str] = []
+        await until(lambda: not _carries(chaos, carried))
+        await until(lambda: _carries(chaos, carried))  # Its time is over.
+
+    play(hands, body)
+    assert ("raise", 1, "ftd chaos raise (me)") in hands.log
+
+
+def _carries(chaos: Chaos, carried: list[str]) -> bool:
+    before = len(carried)
+    chaos.disturbance.outgoing.carry(lambda: carried.append("x"))
+    return len(carried) > before
+
+
+def test_a_check_does_nothing_but_answer() -> None:
+    hands = Hands({})
+
+    async def body(chaos: Chaos) -> None:
+        chaos.on_request(payload("a", do="kill", only_check=True))
+        chaos.on_request(payload("b", do="hang", device=7, only_check=True))
+
+    play(hands, body)
+    assert [answer.accepted for answer in hands.answers] == [True, False]
+    assert hands.log == []
+
+
+def test_what_is_full_is_given_back(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail
+    filler = Filler()
+    assert "size_mib = 1:" in str(filler.problem(tmp_path, 1)), f"{free} blocks are free"
+    assert "cannot be filled" in str(filler.problem(tmp_path / "none", 1))
+
+
+def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
+    directory = tmp_path / "small"
+    try:
+        mounted = small_file_system(directory, 8, "cluster.disk_mib")
+        mounted.__enter__()
+    except ConfigurationError as error:
+        assert "root" in str(error)
+        pytest.skip(str(error))
+    try:
+
+        async def main() -> None:
+            filler = Filler()
+            assert filler.problem(directory, None) is None
+            filler.fill(directory, for_s=0.2)
+            with pytest.raises(OSError, match="No space left"):
+                (directory / "file").write_bytes(bytes(1 << 20))
+            assert [path.name for path in directory.iterdir()] == ["file"]
+            await until(lambda: os.statvfs(directory).f_bavail * os.statvfs(directory).f_bsize > 6 << 20)
+            (directory / "file").write_bytes(bytes(1 << 20))
+            filler.fill(directory, for_s=3600)
+            filler.close()
+            (directory / "file").write_bytes(bytes(2 << 20))
+
+        asyncio.run(main())
+    finally:
+        mounted.__exit__(None, None, None)
+    assert not list(directory.iterdir())
+
+
+def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
+    async def main() -> None:
+        wire = Wire()
+        got: list[int] = []
+
+        def send(first: int, end: int) -> None:
+            for number in range(first, end):
+                wire.carry(partial(got.append, number))
+
+        send(0, 3)
+        assert got == [0, 1, 2]
+        got.clear()
+        wire.begin(Weather(drop=0.3, duplicate=0.3, late_s=0.05), "seed")
+        send(0, 200)
+        wire.end()
+        send(200, 201)  # Not before what is still under way.
+        await until(lambda: got[-1:] == [200])
+        assert got == sorted(got)
+        kept = set(got)
+        assert 100 < len(kept) < 180
+        assert 20 < len(got) - len(kept) < 80
+        again: list[int] = []
+        other = Wire()
+        other.begin(Weather(drop=0.3, duplicate=0.3), "seed")
+        for number in range(200):
+            other.carry(partial(again.append, number))
+        third = Wire()
+        third.begin(Weather(drop=0.3, duplicate=0.3), "seed")
+        twice: list[int] = []
+        for number in range(200):
+            third.carry(partial(twice.append, number))
+        assert again == twice
+
+    asyncio.run(main())

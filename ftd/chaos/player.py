@@ -1,0 +1,141 @@
+"""Plays a scenario on a running cluster: injects, watches, and says when there is nothing left to see."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ftd.chaos.conductor import Conductor
+from ftd.chaos.record import Record
+from ftd.chaos.values import Fault, Scenario
+from ftd.chaos.verdicts import Verdict, broken, judge, open_ones
+from ftd.errors import FtdError
+
+GRACE_S = 10.0
+"""When the job is over, states and events may still be under way for so long."""
+_LOOK_S = 0.1
+_DEFAULT_FOR_S: dict[str, float] = {
+    "disconnect": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """How a scenario went."""
+
+    scenario: Scenario
+    verdicts: tuple[Verdict, ...]
+    record: Record
+    took_s: float
+    ended_by: str
+    """Why it was looked at no longer."""
+
+    @property
+    def met(self) -> bool:
+        """Every fault has happened, and every expectation is met."""
+        return all(verdict.met for verdict in self.verdicts)
+
+
+class Player:
+    """``begin``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await ``played``.
+
+    :param inject: carries a fault out, and answers the nodes that it struck.
+    :param tell: a line for whoever watches.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        inject: Callable[[Fault], Awaitable[tuple[str, ...]]],
+        tell: Callable[[str], None],
+        baseline: dict[int, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scenario = scenario
+        self._inject = inject
+        self._tell = tell
+        self._clock = clock
+        self._began_at = 0.0
+        self.record = Record(baseline=baseline or {})
+        self.conductor = Conductor(scenario, inject=self._strike, on_failure=self._failed)
+        self._news = asyncio.Event()
+        self._satisfied_steps: int | None = None
+        self._ended_at_s: float | None = None
+
+    def begin(self) -> None:
+        """The scenario's time runs from here; events before do not count."""
+        self._began_at = self._clock()
+        self.conductor.begin()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        self.record.on_event(event, self._now_s())
+        self.conductor.on_event(event)
+        self._news.set()
+
+    def on_state(self, state: dict[str, Any]) -> None:
+        self.record.state = state
+        self._news.set()
+
+    def on_node(self, node: str, state: str) -> None:
+        self.conductor.on_node(node, state)
+
+    async def played(self) -> Played:
+        """Return when it is over: all as expected, or nothing can make it good, or the time is up."""
+        try:
+            while not (why := self._over()):
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), _LOOK_S)
+        finally:
+            await self.conductor.cancel()
+        return Played(
+            scenario=self._scenario,
+            verdicts=judge(self._scenario, self.record),
+            record=self.record,
+            took_s=self._now_s(),
+            ended_by=why,
+        )
+
+    def _over(self) -> str:
+        """Why nothing more is to be seen; empty while there is."""
+        now_s = self._now_s()
+        if now_s > self._scenario.limit_s:
+            return f"the limit of {self._scenario.limit_s:g} s"
+        if self.record.ended:
+            self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
+            if self._all_happened(now_s) and not open_ones(self._scenario, self.record):
+                return f"the job's end ({self.record.ended})"
+            return f"the job's end ({self.record.ended})" if now_s > self._ended_at_s + GRACE_S else ""
+        if not self._all_happened(now_s) or open_ones(self._scenario, self.record):
+            self._satisfied_steps = None
+            if any(one.problem for one in self.record.struck.values()) and not self.conductor.busy:
+                return "a fault that could not be done"
+            return "an expectation that cannot be met any more" if broken(self._scenario, self.record) else ""
+        if self._satisfied_steps is None:
+            self._satisfied_steps = self.record.steps
+        enough = self.record.steps >= self._satisfied_steps + self._scenario.steps_after
+        paused = self.record.state.get("phase") in ("PAUSED", "WAITING")
+        return "everything has come" if enough or paused else ""
+
+    def _all_happened(self, now_s: float) -> bool:
+        struck = self.record.struck.values()
+        done = not self.conductor.waiting and not self.conductor.busy
+        return done and all(one.over_at_s <= now_s for one in struck)
+
+    async def _strike(self, fault: Fault) -> None:
+        struck = self.record.on_struck(fault, self._now_s())
+        self._tell(f"{struck.at_s:7.2f} s  ↯ {fault}")
+        struck.nodes = await self._inject(fault)
+        # What a node does for a while is over later than it was asked for.
+        struck.over_at_s = struck.at_s + (fault.for_s or _DEFAULT_FOR_S.get(fault.do, 0.0))
+
+    def _failed(self, fault: Fault, error: FtdError) -> None:
+        struck = self.record.struck.get(fault.id) or self.record.on_struck(fault, self._now_s())
+        struck.problem = str(error)
+        self._tell(f"{self._now_s():7.2f} s  ✗ {fault}: {error}")
+
+    def _now_s(self) -> float:
+        return self._clock() - self._began_at

@@ -1,0 +1,105 @@
+"""``ftd chaos run``: scenarios, played and judged."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
+from ftd.config.address import ClusterAddress
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ftd.chaos.player import Played
+    from ftd.chaos.values import Scenario
+
+
+def run(
+    scenarios: Annotated[list[Path], typer.Argument(help="The scenarios.", metavar="SCENARIO.toml...")],
+    local: Annotated[
+        bool, typer.Option("--local", help="On a cluster of its own, on this machine, as [cluster] says.")
+    ] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML, for CI.", metavar="FILE.xml")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything that was found.", metavar="FILE.json")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="With --local: keep the logs of all processes here.", metavar="DIR")
+    ] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Play scenarios, one after another: follow the events, strike when a fault is due, hold what follows
+    against what is expected.
+
+    Against a running cluster, or with --local on one that is started for it; scenarios with the same
+    [cluster] share one. Exit code 0 when everything was as expected, 1 when something was not, 2 when a
+    scenario cannot be played: then nothing was injected.
+
+    Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
+    """
+    from ftd.chaos.report import encoded, junit_of, text_of, write
+    from ftd.chaos.scenario import load_scenario
+
+    loaded = [load_scenario(path) for path in scenarios]
+    for file, option in ((junit, "--junit"), (json_file, "--json")):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigurationError(f"{file.parent} is no directory", field=option, remedy="make it first")
+
+    def tell(played: "Played") -> None:
+        typer.echo(text_of(played))
+
+    if local:
+        work = play_locally(loaded, logs, typer.echo, tell)
+    else:
+        work = _play_there(address_of(broker, cluster, config), loaded, tell)
+    all_played = run_async(work)
+    if junit is not None:
+        write(junit, junit_of(all_played), "--junit")
+    if json_file is not None:
+        write(json_file, encoded(all_played), "--json")
+    raise typer.Exit(0 if all(played.met for played in all_played) else 1)
+
+
+async def play_locally(
+    scenarios: "list[Scenario]",
+    logs: Path | None,
+    say: Callable[[str], None],
+    tell: "Callable[[Played], None]",
+) -> "list[Played]":
+    """Each on a cluster that was started for it, shared by those that want the same; in their order.
+
+    :raises ConfigurationError: one of them cannot be played; nothing was started.
+    """
+    from ftd.local.stage import Stage, setup_of, stage_key
+
+    keys = [stage_key(setup_of(scenario)) for scenario in scenarios]
+    found: dict[int, Played] = {}
+    for number, key in enumerate(keys):
+        if number in found:
+            continue
+        async with Stage(key, tell=say, logs=logs) as stage:
+            for index, scenario in enumerate(scenarios):
+                if keys[index] == key and index not in found:
+                    say(f"── {scenario.name}: {scenario.purpose}")
+                    found[index] = await stage.play(scenario)
+                    tell(found[index])
+    return [found[index] for index in range(len(scenarios))]
+
+
+async def _play_there(
+    address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[Played], None]"
+) -> "list[Played]":
+    """On a cluster that runs, with what can be done over MQTT."""
+    from ftd.chaos.inject import require_remote
+    from ftd.chaos.remote import play_remotely
+
+    for scenario in scenarios:
+        require_remote(scenario, scenario.name)
+    found = []
+    for scenario in scenarios:
+        found.append(await play_remotely(address, scenario, tell=typer.echo))
+        tell(found[-1])
+    return found

@@ -1,0 +1,33 @@
+"""Small memory file systems, so that a full one is a fault of a scenario and not of this machine."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from ftd.errors import ConfigurationError
+
+_COMMAND_S = 10.0
+
+
+@contextlib.contextmanager
+def small_file_system(directory: Path, size_mib: int, field: str) -> Iterator[None]:
+    """``directory``, made if need be, has so much room and no more; unmounted at the end.
+
+    :raises ConfigurationError: it cannot be mounted here.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=700", "tmpfs", str(directory)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMMAND_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise ConfigurationError(
+            f"a file system of {size_mib} MiB cannot be mounted: {said or error}",
+            field=field,
+            remedy="run it as root, or leave it out where the machine's own may be filled",
+        ) from None
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True, timeout=_COMMAND_S)

@@ -1,0 +1,269 @@
+"""A cluster on this machine that scenarios are played on, one after another: each finds it in order."""
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from ftd.chaos.inject import require_known_nodes
+from ftd.chaos.player import Played, Player
+from ftd.chaos.targets import layout_of
+from ftd.chaos.values import ClusterSetup, SameLosses, Scenario
+from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
+from ftd.config.job import load_job_data
+from ftd.errors import ConfigurationError, FtdError, PeerError
+from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.inject import LocalInjector
+from ftd.local.mounts import small_file_system
+from ftd.local.readiness import Readiness
+from ftd.node.processes import tail
+from ftd.wire.public import JobData, StopRequest, SubmitRequest
+
+SUBMIT_S = 10.0
+START_S = 120.0
+"""From the submission to the first plan that trains."""
+LEAVE_S = 10.0
+DISK = "{disk}"
+Tell = Callable[[str], None]
+
+
+def stage_key(setup: ClusterSetup) -> ClusterSetup:
+    """Scenarios with the same one can share a cluster: their jobs need not be the same."""
+    return dataclasses.replace(setup, job=Path(), steps=None, override={})
+
+
+def setup_of(scenario: Scenario) -> ClusterSetup:
+    """:raises ConfigurationError: it names no cluster, or faults that this cluster cannot have."""
+    if scenario.cluster is None:
+        raise ConfigurationError(
+            f"{scenario.name} has no [cluster]",
+            field="--local",
+            remedy="add [cluster] with job and nodes, or run it against a cluster that runs",
+        )
+    setup = scenario.cluster
+    for fault in scenario.faults:
+        if fault.do == "cut" and not setup.network:
+            raise ConfigurationError(
+                f"{fault.id}: cut needs nodes with networks of their own",
+                field=scenario.name,
+                remedy="write network = true under [cluster]",
+            )
+        if fault.do == "fill_disk" and setup.disk_mib is None:
+            raise ConfigurationError(
+                f"{fault.id}: fill_disk needs a disk that may be filled",
+                field=scenario.name,
+                remedy='write disk_mib under [cluster], and url = "{disk}/…" as override.checkpoint of it',
+            )
+    return setup
+
+
+class Stage:
+    """``async with Stage(setup, tell=print) as stage``: the cluster; nothing of it is left afterwards."""
+
+    def __init__(self, setup: ClusterSetup, *, tell: Tell, logs: Path | None = None) -> None:
+        """:param logs: where the logs of all processes are kept."""
+        self._setup = setup
+        self._tell = tell
+        self._logs = logs
+        self._home = tuple(f"node-{index}" for index in range(setup.nodes))
+        self._undo = contextlib.AsyncExitStack()
+        self._ready = Readiness(setup.devices_per_node)
+        self._player: Player | None = None
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._losses: dict[int, float] = {}
+        self._undisturbed: dict[bytes, dict[int, float]] = {}
+
+    async def __aenter__(self) -> Self:
+        """:raises FtdError: it could not be brought up."""
+        try:
+            await self._open()
+        except BaseException:
+            await self._undo.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._undo.aclose()
+
+    async def _open(self) -> None:
+        setup, undo = self._setup, self._undo
+        directory = undo.enter_context(private_directory())
+        self._disk = directory / "disk"
+        self._disk.mkdir()
+        if setup.memory_mib is not None:
+            memory = shared_memory(directory)
+            undo.enter_context(small_file_system(memory, setup.memory_mib, "cluster.memory_mib"))
+        if setup.disk_mib is not None:
+            undo.enter_context(small_file_system(self._disk, setup.disk_mib, "cluster.disk_mib"))
+        options = ClusterOptions(
+            devices_per_node=setup.devices_per_node, broker=setup.broker, timing=dict(setup.timing)
+        )
+        self._cluster = LocalCluster(directory, options)
+        undo.push_async_callback(self._end)
+        await self._cluster.start_broker()
+        await self._cluster.start_coordinator()
+        address = ClusterAddress(broker=self._cluster.broker, cluster=options.cluster)
+        self._client = await undo.enter_async_context(
+            ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
+        )
+        following = asyncio.ensure_future(self._follow())
+        undo.callback(following.cancel)
+        await asyncio.gather(*(self._start(name) for name in self._home))
+
+    async def _end(self) -> None:
+        await asyncio.shield(self._cluster.end())
+        if self._logs is not None:
+            shutil.copytree(self._cluster.fleet.logs, self._logs, dirs_exist_ok=True)
+
+    # --- a scenario --------------------------------------------------------------------------------
+
+    async def play(self, scenario: Scenario) -> Played:
+        """Put the cluster in order, train, play.
+
+        :raises ConfigurationError: the scenario does not fit this cluster, or its job is wrong.
+        :raises FtdError: the cluster could not be put in order, or a node would not do a fault.
+        """
+        setup = setup_of(scenario)
+        require_known_nodes(scenario, self._home, scenario.name)
+        override = _replaced(setup.override, str(self._disk))
+        job = load_job_data(setup.job, steps=setup.steps, override=override)
+        baseline = await self._baseline(scenario, job)
+        await self._tidy()
+        injector = LocalInjector(
+            self._client,
+            self._cluster,
+            lambda name, _pid: self._ready.forget(name),
+            layout=lambda: layout_of(self._ready.state),
+            seed=scenario.seed,
+        )
+        await injector.check(scenario)
+        player = Player(scenario, inject=injector.inject, tell=self._tell, baseline=baseline)
+        player.on_state(dict(self._ready.state))
+        try:
+            await self._train(job)
+            self._player = player
+            player.begin()
+            played = asyncio.ensure_future(player.played())
+            try:
+                while not played.done():
+                    await asyncio.wait([played], timeout=0.5)
+                    self._cluster.fleet.reap_adopted()
+                    self._central_live(injector)
+                return played.result()
+            finally:
+                played.cancel()
+        finally:
+            self._player = None
+
+    async def _baseline(self, scenario: Scenario, job: JobData) -> dict[int, float]:
+        """The losses of the same job without any fault, where the scenario compares; made once."""
+        if not any(isinstance(one, SameLosses) for one in _expected(scenario)):
+            return {}
+        key = repr((job.training, job.policy)).encode()
+        if len(self._undisturbed.get(key, {})) < job.steps:
+            await self._tidy()
+            self._tell(f"          {job.steps} steps without faults, to compare with")
+            await self._train(job)
+            async with asyncio.timeout(scenario.limit_s):
+                await self._ended.wait()
+            self._undisturbed[key] = dict(self._losses)
+        return self._undisturbed[key]
+
+    async def _train(self, job: JobData) -> None:
+        """Submit; returns when training has begun.
+
+        :raises PeerError: it does not begin. :raises RequestRefused: the job cannot run.
+        """
+        self._begun.clear()
+        self._ended.clear()
+        self._losses.clear()
+        envelope = self._client.envelope()
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
+        await self._client.request(request, timeout_s=SUBMIT_S)
+        try:
+            async with asyncio.timeout(START_S):
+                await self._begun.wait()
+        except TimeoutError:
+            waiting = self._ready.state.get("waiting_for")
+            raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
+
+    # --- order ---------------------------------------------------------------------------------------
+
+    async def _tidy(self) -> None:
+        """Whatever the last scenario left: no job, an empty disk, and the home nodes up, no others."""
+        if self._ready.state.get("job") and self._ready.state.get("phase") not in ("FINISHED", "FAILED"):
+            envelope = self._client.envelope()
+            job = self._ready.state["job"]["id"]
+            stop = StopRequest(request=envelope["request"], reply=envelope["reply"], job=job)
+            with contextlib.suppress(FtdError):  # It may have ended at this moment.
+                await self._client.request(stop, timeout_s=SUBMIT_S)
+        for path in self._disk.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        strangers = [n for n in self._cluster.nodes if n not in self._home]
+        await self._cluster.fleet.terminate(strangers, grace_s=LEAVE_S)
+        self._cluster.fleet.reap_adopted()
+        for name in self._home:
+            if not self._cluster.fleet.running(name):
+                await self._start(name)
+        try:
+            await self._ready.wait(self._home)
+        except PeerError as error:
+            raise self._death(self._ready.missing(self._home)[0], str(error)) from None
+
+    async def _start(self, name: str) -> None:
+        self._ready.forget(name)
+        await self._cluster.start_node(name)
+
+    def _central_live(self, injector: LocalInjector) -> None:
+        """:raises PeerError: the broker or the coordinator has ended by itself."""
+        for name in (BROKER, COORDINATOR):
+            if not self._cluster.fleet.running(name) and name not in injector.absent:
+                raise self._death(name, f"the {name} has ended")
+
+    def _death(self, name: str, what: str) -> PeerError:
+        said = tail(self._cluster.fleet.logs / f"{name}.log", 2000)
+        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
+
+    # --- news ----------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        async for event in self._client.events():
+            self._ready.on_event(event)
+            name = event.get("event")
+            if self._player is not None:
+                self._player.on_event(event)
+            if name == "RecoveryCompleted":  # The first is the start's: a step is committed.
+                self._begun.set()
+            elif name == "StepCommitted":
+                self._losses[event["step"]] = event["details"]["loss"]
+            elif name in ("JobFinished", "JobFailed", "JobStopped"):
+                self._ended.set()
+
+    def _on_state(self, state: dict[str, Any]) -> None:
+        self._ready.on_state(state)
+        if self._player is not None:
+            self._player.on_state(state)
+
+    def _on_node(self, node: str, state: str) -> None:
+        if self._player is not None:
+            self._player.on_node(node, state)
+
+
+def _expected(scenario: Scenario) -> tuple[Any, ...]:
+    return (*scenario.expect, *(one for fault in scenario.faults for one in fault.expect))
+
+
+def _replaced(value: Any, disk: str) -> Any:
+    match value:
+        case dict():
+            return {key: _replaced(inner, disk) for key, inner in value.items()}
+        case str():
+            return value.replace(DISK, disk)
+        case _:
+            return value
