@@ -148,7 +148,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
         do=cast(v.NodeFault | v.LocalFault, table.do),
         target=target,
         delay_s=table.delay_s or 0.0,
-        process=_process(table),
+        process="node" if isinstance(target, v.Central) else _process(table),
         device=table.device,
         for_s=table.for_s,
         factor=table.factor,

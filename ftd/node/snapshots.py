@@ -105,8 +105,7 @@ class Snapshots:
             say=tell,
             spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
         )
-        self._serving = False
-        self._checkpoint_url = ""
+        self._serving, self._checkpoint_url = False, ""
         self._sending: asyncio.Task[None] | None = None
         self._staging: asyncio.Task[None] | None = None
         self._staged_job: str | None = None
