@@ -102,8 +102,10 @@ def _one_of(field: str, allowed: tuple[str, ...], faults: Sequence[Struck], reco
 
 def _same_losses(relative: float, record: Record) -> Finding:
     both = sorted(record.losses.keys() & record.baseline.keys())
+    if not record.baseline:
+        return Finding(met=False, measured="no run without faults to compare with")
     if not both:
-        return Finding(met=False, measured="no run without faults to compare with", lasting=True)
+        return Finding(met=None, measured="no step yet")
     worst, step = max((_apart(record.losses[s], record.baseline[s]), s) for s in both)
     return Finding(
         met=worst <= relative, measured=f"{len(both)} steps, {worst:.1e} apart at step {step}", lasting=True
