@@ -45,7 +45,7 @@ class Hands(Protocol):
 
     def zygote_pid(self) -> int | None: ...
 
-    def send_fault(self, device: int, frame: Sleep | Slow | Raise) -> None:
+    def send(self, device: int, frame: Sleep | Slow | Raise) -> bool:
         """To the trainer of this device, if it has one."""
 
     def leave(self, reason: str) -> None:
@@ -204,7 +204,7 @@ class Chaos:
                 self._stop(request)
             case "hang":
                 for device in self._struck(request):
-                    self._hands.send_fault(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+                    self._hands.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
             case "slow":
                 self._slow(request)
             case "term":
@@ -215,7 +215,7 @@ class Chaos:
                 self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
             case "raise":
                 for device in self._struck(request):
-                    self._hands.send_fault(device, Raise(detail=f"ftd chaos raise ({request.reply})"))
+                    self._hands.send(device, Raise(detail=f"ftd chaos raise ({request.reply})"))
             case "lossy":
                 self.disturbance.begin(
                     _weather(request), seed=request.seed, for_s=request.for_s or DEFAULT_LOSSY_S
@@ -248,14 +248,14 @@ class Chaos:
         """A trainer that is started anew meanwhile is as quick as ever."""
         for device in self._struck(request):
             number = self._slowed[device] = self._slowed.get(device, 0) + 1
-            self._hands.send_fault(device, Slow(factor=request.factor or DEFAULT_FACTOR))
+            self._hands.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
             if request.for_s is not None:
                 loop = asyncio.get_running_loop()
                 loop.call_later(request.for_s, self._quicken, device, number)
 
     def _quicken(self, device: int, number: int) -> None:
         if self._slowed.get(device) == number:
-            self._hands.send_fault(device, Slow(factor=1.0))
+            self._hands.send(device, Slow(factor=1.0))
 
     def _fillable(self, request: ChaosRequest) -> Path | None:
         """Of ``fill_memory`` and ``fill_disk``."""

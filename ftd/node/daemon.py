@@ -369,9 +369,6 @@ class NodeDaemon:
     def zygote_pid(self) -> int | None:
         return self._supervisor.zygote_pid
 
-    def send_fault(self, device: int, frame: protocol.Sleep | protocol.Slow | protocol.Raise) -> None:
-        self._supervisor.send(device, frame)
-
     def leave(self, reason: str) -> None:
         self._driver.feed(TerminationRequested(**self._stamp(), reason=reason))
 

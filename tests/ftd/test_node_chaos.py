@@ -36,7 +36,7 @@ class Hands:
     def zygote_pid(self) -> int | None:
         return None
 
-    def send_fault(self, device: int, frame: Sleep | Slow | Raise) -> None:
+    def send(self, device: int, frame: Sleep | Slow | Raise) -> bool:
         match frame:
             case Sleep():
                 self.log.append(("sleep", device, frame.seconds))
@@ -44,6 +44,7 @@ class Hands:
                 self.log.append(("slow", device, frame.factor))
             case Raise():
                 self.log.append(("raise", device, frame.detail))
+        return device in self.pids
 
     def stores(self, device: int | None) -> bool:
         return device in (None, 0)
