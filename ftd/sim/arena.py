@@ -21,6 +21,8 @@ class Shard:
     """Version of each layer of its stage."""
     devices: frozenset[int]
     """Devices of this node that take part in the snapshot."""
+    damaged: bool = False
+    """Bits changed; whoever reads it finds out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,6 +138,9 @@ class SimArena:
         parts = self.parts(key)
         return bool(parts) and all(shard.devices <= set(parts) for shard in parts.values())
 
+    def sound(self, key: HeldSnapshot) -> bool:
+        return self.holds(key) and not any(shard.damaged for shard in self.parts(key).values())
+
     def snapshots(self) -> tuple[HeldSnapshot, ...]:
         keys = {shard.key for here in self.slots.values() for shard in here}
         own = sorted((k for k in keys if self.holds(k)), key=lambda k: (k.job_id, k.generation, k.step))
@@ -169,7 +174,7 @@ def restored(
         if not wanted:
             continue
         able = {name for name in restore.sources if nodes[name].up and not nodes[name].frozen}
-        there = {name for name in able if nodes[name].arena.holds(key)}
+        there = {name for name in able if nodes[name].arena.sound(key)}
         copy = nodes[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
         if lacking(group, there, {group.owners[0]} if copy is not None else set()):
             asked = {*group.owners, group.buddy} & set(restore.sources)

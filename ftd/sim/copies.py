@@ -1,10 +1,10 @@
-"""A simulated daemon's copies: its own part of a snapshot sent to its buddy, and what it keeps for others."""
+"""A simulated daemon's orders about snapshots: its own part sent to its buddy, what it keeps, what may go."""
 
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim.arena import Copy
 from statemachine.buddies import copy_of
-from statemachine.effects import SendCopy
+from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
 from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed
 from statemachine.values import HeldSnapshot
 
@@ -18,9 +18,19 @@ class SimCopies:
     def __init__(self, node: "SimNode") -> None:
         self._node = node
 
-    def send(self, effect: SendCopy) -> None:
-        world = self._node.world
-        world.at(world.between(0.01, 0.8), self._send, effect, self._node.life)
+    def perform(self, effect: SendCopy | KeepCopies | RemoveSnapshots) -> None:
+        node, world = self._node, self._node.world
+        match effect:
+            case SendCopy():
+                world.at(world.between(0.01, 0.8), self._send, effect, node.life)
+            case KeepCopies():
+                node.arena.keep_copies(effect.step)
+                if effect.restore is not None:
+                    node.scrubber.watch(effect.restore)
+                self.tell()
+            case RemoveSnapshots():
+                node.arena.remove(effect.job_id)
+                node.scrubber.kept = None
 
     def tell(self) -> None:
         """The agent, what is kept for others."""
@@ -36,7 +46,7 @@ class SimCopies:
         buddy = node.invariants.nodes[effect.buddy.node]
         reached = buddy.up and not buddy.frozen and not buddy.data_cut and not node.data_cut
         said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
-        if not reached or not node.arena.holds(key) or world.chance(node.pace.full):
+        if not reached or not node.arena.sound(key) or world.chance(node.pace.full):
             node.feed(CopyFailed(at=world.now, detail="the buddy cannot take it", **said))
             return
         buddy.arena.receive(Copy(key=copy_of(key, node.name), layers=node.arena.layers(key)))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from ftd.sim import damage
 from statemachine.effects import EmitEvent
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
         (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
     ]
 
-    pending += _draw_place(sim)
+    pending += _draw_place(sim) + damage.draw(sim)
     pending += sim.leaning.strikes
     commits += sim.leaning.at_commits
 

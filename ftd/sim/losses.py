@@ -70,7 +70,7 @@ def gives_up(truth: "Invariants") -> None:
     if truth.newest is not None:
         key = truth.key_of(truth.newest)
         up = {name: node for name, node in truth.nodes.items() if node.up}
-        there = {name for name, node in up.items() if node.arena.holds(key)}
+        there = {name for name, node in up.items() if node.arena.sound(key)}
         copied = {
             owner
             for owner, buddy in truth.newest.buddies.items()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from ftd.sim.arena import SimArena, restored
 from ftd.sim.copies import SimCopies
+from ftd.sim.damage import SimScrubber
 from ftd.sim.network import Network
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import TIMING, World
@@ -106,6 +107,7 @@ class SimNode:
         self.agent = AgentMachine(name, TIMING)
         self.writer = SimWriter(self)
         self.copies = SimCopies(self)
+        self.scrubber = SimScrubber(self)
         self.life = 0
         """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
         self._timers: dict[str, int] = {}
@@ -235,7 +237,7 @@ class SimNode:
             case TrainerKeepSnapshot():
                 self._instruct(effect.device, self._keep, effect, 0.0005, 0.005)
             case SendCopy() | KeepCopies() | RemoveSnapshots():
-                self._remember(effect)
+                self.copies.perform(effect)
             case PersistLayers() | StopPersisting():
                 self.writer.perform(effect)
             case PublishNode():
@@ -253,16 +255,6 @@ class SimNode:
                 pass
             case _:
                 assert_never(effect)
-
-    def _remember(self, effect: SendCopy | KeepCopies | RemoveSnapshots) -> None:
-        match effect:
-            case SendCopy():
-                self.copies.send(effect)
-            case KeepCopies():
-                self.arena.keep_copies(effect.step)
-                self.copies.tell()
-            case RemoveSnapshots():
-                self.arena.remove(effect.job_id)
 
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
         if self._timers.get(name) != token or life != self.life:
@@ -357,6 +349,7 @@ class SimNode:
             )
         else:
             trainer.resume(resume, staged)
+            self.scrubber.watch(resume.restore, at_once=True)
 
     def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
         if restore.url:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftd.sim import coordinator, faults
+from ftd.sim import coordinator, damage, faults
 from ftd.sim.run import Leaning, run_seed
 from planner.parts import part_needs
 from statemachine import (
@@ -321,3 +321,19 @@ def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatc
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
     monkeypatch.setattr(rollback, "_refused", lambda c: False)
     found("sound checkpoints", range(2 * SEEDS), Leaning(checkpoints=True, strikes=(lost, *closed)))
+
+
+# --- bits that change in memory ----------------------------------------------------------------------
+
+
+def test_a_damaged_part_that_is_asked_for_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
+    strikes = tuple(("SnapshotCompleted", f, 0) for f in (damage.damage_shards, faults.fail_all_trainers))
+    found("no progress after the healing", leaning=Leaning(protection="none", zero1=False, strikes=strikes))
+
+
+def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshots._parts_of
+    monkeypatch.setattr(snapshots, "_parts_of", lambda c, record: replace(real(c, record), sources={}))
+    strikes = (("SnapshotCompleted", damage.damage_shard, 1),)
+    found("others hold what it takes", leaning=Leaning(protection="aec", zero1=False, strikes=strikes))

@@ -96,6 +96,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
         "slow",
         "protect",
         "snapshots",
+        "damage",
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
     assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
