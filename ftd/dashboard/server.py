@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
+from ftd.complaints import Complaints, http_log
 from ftd.config.dashboard import DashboardPlace
 from ftd.dashboard.access import HEADERS, Access
 from ftd.dashboard.assets import PLOTLY, Asset, Plotly, pages
@@ -79,6 +80,7 @@ class DashboardServer:
             handle_signals=False,
             shutdown_timeout=0.0,
             keepalive_timeout=15.0,
+            logger=http_log(Complaints(_log, "no_http")),
             max_line_size=_HEADER_BYTES,
             max_field_size=_HEADER_BYTES,
         )
