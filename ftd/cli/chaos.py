@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ftd.cli import soak
 from ftd.cli.chaos_run import run
 from ftd.cli.options import (
     BrokerOption,
@@ -39,6 +40,7 @@ def register(app: typer.Typer) -> None:
     for command in (kill, term, stop, hang, raise_, slow, flip, disconnect, lossy, fill_memory, fill_disk):
         chaos.command(command.__name__.rstrip("_").replace("_", "-"))(command)
     chaos.command("run")(run)
+    chaos.command("soak")(soak.soak)
     app.add_typer(chaos)
 
 

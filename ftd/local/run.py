@@ -75,7 +75,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
     if options.chaos:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_own_broker(scenario, options)
-    _require_writable(options.report)
+    require_writable(options.report)
     with private_directory() as directory:
         cluster = LocalCluster(
             directory,
@@ -304,7 +304,7 @@ def _require_own_broker(scenario: Scenario, options: LocalOptions) -> None:
         )
 
 
-def _require_writable(report: Path | None) -> None:
+def require_writable(report: Path | None) -> None:
     """Before an hour of training, not after it."""
     if report is None:
         return

@@ -1,0 +1,352 @@
+"""``ftd chaos soak``: a cluster on this machine under random faults for some minutes, watched all the time.
+
+First the job runs undisturbed: its losses are what every later one is held against, its pace is what goodput
+is measured by. Then it runs again and again while faults strike. At the end they stop, everything comes
+back, training must go on, and every process must end.
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftd.chaos.soak_draw import Strike, draw
+from ftd.chaos.soak_hands import SoakHands
+from ftd.chaos.soak_report import SoakReport, by_cause, by_kind, goodput
+from ftd.chaos.soak_watch import Watch
+from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
+from ftd.config.job import load_job_data
+from ftd.errors import FtdError, PeerError, RequestRefused, Unreachable
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory
+from ftd.wire.public import JobData, StopRequest, SubmitRequest
+
+NODES_START_S = 120.0
+_TICK_S = 0.1
+_GRACE_S = 30.0
+_MOST_VIOLATIONS = 20
+"""More say nothing more."""
+_FURTHER_STEPS = 3
+"""So many must follow when all faults are over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions:
+    """What the user asked for."""
+
+    job: Path
+    minutes: float
+    seed: int
+    rate_per_min: float
+    nodes: int
+    steps: int | None
+    limit_s: float
+    relative: float | None
+    """``None``: by the job's precision."""
+    beyond: bool
+    """More nodes may be lost at once than the job tolerates."""
+    broker: str
+    logs: Path | None
+
+
+async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakReport:
+    """Soak; returns what was found. All processes are ended, whatever happens.
+
+    :raises ConfigurationError: the job or the options are wrong; nothing was started.
+    :raises FtdError: the cluster could not be brought up, or the job does not even run undisturbed.
+    """
+    job = load_job_data(options.job, steps=options.steps)
+    with private_directory() as directory:
+        cluster = LocalCluster(directory, ClusterOptions(broker=options.broker, cluster="soak"))
+        soak = Soak(options, _private(job, directory), cluster, say)
+        kept: Path | None = options.logs
+        try:
+            await soak.run()
+        finally:
+            await asyncio.shield(cluster.end())
+            if kept is None and soak.watch.violations:
+                kept = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
+            if kept is not None:
+                shutil.copytree(cluster.fleet.logs, kept, dirs_exist_ok=True)
+                (kept / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in soak.events))
+        return soak.report(kept)
+
+
+def _private(job: JobData, directory: Path) -> JobData:
+    """A soak leaves the user's checkpoints alone, and each round begins anew."""
+    if not job.checkpoint.url:
+        return job
+    place = directory / "checkpoints"
+    place.mkdir()
+    checkpoint = msgspec.structs.replace(job.checkpoint, url=str(place), resume=False)
+    return msgspec.structs.replace(job, checkpoint=checkpoint)
+
+
+T = TypeVar("T", bound=Any)
+
+
+def _since(zero_s: float, found: Iterable[T]) -> tuple[T, ...]:
+    """The same with times that count from ``zero_s``, in order."""
+    dated = [replace(one, at_s=round(one.at_s - zero_s, 3)) for one in found]
+    return tuple(sorted(dated, key=lambda one: float(one.at_s)))
+
+
+class Soak:
+    """One soak on one cluster."""
+
+    def __init__(
+        self, options: SoakOptions, job: JobData, cluster: LocalCluster, say: Callable[[str], None]
+    ) -> None:
+        self._options, self._job, self._cluster, self._say = options, job, cluster, say
+        relative = options.relative or (1e-9 if job.training.get("dtype") == "float64" else 1e-3)
+        self.watch = Watch(limit_s=options.limit_s, relative=relative)
+        self.events: list[dict[str, Any]] = []
+        """All but steps, for whoever looks for what went wrong."""
+        self._began = time.monotonic()
+        self._faults_s = 0.0
+        """When faults began, on the clock that began with the soak; likewise their end."""
+        self._over_s: float | None = None
+        self._step_s = 0.0
+        self._rounds = 0
+        self._gaps: list[tuple[float, float]] = []
+        self._idle_since: float | None = None
+        self._trainers: set[str] = set()
+        self._hands: SoakHands | None = None
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self._began
+
+    async def run(self) -> None:
+        """From the first process to the last."""
+        await self._cluster.start_broker()
+        await self._cluster.start_coordinator()
+        address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
+        async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
+            following = asyncio.ensure_future(self._follow(client))
+            for number in range(self._options.nodes):
+                await self._cluster.start_node(f"node-{number}")
+            hands = self._hands = SoakHands(
+                client,
+                self._cluster,
+                self.watch,
+                tolerate=self._job.policy.tolerate,
+                beyond=self._options.beyond,
+            )
+            try:
+                await self._wait(self._ready, NODES_START_S, "all nodes with their trainers")
+                await self._undisturbed(client)
+                await self._strike(client, hands)
+                await self._heal(client, hands)
+                await self._leave(client, hands)
+            finally:
+                await hands.cancel()
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+    # --- phases ------------------------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        nodes = self.watch.state.get("nodes") or {}
+        names = self._cluster.nodes
+        return self._trainers >= set(names) and all(
+            (nodes.get(name) or {}).get("state") == "HEALTHY" for name in names
+        )
+
+    async def _undisturbed(self, client: ClusterClient) -> None:
+        """The losses and the pace of a run that nothing disturbs.
+
+        :raises PeerError: the job fails, or it takes longer than the soak is to last.
+        """
+        await self._submit(client)
+        limit_s = max(60.0 * self._options.minutes, 120.0)
+        await self._wait(
+            lambda: self.watch.ended is not None, limit_s, "the undisturbed run's end; give --steps"
+        )
+        if self.watch.violations or self.watch.ended != "JobFinished":
+            said = "; ".join(violation.detail for violation in self.watch.violations)
+            raise PeerError(f"the job does not even run undisturbed: {said or self.watch.ended}")
+        commits = self.watch.commits
+        steps = sum(count for _, count in commits[1:])
+        self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
+        self.watch.recoveries.clear()
+        commits.clear()
+        self._say(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
+
+    async def _strike(self, client: ClusterClient, hands: SoakHands) -> None:
+        options = self._options
+        strikes = list(draw(options.seed, rate_per_min=options.rate_per_min, until_s=60.0 * options.minutes))
+        self._faults_s = self._idle_since = self.now_s
+        end_s = self._faults_s + 60.0 * options.minutes
+        while self.now_s < end_s and not self._hopeless:
+            await self._next_round(client)
+            self._strike_due(strikes, hands)
+            hands.look(self.now_s)
+            self.watch.on_time(self.now_s)
+            await asyncio.sleep(_TICK_S)
+        self._over_s = self.now_s
+
+    def _strike_due(self, strikes: list[Strike], hands: SoakHands) -> None:
+        """Those that must wait for room keep their order; the others pass them by."""
+        due = [strike for strike in strikes if self.now_s - self._faults_s >= strike.at_s]
+        for strike in due:
+            if not hands.may_strike(strike):
+                continue
+            strikes.remove(strike)
+            self._say(f"{self.now_s - self._faults_s:7.1f} s  {strike.do} for {strike.for_s:.1f} s")
+            hands.strike(strike, self.now_s)
+
+    async def _heal(self, client: ClusterClient, hands: SoakHands) -> None:
+        """No more faults: everything comes back, and training goes on."""
+        await hands.finish(self._options.limit_s)
+        self.watch.struck(None, "heal", self.now_s)
+        goal = self.watch.step + _FURTHER_STEPS
+
+        def well() -> bool:
+            hands.look(self.now_s)
+            self.watch.on_time(self.now_s)
+            going = self.watch.step >= goal or self.watch.ended is not None
+            return (going and hands.calm) or self._hopeless
+
+        try:
+            await self._wait(well, 2 * self._options.limit_s, "")
+        except PeerError:
+            nodes = {name: node["state"] for name, node in (self.watch.state.get("nodes") or {}).items()}
+            said = f"{self.watch.state.get('phase')} at step {self.watch.step} of {goal}, nodes {nodes}"
+            self.watch.broken(self.now_s, "stuck", f"it did not heal after the last fault: {said}")
+        if self.watch.ended:
+            await self._check_round(client)
+
+    async def _leave(self, client: ClusterClient, hands: SoakHands) -> None:
+        """Stop the job, and end the nodes as their hosts would."""
+        if self.watch.job is not None and not self.watch.ended:
+            with contextlib.suppress(FtdError):
+                envelope = client.envelope()
+                stop = StopRequest(
+                    request=envelope["request"], reply=envelope["reply"], job=self.watch.job or ""
+                )
+                await client.request(stop)
+            with contextlib.suppress(PeerError):
+                await self._wait(lambda: self.watch.ended is not None, self._options.limit_s, "")
+            await self._check_round(client)
+        await hands.end_nodes(self.now_s, _GRACE_S)
+
+    # --- rounds ------------------------------------------------------------------------------------
+
+    @property
+    def _hopeless(self) -> bool:
+        return len(self.watch.violations) >= _MOST_VIOLATIONS or any(
+            violation.rule == "stuck" for violation in self.watch.violations
+        )
+
+    async def _next_round(self, client: ClusterClient) -> None:
+        """A job is always under way: the next one follows when one is over."""
+        watch = self.watch
+        if watch.job is not None and watch.ended is None:
+            if self._idle_since is not None and watch.step:
+                self._gaps.append((self._idle_since, self.now_s))
+                self._idle_since = None
+            return
+        if self._idle_since is None:
+            self._idle_since = self.now_s
+        try:
+            if watch.job is not None and watch.ended:
+                await self._check_round(client)
+                self._rounds += watch.ended == "JobFinished"
+            await self._submit(client)
+        except (Unreachable, RequestRefused):
+            return  # The broker or the coordinator is away: next time.
+
+    async def _submit(self, client: ClusterClient) -> None:
+        envelope = client.envelope()
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
+        answer = await client.request(request)
+        self.watch.begin_round(answer.detail, self.now_s)
+
+    async def _check_round(self, client: ClusterClient) -> None:
+        """Hold the journal against what was told. :raises Unreachable: the coordinator is away."""
+        watch = self.watch
+        job = watch.job
+        if job is None:
+            return
+        rows = [row for row in await client.history(what="steps") if row["job"] == job]
+        watch.on_journal(rows, self.now_s)
+        watch.job = None
+
+    # --- what the cluster says ---------------------------------------------------------------------
+
+    async def _follow(self, client: ClusterClient) -> None:
+        async for event in client.events():
+            if event["event"] != "StepCommitted":
+                self.events.append(event)
+            if event["event"] == "TrainerStarted":
+                self._trainers.add(str(event["node"]))
+            self.watch.on_event(event, self.now_s)
+
+    def _on_state(self, state: dict[str, Any]) -> None:
+        self.watch.on_state(state, self.now_s)
+
+    async def _wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
+        """:raises PeerError: not in time."""
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            if time.monotonic() > deadline:
+                raise PeerError(f"not within {limit_s:g} s: {what}")
+            await asyncio.sleep(_TICK_S)
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def report(self, logs: Path | None) -> SoakReport:
+        """All that was found. Its times count from when faults began."""
+        options, watch, zero_s = self._options, self.watch, self._faults_s
+        over_s = self._over_s if self._over_s is not None else self.now_s
+        gaps = [*self._gaps, *([(self._idle_since, over_s)] if self._idle_since is not None else [])]
+        struck = self._hands.struck if self._hands is not None else []
+        faults = _since(zero_s, struck)
+        recoveries = _since(zero_s, watch.recoveries)
+        return SoakReport(
+            job=self._job.name,
+            seed=options.seed,
+            rate_per_min=options.rate_per_min,
+            nodes=options.nodes,
+            steps=self._job.steps,
+            rounds=self._rounds,
+            duration_s=round(over_s - zero_s, 3),
+            held=not watch.violations,
+            violations=_since(zero_s, watch.violations),
+            faults=faults,
+            by_kind=by_kind(faults),
+            recoveries=recoveries,
+            by_cause=by_cause(recoveries),
+            rollbacks=watch.rollbacks,
+            unprovoked=tuple(watch.unprovoked),
+            goodput=goodput(
+                [(at_s - zero_s, count) for at_s, count in watch.commits],
+                until_s=over_s - zero_s,
+                step_s=self._step_s,
+                gaps=[(a - zero_s, b - zero_s) for a, b in gaps],
+                done_again=watch.done_again,
+            ),
+            repeat=self._repeat(),
+            logs=None if logs is None else str(logs),
+        )
+
+    def _repeat(self) -> str:
+        options = self._options
+        parts = [
+            f"ftd chaos soak --minutes {options.minutes:g} --seed {options.seed}",
+            f"--rate {options.rate_per_min:g} --nodes {options.nodes}",
+            f"--steps {options.steps}" if options.steps is not None else "",
+            "--beyond" if options.beyond else "",
+            str(options.job),
+        ]
+        return " ".join(part for part in parts if part)

@@ -1,0 +1,295 @@
+"""What must hold of a cluster while faults strike it: judged from its public events and states alone.
+
+Pure: fed with events, states and moments (seconds on one clock), it gathers violations.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_ALWAYS_WRONG = {
+    "MessageRefused": "refused",
+    "ReplicasDiverged": "diverged",
+    "ReplicaDiverged": "diverged",
+    "SnapshotsUnavailable": "snapshots",
+}
+"""Events that no fault of a soak may lead to, with the name of the rule that they break."""
+_OUR_FAULT = frozenset({"exited", "raised", "unprepared", "foreign"})
+"""How a trainer fails that nobody touched only because of a bug; ``hung`` may be a busy machine."""
+_END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
+_LAST_NEWS_S = 2.0
+"""How long something may be known from the state before the event of it must have come."""
+_AFTERMATH_S = 20.0
+"""So long after a node was struck, what fails there is the strike's doing."""
+_FORGIVEN_REFUSALS = ("chaos/",)
+"""Topics on which we may talk to a node that ends just then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that did not hold."""
+
+    at_s: float
+    rule: str
+    """``step``, ``loss``, ``generation``, ``refused``, ``diverged``, ``snapshots``, ``damage``, ``failed``,
+    ``unprovoked``, ``stuck``, ``gap``, ``process`` or ``left_over``."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySeen:
+    """A way back to training."""
+
+    at_s: float
+    """When the first step behind it was committed."""
+    cause: str
+    tier: str
+    total_ms: float
+    """From the detection on."""
+    generation: int
+    rolled_back_steps: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Gathers what happens, and what must not.
+
+    :param limit_s: training must go on within this long after a fault, whatever it was.
+    :param relative: by how much of itself the loss of a step may differ from when it was computed before.
+    """
+
+    limit_s: float
+    relative: float
+    violations: list[Violation] = field(default_factory=list)
+    recoveries: list[RecoverySeen] = field(default_factory=list)
+    commits: list[tuple[float, int]] = field(default_factory=list)
+    """When, and how many steps were new then: what was committed before is none."""
+    unprovoked: list[str] = field(default_factory=list)
+    """Losses that no strike explains and that a busy machine may have caused."""
+    rollbacks: int = 0
+    losses: dict[int, float | None] = field(default_factory=dict)
+    """Of each step, as it was computed first: by the undisturbed run, or else by an earlier round."""
+    state: Json = field(default_factory=dict)
+    """The newest."""
+    job: str | None = None
+    """Id of the round's job; ``None`` between two rounds."""
+    ended: str | None = None
+    """The event that ended the round's job."""
+    step: int = 0
+    """The round's last committed step, as told."""
+    best: int = 0
+    """The highest so far: a rollback changes nothing about it."""
+    done_again: int = 0
+    """Steps that had been committed before, in all rounds."""
+    lossy: bool = False
+    """The broker was away: events may be missing."""
+    excused: bool = False
+    """More was lost at once than the job tolerates: it may fail."""
+    flipped: bool = False
+    """A bit was flipped on purpose."""
+    _generations: dict[str, int] = field(default_factory=dict)
+    _repeats: bool = False
+    """A coordinator was restarted: it may tell again what it had not journaled."""
+    _seen: set[str] = field(default_factory=set)
+    _struck: dict[str, float] = field(default_factory=dict)
+    _recovered: set[int] = field(default_factory=set)
+    _last_s: float = 0.0
+    """Of the last progress or disturbance."""
+    _stuck: bool = False
+    _over_since: float | None = None
+    _went_back: tuple[float, int, int] | None = None
+    """When the state went back, from which step to which."""
+    _rolled_back_s: float = -math.inf
+
+    # --- what the soak itself does -----------------------------------------------------------------
+
+    def begin_round(self, job: str, at_s: float) -> None:
+        """A job was submitted."""
+        self.job, self.ended, self.step, self.best = job, None, 0, 0
+        self.lossy = self._repeats = self._stuck = self.excused = False
+        self._over_since = None
+        self._last_s = max(self._last_s, at_s)
+
+    def struck(self, node: str | None, do: str, until_s: float) -> None:
+        """A fault strikes, of which everything is over at ``until_s``."""
+        self._last_s = max(self._last_s, until_s)
+        if node is not None:
+            self._struck[node] = max(self._struck.get(node, 0.0), until_s)
+        self.lossy |= do == "kill_broker"
+        self.flipped |= do == "flip"
+
+    def broken(self, at_s: float, rule: str, detail: str) -> None:
+        self.violations.append(Violation(at_s=round(at_s, 3), rule=rule, detail=detail))
+
+    # --- what the cluster says ---------------------------------------------------------------------
+
+    def on_event(self, event: Json, at_s: float) -> None:
+        """One event; a second delivery changes nothing."""
+        identity = str(event.get("id") or "")
+        if identity and identity in self._seen:
+            return
+        self._seen.add(identity)
+        name, details = str(event.get("event")), event.get("details") or {}
+        match name:
+            case "StepCommitted":
+                self._committed(int(event["step"]), details.get("loss"), at_s)
+            case "RolledBack":
+                self.rollbacks += 1
+                self._rolled_back_s = at_s
+                self.step = int(details["to_step"])
+            case "GenerationStarted":
+                self._generation_is("events", int(event["generation"]), at_s)
+            case "RecoveryCompleted":
+                self._recovery(details["recovery"], at_s)
+            case "CoordinatorStarted":
+                self._repeats = True
+            case "JobFinished" | "JobFailed" | "JobStopped":
+                self._end(name, str(event.get("reason") or ""), at_s)
+            case "TrainerLost" | "NodeLost":
+                self._lost(name, event, at_s)
+            case "ShardDamaged" if not self.flipped:
+                self.broken(at_s, "damage", f"{event.get('node')}: {event.get('reason')}")
+            case _ if name in _ALWAYS_WRONG:
+                self._wrong(name, event, at_s)
+            case _:
+                pass
+
+    def on_state(self, state: Json, at_s: float) -> None:
+        """The cluster's state; the last will of a coordinator says nothing here."""
+        if state.get("phase") == "UNREACHABLE":
+            return
+        before, self.state = self.state, state
+        self._generation_is("states", int(state.get("generation") or 0), at_s)
+        job, coordinator = (state.get("job") or {}).get("id"), state.get("coordinator")
+        alike = (job, coordinator, state.get("generation"))
+        was = ((before.get("job") or {}).get("id"), before.get("coordinator"), before.get("generation"))
+        step, old = int(state.get("step") or 0), int(before.get("step") or 0)
+        if alike == was and step < old:
+            self._went_back = (at_s, old, step)
+
+    def on_time(self, at_s: float) -> bool:
+        """Is training stuck? Told once until it goes on."""
+        self._look_for_the_end(at_s)
+        self._look_back(at_s)
+        if self.job is None or self.ended or self._stuck or at_s - self._last_s <= self.limit_s:
+            return self._stuck
+        self._stuck = True
+        phase, waiting = self.state.get("phase"), self.state.get("waiting_for")
+        self.broken(
+            at_s,
+            "stuck",
+            f"no step was committed within {self.limit_s:g} s after the last fault: {phase} at step "
+            f"{self.step}, generation {self.state.get('generation')}, waiting for {waiting or 'nothing'}",
+        )
+        return True
+
+    def _look_back(self, at_s: float) -> None:
+        """A state that went back belongs to a rollback, which an event tells a little earlier or later."""
+        if self._went_back is None:
+            return
+        when, old, step = self._went_back
+        if abs(self._rolled_back_s - when) < _LAST_NEWS_S or self.lossy:
+            self._went_back = None
+        elif at_s - when > _LAST_NEWS_S:
+            self._went_back = None
+            self.broken(when, "step", f"the cluster's state went back from step {old} to {step}, untold")
+
+    def _look_for_the_end(self, at_s: float) -> None:
+        """The event of it may have been lost with a broker; the state stays."""
+        name = _END_OF_PHASE.get(str(self.state.get("phase")))
+        if name is None or self.ended or (self.state.get("job") or {}).get("id") != self.job:
+            self._over_since = None
+            return
+        self._over_since = at_s if self._over_since is None else self._over_since
+        if at_s - self._over_since > _LAST_NEWS_S:
+            self._end(name, str(self.state.get("outcome")), at_s)
+
+    def on_journal(self, steps: Iterable[Json], at_s: float) -> None:
+        """At a round's end: all that the coordinator's journal has of its job."""
+        rows = {int(row["step"]): (row.get("details") or {}).get("loss") for row in steps}
+        newest = max(rows, default=0)
+        missing = [step for step in range(1, newest + 1) if step not in rows]
+        if missing:
+            self.broken(at_s, "gap", f"the journal lacks {len(missing)} steps, {missing[0]} the first")
+        if newest < self.step and not self.lossy:
+            self.broken(at_s, "gap", f"step {self.step} was told, and the journal ends with {newest}")
+        for step, loss in sorted(rows.items()):
+            self._compare(step, loss, at_s)
+
+    # --- rules -------------------------------------------------------------------------------------
+
+    def _committed(self, step: int, loss: float | None, at_s: float) -> None:
+        if self.job is None or self.ended:
+            return
+        if step <= self.step and not (self.lossy or self._repeats):
+            self.broken(at_s, "step", f"step {step} was told after step {self.step}")
+        if step > self.best:
+            self.commits.append((at_s, step - self.best))
+        else:
+            self.done_again += 1
+        self.step, self.best = step, max(self.best, step)
+        self._last_s, self._stuck = max(self._last_s, at_s), False
+        self._compare(step, loss, at_s)
+
+    def _compare(self, step: int, loss: float | None, at_s: float) -> None:
+        """Equal to rounding with the same step of the undisturbed run, or of whoever computed it first."""
+        if step not in self.losses:
+            self.losses[step] = loss
+            return
+        first = self.losses[step]
+        both = first is not None and loss is not None
+        if both and math.isclose(first or 0.0, loss or 0.0, rel_tol=self.relative, abs_tol=1e-12):
+            return
+        if both or first is not loss:
+            self.broken(at_s, "loss", f"step {step} has loss {loss}, and had {first} before")
+
+    def _generation_is(self, where: str, generation: int, at_s: float) -> None:
+        """Events and states are held against their own kind: one may overtake the other."""
+        before = self._generations.get(where, 0)
+        if generation < before:
+            self.broken(at_s, "generation", f"{where}: generation {generation} came after {before}")
+        self._generations[where] = max(before, generation)
+
+    def _recovery(self, told: Json, at_s: float) -> None:
+        generation = int(told["generation"])
+        if generation in self._recovered:
+            return
+        self._recovered.add(generation)
+        self.recoveries.append(
+            RecoverySeen(
+                at_s=round(at_s, 3),
+                cause=str(told["cause"]),
+                tier=str(told["tier"]),
+                total_ms=round(float(told["total_ms"]), 3),
+                generation=generation,
+                rolled_back_steps=int(told["rolled_back_steps"]),
+            )
+        )
+
+    def _end(self, name: str, reason: str, at_s: float) -> None:
+        if self.job is None or self.ended:
+            return
+        self.ended = name
+        self._last_s = max(self._last_s, at_s)
+        if name == "JobFailed" and not self.excused:
+            self.broken(at_s, "failed", f"the job failed at step {self.step}: {reason}")
+
+    def _lost(self, name: str, event: Json, at_s: float) -> None:
+        node, details = str(event.get("node")), event.get("details") or {}
+        if at_s <= self._struck.get(node, -math.inf) + _AFTERMATH_S:
+            return
+        how = str(details.get("cause") or details.get("how"))
+        said = f"{name} of {node}, which nobody struck ({how}): {event.get('reason')}"
+        if name == "TrainerLost" and how in _OUR_FAULT:
+            self.broken(at_s, "unprovoked", said)
+        else:
+            self.unprovoked.append(said)
+
+    def _wrong(self, name: str, event: Json, at_s: float) -> None:
+        topic = str((event.get("details") or {}).get("topic", ""))
+        if name == "MessageRefused" and any(part in topic for part in _FORGIVEN_REFUSALS):
+            return
+        self.broken(at_s, _ALWAYS_WRONG[name], f"{name}: {event.get('node') or ''} {event.get('reason')}")

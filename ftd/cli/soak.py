@@ -1,0 +1,115 @@
+"""``ftd chaos soak``: random faults on a cluster of its own, watched for some minutes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftd.cli.options import JsonOption, silence_logs
+
+if TYPE_CHECKING:
+    from ftd.chaos.soak import SoakOptions
+    from ftd.chaos.soak_report import SoakReport
+
+JobArgument = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
+StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps of each round, not the job file's.")]
+LimitOption = Annotated[
+    float, typer.Option(min=5, help="Training must go on so many seconds after a fault is over.")
+]
+ToleranceOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="How much of itself a step's loss may differ from the undisturbed run's; default: 1e-9 in "
+        "float64, otherwise 1e-3.",
+    ),
+]
+BeyondOption = Annotated[
+    bool, typer.Option("--beyond", help="Strike more nodes at once than the job tolerates.")
+]
+ReportOption = Annotated[Path | None, typer.Option(help="Write what was found here.", metavar="FILE.json")]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Goodput over time as a picture.", metavar="FILE.png|FILE.svg")
+]
+LogsOption = Annotated[
+    Path | None,
+    typer.Option(help="Keep all logs here; they are kept anyway when a rule is broken.", metavar="DIR"),
+]
+
+
+def soak(
+    job: JobArgument,
+    minutes: Annotated[float, typer.Option(min=0.1, max=10_000, help="How long faults strike.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the faults.")] = 0,
+    rate: Annotated[float, typer.Option(min=0.1, max=120, help="Faults a minute, on average.")] = 8.0,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Node daemons to start.")] = 4,
+    steps: StepsOption = None,
+    limit: LimitOption = 60.0,
+    tolerance: ToleranceOption = None,
+    beyond: BeyondOption = False,
+    broker: Annotated[str, typer.Option(help="embedded or mosquitto.")] = "mosquitto",
+    report: ReportOption = None,
+    plot: PlotOption = None,
+    logs: LogsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let random faults strike a cluster on this machine for some minutes, and watch what must not happen.
+
+    Processes are killed, stopped, hung, slowed down and cut off, coordinator and broker included. Committed
+    steps, losses, generations, recoveries and processes are watched; goodput is measured against an
+    undisturbed run. Exit code 1 when a rule was broken, with what is needed to repeat it.
+
+    Example: ftd chaos soak --minutes 5 --seed 1 examples/mlp.toml --plot soak.png
+    """
+    from ftd.chaos.soak import SoakOptions
+    from ftd.chaos.soak_report import lines
+    from ftd.local.run import require_writable
+    from ftd.view.soak_plot import plot_soak, require_picture
+
+    silence_logs()
+    require_picture(plot)
+    require_writable(report)
+    options = SoakOptions(
+        job=job,
+        minutes=minutes,
+        seed=seed,
+        rate_per_min=rate,
+        nodes=nodes,
+        steps=steps,
+        limit_s=limit,
+        relative=tolerance,
+        beyond=beyond,
+        broker=broker,
+        logs=logs,
+    )
+    found = _run(options, as_json)
+    if report is not None:
+        report.write_bytes(found.to_bytes())
+    if plot is not None:
+        plot_soak(found, plot)
+    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(lines(found)))
+    raise typer.Exit(0 if found.held else 1)
+
+
+def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":
+    """Progress goes to stderr where stdout is for JSON. Ctrl-C and SIGTERM end everything."""
+    import asyncio
+
+    import uvloop
+
+    from ftd.chaos.soak import run_soak
+    from ftd.local.run import cancel_on_signals
+
+    async def run() -> "SoakReport | int":
+        task = asyncio.ensure_future(run_soak(options, lambda line: typer.echo(line, err=as_json)))
+        caught = cancel_on_signals(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 128 + caught["signal"]
+
+    found = uvloop.run(run())
+    if isinstance(found, int):
+        typer.echo("stopped: everything is ended and cleaned up", err=True)
+        raise typer.Exit(found)
+    return found

@@ -1,0 +1,49 @@
+"""``ftd chaos soak`` for a moment: random faults on a real cluster, and nothing that must not happen."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.playground import write_job
+from tests.e2e.test_e2e_local import ftd, leftovers, shared_memory
+
+
+@pytest.fixture
+def home() -> Iterator[dict[str, str]]:
+    """An environment of its own, under a short path, in which leftovers are found."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
+
+
+def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -> None:
+    job = write_job(tmp_path, steps=200, two_node_replicas=True)
+    with job.open("a") as file:
+        file.write('[snapshot]\nevery_steps = 20\nprotection = "aec+buddy"\n')
+    memory = shared_memory()
+    report, plot, logs = tmp_path / "soak.json", tmp_path / "soak.svg", tmp_path / "logs"
+    options = ["--minutes", 0.4, "--seed", 5, "--rate", 30, "--nodes", 4, "--limit", 120, "--logs", logs]
+    done = ftd("chaos", "soak", job, *options, "--report", report, "--plot", plot, home=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["held"]
+    assert found["violations"] == []
+    assert sum(found["by_kind"].values()) >= 3
+    assert found["goodput"]["new_steps"] > 0
+    assert "every rule held" in done.stdout
+    assert plot.stat().st_size > 1000
+    assert (logs / "coordinator.log").exists()
+    assert leftovers(home) == []
+    assert not {path for path in shared_memory() - memory if path.name.startswith("ftd-")}
+
+
+def test_a_soak_of_a_job_that_does_not_run_says_so(tmp_path: Path, home: dict[str, str]) -> None:
+    """The file is wrong: nothing is started."""
+    done = ftd("chaos", "soak", tmp_path / "nowhere.toml", home=home)
+    assert done.returncode == 2
+    assert "nowhere.toml" in done.stderr
+    done = ftd("chaos", "soak", tmp_path / "nowhere.toml", "--plot", tmp_path / "soak.gif", home=home)
+    assert (done.returncode, "--plot" in done.stderr) == (2, True)
