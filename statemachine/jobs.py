@@ -84,7 +84,12 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.persist()
     answer(c, event.request, True, job.job_id)
     c.emit(
-        "JobSubmitted", f"job {job.name!r}: {job.steps} steps", name=job.name, steps=job.steps, job=job.job_id
+        "JobSubmitted",
+        f"job {job.name!r}: {job.steps} steps",
+        name=job.name,
+        steps=job.steps,
+        job=job.job_id,
+        global_batch=job.policy.global_batch,
     )
     c.publish()
 

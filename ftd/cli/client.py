@@ -107,34 +107,53 @@ def events(
 
 
 def story(
-    node: Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")],
+    of: Annotated[
+        str, typer.Argument(help="A node's name, or a recovery's generation.", metavar="NODE|GENERATION")
+    ],
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what happened to a node and why, cause by cause. Exit code 1 for an unknown node.
+    """Tell what happened to a node and why, cause by cause; or of one recovery, in sentences.
+
+    Exit code 1 for an unknown one. ftd status shows the present generation.
 
     Example: ftd story node-2
     """
-    from ftd.client import ClusterClient
     from ftd.view.story import chapters, render_story
 
-    address = address_of(broker, cluster, config)
-
-    async def ask() -> list[dict[str, Any]]:
-        async with ClusterClient(address) as client:
-            return await client.history()
-
-    past = run_async(ask())
-    told = chapters(past, node)
+    past = run_async(_past(address_of(broker, cluster, config)))
+    told = chapters(past, of)
+    if not told and of.isdigit():
+        _tell_recovery(past, int(of), as_json=as_json)
+        return
     if not told:
         known = sorted({str(event["node"]) for event in past if event.get("node")})
-        raise FtdError(f"nothing is known of a node named {node!r} (known: {', '.join(known) or 'none'})")
+        raise FtdError(f"nothing is known of a node named {of!r} (known: {', '.join(known) or 'none'})")
     if as_json:
-        print_json({"node": node, "chapters": told})
+        print_json({"node": of, "chapters": told})
     else:
-        print_rich(render_story(past, node))
+        print_rich(render_story(past, of))
+
+
+async def _past(address: ClusterAddress) -> list[dict[str, Any]]:
+    from ftd.client import ClusterClient
+
+    async with ClusterClient(address) as client:
+        return await client.history()
+
+
+def _tell_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:
+    from ftd.view.past import recovery_of
+    from ftd.view.sentences import told
+
+    report, recovery = recovery_of(generation, past)
+    sentences = told(recovery, report)
+    if as_json:
+        print_json({"generation": generation, "sentences": sentences})
+    else:
+        typer.echo("\n".join(sentences))
 
 
 def drain(

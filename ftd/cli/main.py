@@ -25,8 +25,10 @@ from ftd.cli import (
     plan,
     profile,
     reliability,
+    report,
     sim,
     snapshot,
+    top,
     trace,
 )
 from ftd.errors import FtdError
@@ -37,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUNNING = (local, coordinator, node, client, snapshot, trace, chaos, bridge)
+_RUNNING = (local, coordinator, node, client, top, report, snapshot, trace, chaos, bridge)
 for module in (
     *_RUNNING,
     plan,

@@ -167,6 +167,12 @@ class Kept:
     """Of snapshots, the newest one's protection; of checkpoints, their directory or URL."""
     last_problem: str | None = None
     """Why the last that was given up was."""
+    took_s: float | None = None
+    """Median time from the order until it was complete."""
+    stall_s: float | None = None
+    """How long training waited for all of them together; ``None`` of checkpoints."""
+    longest_stall_s: float | None = None
+    """For one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

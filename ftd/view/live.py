@@ -40,7 +40,7 @@ class LiveView:
         if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console,
-                get_renderable=self._draw,
+                get_renderable=self.frame,
                 refresh_per_second=8,
                 vertical_overflow="crop",
             )
@@ -77,7 +77,13 @@ class LiveView:
             self._plain(plain_event(event))
         self._progress_line()
 
-    def _draw(self) -> RenderableType:
+    def recall(self, event: Mapping[str, Any]) -> None:
+        """Something that happened before the view began: drawn, but no news."""
+        with self._lock:
+            self._picture.see_event(event)
+
+    def frame(self) -> RenderableType:
+        """The picture as it is at this moment, in the console's size."""
         with self._lock:
             return self._picture.draw(*self._console.size)
 

@@ -66,6 +66,8 @@ class Picture:
         """One event; steps go into the chart, everything else into the list."""
         name = event.get("event")
         details: JsonMap = event.get("details") or {}
+        if name == "JobSubmitted":
+            self._begin_anew()
         if name == "StepCommitted":
             self._see_step(int(event["step"]), details.get("loss"))
         if name == "RolledBack":
@@ -78,6 +80,12 @@ class Picture:
                 self._changes.append(int(recovery.get("step") or 0))
         if name not in QUIET_EVENTS:
             self._events.append(event)
+
+    def _begin_anew(self) -> None:
+        """Another job: what its predecessor's steps were is no part of it."""
+        self._losses = History()
+        self._failures, self._changes = [], []
+        self._loss, self._seen_step, self._recorded_step = None, 0, 0
 
     def _see_step(self, step: int, loss: float | None) -> None:
         self._seen_step = max(self._seen_step, step)

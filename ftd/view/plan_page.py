@@ -1,9 +1,8 @@
 """A plan as one HTML page that needs nothing else: the picture, the tables, light and dark."""
 
-from collections.abc import Iterable, Sequence
 from html import escape
 
-from ftd.view.palette import FAINT, INK, PAPER, WAITING
+from ftd.view.page import figures, page, table, themed
 from ftd.view.plan import (
     MOST_DRAWN,
     chosen_line,
@@ -19,43 +18,17 @@ from ftd.view.plan import (
 from ftd.view.text import layer_range, number, pipeline_name, plural
 from planner.describe import Description, TemplateRow
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f27; --faint: #69707d; --waiting: #e7eaee; --paper: #fefefe;
-  --line: #dfe3e8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --faint: #9aa3b0; --waiting: #2b313b;
-  --paper: #14171c; --line: #2b313b; } }
-body { margin: 2rem auto; padding: 0 1.25rem; max-width: 76rem; color: var(--ink);
-  background: var(--paper); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .25rem 0; } .faint { color: var(--faint); }
-.figures { display: flex; flex-wrap: wrap; gap: .75rem 2.5rem; margin: 1.25rem 0; }
-.figures b { display: block; font-size: 1.3rem; }
-.scroll { overflow-x: auto; }
-svg { width: 100%; min-width: 46rem; height: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th { font-weight: 500; color: var(--faint); text-align: right; }
-th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td { text-align: right; } .left { text-align: left; } .chosen td { font-weight: 600; }
-"""
-
 
 def plan_page(told: Description, svg: str, *, name: str, other: Description | None) -> str:
     """The page around a picture that ``plan_plot`` drew."""
-    title = escape(name)
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}: the plan for {plural(told.nodes, 'node')}</title>\n"
-        f"<style>{_STYLE}</style>\n</head>\n"
-    )
     policy = told.policy
     parts = [
-        f'<h1>{title}</h1>\n<p class="faint">{escape(shape_line(told))}</p>',
+        f'<h1>{escape(name)}</h1>\n<p class="faint">{escape(shape_line(told))}</p>',
         _figures(told),
         _comparison(told, other) if other is not None else "",
         f'<h2>One step</h2>\n<p class="faint">{escape(chosen_line(told))}; equal ones are drawn once. '
         f"Global batch {policy.global_batch} as {policy.microbatches} × {policy.microbatch_rows}.</p>",
-        f'<div class="scroll">{_themed(svg)}</div>',
+        f'<div class="scroll">{themed(svg)}</div>',
         "<h2>Pipelines</h2>",
         _pipelines(told),
         *(
@@ -65,20 +38,7 @@ def plan_page(told: Description, svg: str, *, name: str, other: Description | No
         "<h2>Templates</h2>",
         _templates(told),
     ]
-    return f"{head}<body>\n" + "\n".join(part for part in parts if part) + "\n</body>\n</html>\n"
-
-
-def _themed(svg: str) -> str:
-    """The drawing itself, its neutral colours left to the page."""
-    drawing = svg[svg.index("<svg") :]
-    for colour, variable in (
-        (INK, "--ink"),
-        (FAINT, "--faint"),
-        (WAITING, "--waiting"),
-        (PAPER, "--paper"),
-    ):
-        drawing = drawing.replace(colour, f"var({variable})")
-    return drawing
+    return page(f"{name}: the plan for {plural(told.nodes, 'node')}", parts)
 
 
 def _figures(told: Description) -> str:
@@ -89,8 +49,7 @@ def _figures(told: Description) -> str:
         ("pipelines", str(sum(row.count for row in told.pipelines))),
         ("nodes at work", f"{told.nodes - told.idle_nodes} of {told.nodes}"),
     ]
-    cells = (f'<div><b>{escape(value)}</b><span class="faint">{label}</span></div>' for label, value in shown)
-    return f'<div class="figures">{"".join(cells)}</div>'
+    return figures(shown)
 
 
 def _comparison(told: Description, other: Description) -> str:
@@ -114,7 +73,7 @@ def _pipelines(told: Description) -> str:
         for index, row in enumerate(told.pipelines)
     )
     columns = ("", "pipelines", "nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
-    return _table(columns, rows, left={0})
+    return table(columns, rows, left={0})
 
 
 def _stages(letter: str, template: TemplateRow, told: Description) -> str:
@@ -134,7 +93,7 @@ def _stages(letter: str, template: TemplateRow, told: Description) -> str:
     )
     columns = ("stage", "node", "layers", "GPUs", "forward", "backward", "memory")
     title = f'<h2>Stages of {letter}</h2>\n<p class="faint">times of one microbatch</p>\n'
-    return title + _table((*columns, *(() if limit is None else ("of device",))), rows)
+    return title + table((*columns, *(() if limit is None else ("of device",))), rows)
 
 
 def _templates(told: Description) -> str:
@@ -163,28 +122,4 @@ def _templates(told: Description) -> str:
         "optimal within",
         "memory",
     )
-    return _table(columns, rows, marked=marked)
-
-
-def _table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Iterable[int] = (),
-    marked: Iterable[int] = (),
-) -> str:
-    """``left`` are columns aligned to the left, ``marked`` rows to be seen at once."""
-    aligned, bold = set(left), set(marked)
-
-    def row_of(tag: str, cells: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=left' if index in aligned else ''}>{escape(cell)}</{tag}>"
-            for index, cell in enumerate(cells)
-        )
-
-    lines = [
-        f"<tr{' class=chosen' if index in bold else ''}>{row_of('td', cells)}</tr>"
-        for index, cells in enumerate(rows)
-    ]
-    body = "\n".join(lines)
-    return f'<div class="scroll"><table>\n<tr>{row_of("th", columns)}</tr>\n{body}\n</table></div>'
+    return table(columns, rows, marked=marked)

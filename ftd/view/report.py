@@ -83,7 +83,7 @@ class ReportBuilder:
         details: JsonMap = event.get("details") or {}
         match event["event"]:
             case "JobSubmitted":
-                self._job |= {k: v for k, v in details.items() if k in ("name", "steps")}
+                self._job |= {k: v for k, v in details.items() if k in ("name", "steps", "global_batch")}
                 self._job |= {"id": details["job"]} if "job" in details else {}
             case "StepCommitted":
                 self._commit(int(event["step"]), event)
@@ -174,6 +174,8 @@ class ReportBuilder:
         given_up = [event for event in told if event["event"].endswith("GivenUp")]
         newest: JsonMap = completed[-1] if completed else {}
         details: JsonMap = newest.get("details") or {}
+        took = sorted(_told(completed, "took_s"))
+        stalls = _told(completed, "stall_s")
         return Kept(
             completed=len(completed),
             given_up=len(given_up),
@@ -181,6 +183,9 @@ class ReportBuilder:
             size_bytes=details.get("size_bytes"),
             how=details.get("protection") if kind == "snapshots" else self._url,
             last_problem=given_up[-1].get("reason") if given_up else None,
+            took_s=_rounded(took[len(took) // 2]) if took else None,
+            stall_s=_rounded(sum(stalls)) if stalls else None,
+            longest_stall_s=_rounded(max(stalls)) if stalls else None,
         )
 
     def _since(self, at: float) -> float:
@@ -323,6 +328,11 @@ def _attribute(
             if mine or told["cause"] in FAILURE_CAUSES or told["cause"] == "node_drained":
                 mine.append(generation)
     return owners
+
+
+def _told(events: Sequence[JsonMap], field: str) -> list[float]:
+    """A detail of those events that have it."""
+    return [float(v) for e in events if (v := (e.get("details") or {}).get(field)) is not None]
 
 
 def _detected_at(detection: JsonMap) -> float:

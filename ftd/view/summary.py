@@ -12,9 +12,8 @@ from rich.text import Text
 from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.chart import History, loss_chart
 from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
+from ftd.view.sentences import decided, tries, what_happened
 from ftd.view.text import (
-    CAUSE_WORDS,
-    TIER_WORDS,
     NodeColours,
     duration,
     how_words,
@@ -30,11 +29,6 @@ _OUTCOME_STYLES = {
     "failed": "bold red",
     "stopped": "yellow",
     "unfinished": "yellow",
-}
-_DECISION_WORDS = {
-    "roll_forward": "every rank held complete gradients of step {next}: all applied it, nothing was redone",
-    "redo": "no rank had passed the vote of step {next}, so all did it again",
-    "boundary": "all stopped together behind step {step}",
 }
 CHART_HEIGHT = 5
 _WIDE = 97
@@ -201,15 +195,8 @@ def _cells(recovery: Recovery) -> list[RenderableType]:
 
 
 def _what(recovery: Recovery, report: Report) -> Text:
-    faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
-    nodes = ", ".join(recovery.nodes) or "cluster"
-    words = CAUSE_WORDS.get(recovery.cause, recovery.cause)
-    if recovery.cause == "resumed" and recovery.rolled_back_steps:
-        words = "lost, and back"
-    text = Text.assemble((nodes, "bold"), f" {words}")
-    if faults:
-        text.append(f" ({', '.join(dict.fromkeys(f.fault for f in faults))})", style="dim")
-    return text
+    who, became, injected = what_happened(recovery, report)
+    return Text.assemble((who, "bold"), became, (injected, "dim"))
 
 
 def _decisions(report: Report) -> RenderableType:
@@ -229,31 +216,14 @@ def _decisions(report: Report) -> RenderableType:
         )
         grid.add_row(_number(index, recovery), "what", happened)
         grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
-        if recovery.rolled_back_steps:
-            grid.add_row("", "state", _rollback(recovery))
-        elif recovery.decision in _DECISION_WORDS:
-            sentence = _DECISION_WORDS[recovery.decision]
-            grid.add_row("", "step", sentence.format(step=recovery.step, next=_next_step(recovery)))
-        if recovery.generations_tried > 1:
-            tries = f"{recovery.generations_tried} generations: more changed before a step was committed"
-            grid.add_row("", "tries", tries)
+        if (sentence := decided(recovery)) is not None:
+            grid.add_row("", "state" if recovery.rolled_back_steps else "step", sentence)
+        if (more := tries(recovery)) is not None:
+            grid.add_row("", "tries", more)
         before = _pipelines(recovery.pipelines_before, colours)
         grid.add_row("", "layout", _Change(before, _pipelines(recovery.pipelines_after, colours)))
         parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
     return Group(*parts)
-
-
-def _rollback(recovery: Recovery) -> str:
-    source = TIER_WORDS.get(recovery.tier, recovery.tier)
-    undone = plural(recovery.rolled_back_steps, "committed step")
-    return (
-        f"no live replica was left: back to step {recovery.step} by {source}; {undone} undone, and done again"
-    )
-
-
-def _next_step(recovery: Recovery) -> int:
-    """The step that was in flight: after a roll-forward it is the one that was resumed from."""
-    return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
 
 
 class _Change:

@@ -28,7 +28,7 @@ _BACK: Json = {
 _SLOW: Json = {"speed": 0.25, "speed_before": 1.0, "microbatch_ms": [41.5]}
 
 DETAILS: dict[str, Json] = {
-    "JobSubmitted": {"name": "gpt", "steps": 150, "job": "gpt-5c1f09aa"},
+    "JobSubmitted": {"name": "gpt", "steps": 150, "job": "gpt-5c1f09aa", "global_batch": 32},
     "StepCommitted": {
         "loss": 2.6112, "gradient_norm": 0.91, "skipped": False, "step_s": 0.1, "samples_per_s": 320.0,
     },

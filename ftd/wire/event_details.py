@@ -50,6 +50,8 @@ class JobSubmitted(Details, frozen=True, kw_only=True):
     steps: int
     job: str
     """Its id."""
+    global_batch: int
+    """Samples of one step, over all nodes."""
 
 
 class JobPrepared(Details, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ COMMANDS = [
     "story",
     "drain",
     "stop",
+    "top",
+    "report",
     "snapshot now",
     "snapshot every",
     "snapshot protect",
@@ -139,7 +141,19 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
     ]
     assert "JobSubmitted" in ftd("events", "--last", "1", directory=tmp_path, **cluster).stdout
 
-    for command in (["drain", "node-9"], ["stop", "gpt"], ["story", "node-9"]):
+    assert "WAITING" in ftd("top", "--once", directory=tmp_path, **cluster).stdout
+    page = tmp_path / "mlp.html"
+    assert ftd("report", "mlp", "--html", str(page), directory=tmp_path, **cluster).returncode == 0
+    assert "it is under way" in page.read_text()
+    assert "unfinished" in ftd("report", job_id, directory=tmp_path, **cluster).stdout
+
+    for command in (
+        ["drain", "node-9"],
+        ["stop", "gpt"],
+        ["story", "node-9"],
+        ["story", "7"],
+        ["report", "x"],
+    ):
         done = ftd(*command, directory=tmp_path, **cluster)
         assert done.returncode == 1 and command[1] in done.stderr
 
@@ -180,6 +194,24 @@ def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str
     assert json.loads(follower.stdout.readline())["event"] == "JobSubmitted"
     follower.send_signal(2)
     assert follower.wait(20) == 130
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no report"),
+        ('{"schema": 7}', "schema is 7"),
+        ("[]", "is no report"),
+    ],
+)
+def test_a_file_that_is_no_report_is_said_to_be_none(tmp_path: Path, content: str | None, says: str) -> None:
+    file = tmp_path / "run.json"
+    if content is not None:
+        file.write_text(content)
+    done = ftd("report", str(file), "--html", str(tmp_path / "run.html"), directory=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
 
 
 def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""``ftd report``: what became of a job, as a summary, a page to send, a picture, or JSON."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, print_rich, run_async
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ftd.view.document import Report
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report")(report)
+
+
+def report(
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="Id or name of a job of the cluster, or a report's file.", metavar="JOB|FILE.json"
+        ),
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write one page that needs nothing else.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw loss, throughput, goodput: .png or .svg.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the report itself (docs/report.md).")
+    ] = None,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Tell what became of a job: its steps, each recovery by phase, what snapshots cost.
+
+    It is made from the coordinator's journal, at any time, or from a file that ftd local --report wrote.
+    Without --html, --plot or --json a summary is printed.
+
+    Example: ftd report gpt --html gpt.html
+    """
+    from ftd.view.report_page import report_page
+    from ftd.view.report_plot import plot_report
+    from ftd.view.summary import render_summary
+
+    found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
+    if html is not None:
+        _write(html, report_page(found).encode(), "--html")
+    if plot is not None:
+        plot_report(found, plot)
+    if out is not None:
+        _write(out, found.to_bytes(), "--json")
+    if html is plot is out is None:
+        print_rich(render_summary(found))
+
+
+def _from_file(path: Path) -> "Report":
+    from ftd.view.document import Report, ReportError
+
+    try:
+        return Report.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}", field="JOB") from None
+    except (ValueError, ReportError) as error:
+        raise ConfigurationError(
+            f"{path} is no report: {error}",
+            field="JOB",
+            remedy="ftd local --report and ftd report --json write one",
+        ) from None
+
+
+def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Path | None) -> "Report":
+    from ftd.client import ClusterClient
+    from ftd.view.past import report_of
+
+    address = address_of(broker, cluster, config)
+
+    async def ask() -> "Report":
+        async with ClusterClient(address) as client:
+            return report_of(job, await client.history(), await client.history(what="steps"))
+
+    return run_async(ask())
+
+
+def _write(path: Path, content: bytes, field: str) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field=field) from None

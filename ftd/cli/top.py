@@ -1,0 +1,66 @@
+"""``ftd top``: a running cluster in a terminal, as ``ftd local`` shows its own."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
+
+if TYPE_CHECKING:
+    from ftd.config.address import ClusterAddress
+    from ftd.view.live import LiveView
+
+PAST_EVENTS = 200
+PAST_STEPS = 1000
+
+
+def register(app: typer.Typer) -> None:
+    app.command("top")(top)
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Watch the cluster: nodes, pipelines, loss, events; until Ctrl-C. Into a pipe, lines, no pictures.
+
+    Example: ftd top --broker mqtt://10.0.0.1:1883
+    """
+    run_async(_watch(address_of(broker, cluster, config), once=once))
+
+
+async def _watch(address: "ClusterAddress", *, once: bool) -> None:
+    from rich.console import Console
+
+    from ftd.client import ClusterClient
+    from ftd.view.live import LiveView
+
+    console = Console()
+    view = LiveView(console)
+    async with ClusterClient(address, listen=True, on_state=view.on_state) as client:
+        state = await client.state()
+        await _recall(client, view, state.get("job"))
+        if once:
+            console.print(view.frame())
+            return
+        with view:
+            async for event in client.events():
+                view.on_event(event)
+
+
+async def _recall(client: Any, view: "LiveView", job: dict[str, Any] | None) -> None:
+    """What happened before we came, as far as it is drawn."""
+    from ftd.errors import Unreachable
+
+    try:
+        past = await client.history(newest=PAST_EVENTS)
+        steps = await client.history(what="steps", newest=PAST_STEPS)
+    except Unreachable:
+        return  # The coordinator is away: the retained state has to do.
+    for event in past:
+        view.recall(event)
+    for step in steps:
+        if job is not None and step["job"] == job["id"]:
+            view.recall({**step, "event": "StepCommitted"})
