@@ -55,16 +55,22 @@ def restorable(held: Sequence[Held], ranks: int) -> tuple[list[Restorable], list
     return found, refused
 
 
+def other_ranks(written: int, ranks: int) -> str:
+    """Why shards of so many ranks are not restored on another number."""
+    return (
+        f"it is of {written} ranks, and there are {ranks}: each rank kept a shard of its own, and shards are "
+        f"not cut anew; start with {written} ranks again, or load a checkpoint that can be resharded "
+        "(torch.distributed.checkpoint)"
+    )
+
+
 def _looked_at(key: Key, held: Sequence[Held], ranks: int) -> Restorable | str:
     layout = held[0].layout
     common = _common(layout)
     if any(_common(one.layout) != common for one in held):
         return "its parts do not fit together"
     if layout.ranks != ranks and not layout.shared_bytes:
-        return (
-            f"it is of {layout.ranks} ranks, and there are {ranks}: each rank kept a shard of its own, so "
-            f"start with {layout.ranks} ranks again"
-        )
+        return other_ranks(layout.ranks, ranks)
     own: dict[int, tuple[str, ...]] = {}
     for one in held:
         own[one.layout.rank] = (*own.get(one.layout.rank, ()), one.address)

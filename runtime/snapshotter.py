@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.catalogue import Restorable
+from runtime.catalogue import Restorable, other_ranks
 from runtime.contents import Contents
 from runtime.copier import HEADER, Copier, part_name
 from runtime.filling import Span, spans_of
@@ -290,7 +290,7 @@ class Snapshotter:
             return True, "it was not written by a Snapshotter of this version"
         count = Ranks.now().count
         if layout.ranks != count and not layout.shared_bytes:
-            return True, f"it is of {layout.ranks} ranks, and there are {count}"
+            return True, other_ranks(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
         data = self._place.arena.bytes_of(manifest, header)
         if digest_of(data) != header.digest:

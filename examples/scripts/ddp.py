@@ -4,6 +4,9 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/scripts/ddp.py
 
 Without that variable a restarted worker may dial an address of its dead predecessor.
+
+On several hosts, each with a keeper (``ftd node --snapshots-only``), ``--protection aec`` lets it go on when
+one of them is lost with its memory: docs/snapshotter.md has the commands.
 """
 
 import argparse
@@ -23,6 +26,7 @@ def main() -> None:
     options.add_argument("--name", default="ddp")
     options.add_argument("--steps", type=int, default=200)
     options.add_argument("--pause-s", type=float, default=0.05, help="in each step, to have time to kill it")
+    options.add_argument("--protection", default="none", help="among hosts with keepers: aec, arc:1, …")
     given = options.parse_args()
 
     dist.init_process_group("gloo")
@@ -31,7 +35,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + dist.get_rank())  # each rank draws its own samples
 
-    snapshots = Snapshotter(given.name, model=model, optimizer=optimizer)
+    snapshots = Snapshotter(given.name, protection=given.protection, model=model, optimizer=optimizer)
     start = snapshots.restore() or 0  # the newest step that every rank can restore
 
     rank = dist.get_rank()

@@ -3,10 +3,15 @@
 A host is a keeper with a directory of its own; its ranks are processes that know only its socket.
 """
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from runtime.keeper_protocol import read_kept
 from tests.forks import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +137,11 @@ class Host:
         """The host burns down."""
         self.process.kill()
         shutil.rmtree(self.memory)
+
+    @property
+    def protected_step(self) -> int:
+        kept = [read_kept(job).common for job in self.memory.glob("*/job")]
+        return max((key[1] for key in kept if key is not None), default=0)
 
     def manifests(self) -> list[str]:
         return sorted(f"{p.parent.name}/{p.name}" for p in self.memory.glob("*/job/*/step-*.json"))
@@ -308,6 +319,7 @@ def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) ->
             while second.processes[0].alive:
                 time.sleep(0.02)
             assert "SnapshotError" in second.text and "it is of 2 ranks, and there are 1" in second.text
+            assert "start with 2 ranks again" in second.text
 
 
 def test_without_the_others_token_or_a_keeper_training_goes_on(world: World) -> None:
@@ -320,3 +332,67 @@ def test_without_the_others_token_or_a_keeper_training_goes_on(world: World) -> 
     alone = world.ranks([hosts[1]], "single", "aec", 3).finish()
     assert alone.text.count("needs a keeper on each host") == 1
     assert world.ranks([hosts[1]], "single", "aec", 4).finish().behind == {3}
+
+
+class Agent:
+    """torchrun on one host, in a process group of its own."""
+
+    def __init__(self, host: Host, port: int, *, first: bool) -> None:
+        self.log = host.config.with_suffix(".torchrun")
+        conf = (
+            f"is_host={str(first).lower()},keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+        command += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", "9"]
+        command += ["--monitor-interval", "0.1", str(ROOT / "examples" / "scripts" / "ddp.py")]
+        command += ["--name", "job", "--steps", "40", "--pause-s", "0.1", "--protection", "aec"]
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FTD_KEEPER": str(host.socket)}
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """And with it its workers, which are sessions of their own."""
+        for pid in [*map(int, re.findall(r"is process (\d+)", self.text)), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def losses(self) -> set[tuple[str, str, str]]:
+        """Rank, step and loss."""
+        return set(re.findall(r"^(\d+) (\d+) (\d+\.\d{9})$", self.text, re.MULTILINE))
+
+
+def test_torchrun_on_two_hosts_goes_on_when_one_is_lost_with_its_memory(world: World) -> None:
+    port = free_port()
+    hosts = [world.host("h0"), world.host("h1")]
+    agents = [Agent(host, port, first=host is hosts[0]) for host in hosts]
+    lost = agents[1]
+    try:
+        while hosts[0].protected_step < 5:
+            assert all(agent.process.poll() is None for agent in agents), agents[0].text + agents[1].text
+            time.sleep(0.02)
+        agents[1].kill()
+        hosts[1].lose()
+        agents[1] = Agent(world.host("n1"), port, first=False)
+        assert [agent.process.wait() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    finally:
+        for agent in agents:
+            agent.kill()
+    behind = set(re.findall(r"goes on behind step (\d+)", agents[1].text))
+    assert behind and all(int(step) >= 5 for step in behind)
+    # Steps that were done again have the losses that they had, and each rank has one loss of each step.
+    told = lost.losses | agents[0].losses | agents[1].losses
+    assert sorted((int(rank), int(step)) for rank, step, _ in told) == [
+        (rank, step) for rank in (0, 1) for step in range(1, 41)
+    ]
