@@ -8,9 +8,12 @@ core must be left for the copy:
   one memcpy of the same bytes, torch.save, DCP save and DCP async_save into /dev/shm;
 * iteration time with a snapshot in every iteration against none, in alternating rounds, of a step that takes
   3.5 times as long as the copy (matrix products; the optimizer changes one matrix, so the step is computing);
-* load: restore() with its digests, in the process that wrote and in a new one (which maps the memory and
-  makes the optimizer's state), and by decoding what one of three hosts kept, against torch.load and DCP load,
-  from /dev/shm and from a disk whose pages were dropped;
+* start: allocating and mapping the arena, with memory as it is found and right behind a touch of as many
+  bytes. A virtual machine's host may take free memory back, and giving it again is its work, not ours;
+* load: restore() with its digests, in the process that wrote and in new ones (which map the memory and
+  make the optimizer's state), as scripts are started and with copies that pass the caches by
+  (docs/snapshotter.md), and by decoding what one of three hosts kept, against torch.load and DCP load, from
+  /dev/shm and from a disk whose pages were dropped;
 * with ``--peer``, DLRover's in-memory checkpoint of the same state, in an environment that holds
   ``dlrover==0.6.1`` and torch;
 * 20 kills at random moments of a process that takes one snapshot after another.
@@ -20,6 +23,7 @@ core must be left for the copy:
 
 import contextlib
 import json
+import mmap
 import os
 import random
 import shutil
@@ -30,7 +34,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +47,10 @@ from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
 from ftd import Snapshotter
+from runtime.filling import Filling, spans_of
+from runtime.saved import NOTHING
+from runtime.streaming import streaming_environment
+from runtime.tensor_image import Image
 from storage.codes import make_code
 from storage.shards import ShardLayout, fetch_from, make_shard, restore
 
@@ -49,6 +58,7 @@ WIDTH = 1024
 GIB = 1024**3
 SHM = Path("/dev/shm")
 STEP_PER_COPY = 3.5
+LOADS = ("torch.load shm", "DCP load shm", "torch.load disk", "DCP load disk")
 KILLS = 20
 KILLED_WIDTH = 4096
 LEAST_FREE_BYTES = 4.5
@@ -96,6 +106,19 @@ def memcpy_s(tensors: list[Tensor]) -> float:
     return statistics.median(timed(copy) for _ in range(5)) * len(tensors) / len(some)
 
 
+def memcpy_by_two_s(tensors: list[Tensor]) -> float:
+    """As ``memcpy_s``, by two threads."""
+    with ThreadPoolExecutor(2) as threads:
+        return max(threads.map(memcpy_s, (tensors[::2], tensors[1::2])))
+
+
+def first_touch_s(size_bytes: int) -> float:
+    """Of memory on huge pages by one thread; for a moment that memory is at hand for whoever comes next."""
+    with mmap.mmap(-1, max(1, size_bytes)) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return timed(partial(np.frombuffer(memory, dtype=np.uint8).fill, 0))
+
+
 def computing(seconds: float) -> Callable[[], None]:
     """Matrix products for about so long; the number is fixed beforehand."""
     a = torch.randn(512, 512)
@@ -112,10 +135,20 @@ def computing(seconds: float) -> Callable[[], None]:
 def measure_ours(
     model: nn.Module, optimizer: Light, tensors: list[Tensor], place: Path, *, rounds_wanted: int
 ) -> dict[str, Any]:
-    memcpy = memcpy_s(tensors)
+    memcpy, size = memcpy_s(tensors), sum(t.nbytes for t in tensors)
+    found: dict[str, Any] = {"memcpy_s": memcpy, "memcpy_by_two_s": memcpy_by_two_s(tensors)}
+
+    def start() -> Snapshotter:
+        return Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
+
     began = time.perf_counter()
-    snapshots = Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
-    found: dict[str, Any] = {"memcpy_s": memcpy, "start_s": time.perf_counter() - began}
+    snapshots = start()
+    found["start_s"] = time.perf_counter() - began
+    snapshots.remove()
+    found["touch_s"] = first_touch_s(2 * size)
+    began = time.perf_counter()
+    snapshots = start()
+    found["start_touched_s"] = time.perf_counter() - began
     snapshots.restore()
     compute, step = computing(STEP_PER_COPY * memcpy), 0
 
@@ -158,30 +191,43 @@ def measure_ours(
     found["completed"] = snapshots.counts.completed
     found["load_s"] = [timed(snapshots.restore) for _ in range(5)]
     snapshots.close()
-    found["load_new_s"] = loaded_anew(place, len(tensors) // 3) if rounds_wanted > 3 else []
+    gib = str(size / GIB)
+    for name, options, environment in (
+        ("found", (), {}),
+        ("touched", ("--touch",), {}),
+        ("streaming", ("--touch",), streaming_environment(os.environ)),
+    ):
+        line = itself("--load", str(place), "--measure", gib, *options, environment=environment)
+        found[f"load_new_{name}_s"], *found[f"load_again_{name}_s"] = line
     shutil.rmtree(place / "bench")
     return found
 
 
-def loaded_anew(place: Path, matrices: int) -> list[float]:
-    """``restore()`` in a new process, its model there and its optimizer not stepped yet: mapping and all."""
-    reading, writing = os.pipe()
+def itself(*options: str, environment: Mapping[str, str] | None = None) -> Any:
+    """What this script prints last when it is started so, which is JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.snapshot", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
-    def load() -> bool:
-        model = nn.Module()
-        model.layers = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(matrices))
-        optimizer = Light(list(model.parameters()))
-        optimizer.state.clear()
-        snapshots = Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
-        os.write(writing, f"{timed(snapshots.restore)}".encode())
-        snapshots.close()
-        return True
 
-    child = in_child(load)
-    os.waitpid(child, 0)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        return [float(told.read())]
+def loaded_anew(place: Path, gib: float, *, touch: bool) -> list[float]:
+    """``restore()`` in a process whose optimizer did not step yet, mapping and all; and again, four times."""
+    torch.set_num_threads(1)
+    model, optimizer, tensors = state_of(gib)
+    size = sum(t.nbytes for t in tensors)
+    del tensors
+    optimizer.state.clear()
+    snapshots = Snapshotter("bench", directory=place, model=model, optimizer=optimizer)
+    if touch:
+        first_touch_s(size)
+    seconds = [timed(snapshots.restore) for _ in range(5)]
+    snapshots.close()
+    return seconds
 
 
 def measure_decoding(tensors: list[Tensor]) -> list[float]:
@@ -194,13 +240,18 @@ def measure_decoding(tensors: list[Tensor]) -> list[float]:
         make_shard(layout, owner, bucket, shards[owner])
     fetch = fetch_from({owner: shards[owner] for owner in (1, 2)})
 
+    image = Image(known={})
+    for tensor in tensors:
+        image.add(tensor, "a tensor", at_once=False)
+    assert image.own_bytes == size
+
     def load() -> None:
         restore(layout, frozenset({1, 2}), fetch, bucket)
-        end = 0
-        for tensor in tensors:
-            flat = torch.from_numpy(bucket[end : end + tensor.nbytes])
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-            end += tensor.nbytes
+        filling = Filling(entries=image.entries, images={False: bucket, True: NOTHING})
+        for number, tensor in enumerate(tensors):
+            filling.take(number, tensor, None)
+        filling.verify(spans_of(bucket, shared=False))
+        filling.finish()
 
     return [timed(load) for _ in range(3)]
 
@@ -236,16 +287,22 @@ def measure_peers(model: nn.Module, optimizer: Light, disk: Path, *, repeats: in
         folder = Path(tempfile.mkdtemp(dir=place))
         try:
             file, tree = folder / "state.pt", folder / "dcp"
+
+            def read(work: Callable[[], Any], files: Callable[[], Iterable[Path]]) -> list[float]:
+                seconds = []
+                for _ in range(repeats):
+                    for one in files():
+                        drop(one)
+                    seconds.append(timed(work))
+                return seconds
+
             saves = [timed(partial(torch.save, state, file)) for _ in range(repeats if where == "shm" else 1)]
             found[f"torch.save {where}"] = saves
-            drop(file)
-            load = timed(partial(load_into, file))
-            found[f"torch.load {where}"] = [load]
+            found[f"torch.load {where}"] = read(partial(load_into, file), partial(iter, [file]))
             file.unlink()
             found[f"DCP save {where}"] = [timed(partial(dcp.save, state, checkpoint_id=tree, no_dist=True))]
-            for part in tree.iterdir():
-                drop(part)
-            found[f"DCP load {where}"] = [timed(partial(dcp.load, state, checkpoint_id=tree, no_dist=True))]
+            load = partial(dcp.load, state, checkpoint_id=tree, no_dist=True)
+            found[f"DCP load {where}"] = read(load, tree.iterdir)
             shutil.rmtree(tree)
             if where == "shm":
                 calls = []
@@ -363,7 +420,10 @@ def rows_of(result: Result, gib: float, found: dict[str, Any]) -> None:
         result.rows.append((f"{size}  {what}", text, f"{statistics.median(seconds) / memcpy:.2f}"))
 
     row("one memcpy, one thread", [memcpy])
+    row("one memcpy, two threads", [ours["memcpy_by_two_s"]])
     row("start: allocate, touch, map", [ours["start_s"]])
+    row("a touch of as many bytes, one thread", [ours["touch_s"]])
+    row("start, behind that touch", [ours["start_touched_s"]])
     row("snapshot(), first call", ours["call_s"][:1])
     row("snapshot(), there is time", ours["call_s"][1:])
     row("optimizer.step() behind it", ours["step_behind_s"])
@@ -375,13 +435,15 @@ def rows_of(result: Result, gib: float, found: dict[str, Any]) -> None:
         row("DLRover to memory, first call", dlrover["first_s"])
         row("DLRover to memory", dlrover["save_s"])
     row("restore() from own memory, verified", ours["load_s"])
-    if ours["load_new_s"]:
-        row("restore() in a new process", ours["load_new_s"])
+    row("… with copies that pass the caches by", ours["load_again_streaming_s"])
+    row("restore() in a new process", [ours["load_new_found_s"]])
+    row("… behind a touch of as many bytes", [ours["load_new_touched_s"]])
+    row("… with copies that pass the caches by", [ours["load_new_streaming_s"]])
     if found["decoding_s"]:
-        row("decoding a third, one thread", found["decoding_s"])
+        row("decoding a third, and into the tensors", found["decoding_s"])
     if "load_s" in dlrover:
         row("DLRover from memory", dlrover["load_s"])
-    for name in ("torch.load shm", "DCP load shm", "torch.load disk", "DCP load disk"):
+    for name in LOADS:
         row(name, peers[name])
     rounds = ours["rounds_s"]
     over = [100 * (taking / without - 1) for without, taking in rounds]
@@ -405,7 +467,14 @@ def rows_of(result: Result, gib: float, found: dict[str, Any]) -> None:
     limit("snapshot() and an immediate step, memcpys", statistics.median(ours["hurried_s"]) / memcpy, 1.0)
     limit("iteration time with a snapshot in each, % over none", median, 2.0)
     for peer in ("torch.load disk", "DCP load disk"):
-        limit(f"restore() against {peer}, times", peers[peer][0] / load, 12.36, at_least=True)
+        seconds = statistics.median(peers[peer])
+        limit(f"restore() against {peer}, times", seconds / load, 12.36, at_least=True)
+    against = {peer: statistics.median(peers[peer]) for peer in LOADS}
+    streaming = statistics.median(ours["load_again_streaming_s"])
+    result.notes.append(
+        f"{size}: restore(), and with copies that pass the caches by, are so many times as quick as "
+        + ", ".join(f"{peer}: {s / load:.1f}, {s / streaming:.1f}" for peer, s in against.items())
+    )
 
 
 def free_bytes() -> int:
@@ -420,7 +489,12 @@ def run() -> None:
     parser.add_argument("--disk", type=Path, default=RESULTS, help="a directory on a disk")
     parser.add_argument("--peer", type=Path, help="virtual environment that holds DLRover: measure it too")
     parser.add_argument("--measure", type=float, help="GiB: measure in this process and print JSON")
+    parser.add_argument("--load", type=Path, help="with --measure: what lies there, in this process")
+    parser.add_argument("--touch", action="store_true", help="with --load: touch as much memory before")
     given = parser.parse_args()
+    if given.load:
+        print(json.dumps(loaded_anew(given.load, given.measure, touch=given.touch)))
+        return
     given.disk.mkdir(parents=True, exist_ok=True)
     if given.measure:
         print(json.dumps(measure(given.measure, given.disk)))
@@ -438,14 +512,7 @@ def run() -> None:
         if free_bytes() < LEAST_FREE_BYTES * gib * GIB:
             result.notes.append(f"{gib:g} GiB: left out, {free_bytes() / GIB:.1f} GiB of memory are free")
             continue
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.snapshot", "--measure", str(gib), "--disk", str(given.disk)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = itself("--measure", str(gib), "--disk", str(given.disk))
         if given.peer is not None:
             found["dlrover"] = measure_dlrover(given.peer.absolute(), gib, 3 if gib > 2 else 6)
             if "problem" in found["dlrover"]:

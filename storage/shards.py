@@ -5,7 +5,9 @@ what one owner keeps: its segment, then its extra cells. Every step of making on
 ranges, so that it can be done in slices of any size, at any time, in any order.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,11 @@ from storage.errors import LostError
 Bytes = NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
 """Cells begin at multiples: XOR runs over whole words, and whole cache lines."""
+
+_RUN_BYTES = 8 * 1024 * 1024
+"""Restored by one thread at a time."""
+_BLOCK_BYTES = 512 * 1024
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +104,36 @@ def restore(
 ) -> None:
     """Fill ``bucket`` with the bucket's bytes from ``first`` on, from the shards of the owners ``present``.
 
+    Large ones on several threads, which ``fetch`` must allow.
+
     :raises LostError: what is left does not say what the lost owners kept.
     """
-    for low, high, sources in _recipes(layout, present, first, first + len(bucket)):
-        target = bucket[low - first : high - first]
-        for number, (owner, offset) in enumerate(sources):
-            found = fetch(owner, offset, high - low)
-            if number == 0:
-                target[:] = found
-            else:
-                xor_into(target, found)
+    runs = [
+        (low, min(low + _RUN_BYTES, high), [(owner, offset + low - begin) for owner, offset in sources])
+        for begin, high, sources in _recipes(layout, present, first, first + len(bucket))
+        for low in range(begin, high, _RUN_BYTES)
+    ]
+
+    def fill(run: tuple[int, int, list[tuple[int, int]]]) -> None:
+        low, high, sources = run
+        # What several shards make up is made block by block, while the block is in the cache.
+        step = _BLOCK_BYTES if len(sources) > 1 else _RUN_BYTES
+        for begin in range(low, high, step):
+            target = bucket[begin - first : min(begin + step, high) - first]
+            for number, (owner, offset) in enumerate(sources):
+                found = fetch(owner, offset + begin - low, len(target))
+                if number == 0:
+                    target[:] = found
+                else:
+                    xor_into(target, found)
+
+    if len(runs) < 2:
+        for run in runs:
+            fill(run)
+        return
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(fill, runs):
+            pass
 
 
 def _recipes(

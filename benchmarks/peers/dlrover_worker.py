@@ -1,4 +1,4 @@
-"""DLRover's in-memory flash checkpoint of the same state, timed (``benchmarks.snapshot --dlrover``).
+"""DLRover's in-memory flash checkpoint of the same state, timed (``benchmarks.snapshot --peer``).
 
 Runs in an environment of its own with ``dlrover==0.6.1`` and torch, and knows nothing of ftd. Without its
 launcher it starts its saver process itself, which is all that memory checkpoints need. Prints JSON: seconds
