@@ -17,11 +17,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from storage.directfile import write_synced
 from storage.errors import PlaceError, PlaceFullError, StorageError
 
-SYNC_BYTES = 64 * 1024 * 1024
-"""So much is written before the disk must have it: else the kernel saves up gigabytes of dirty memory and
-holds up whoever allocates, which on a training host is the training."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -108,7 +106,7 @@ class LocalPlace:
         partial = path.with_name(f".{name}.{os.getpid()}")
         try:
             with self._told("written"):
-                _write_synced(partial, pieces)
+                write_synced(partial, pieces)
                 partial.replace(path)
         finally:
             with contextlib.suppress(OSError):
@@ -185,22 +183,6 @@ def _place_error(url: str, done: str, error: OSError) -> PlaceError:
     if error.errno in _GONE:
         return PlaceError(f"{what}: it is not there, or not there any more{path}")
     return PlaceError(f"{what}: {error.strerror or error}{path}")
-
-
-def _write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
-    with path.open("wb", buffering=0) as file:
-        descriptor, unsynced, start = file.fileno(), 0, 0
-        for piece in pieces:
-            rest = piece
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            unsynced += len(piece)
-            if unsynced >= SYNC_BYTES:
-                os.fdatasync(descriptor)
-                # Nobody reads it soon: its pages are of more use to the training.
-                os.posix_fadvise(descriptor, start, unsynced, os.POSIX_FADV_DONTNEED)
-                start, unsynced = start + unsynced, 0
-        os.fsync(descriptor)
 
 
 def _sync_directory(path: Path) -> None:
