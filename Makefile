@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup mosquitto promtool clean
+.PHONY: demo test check setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 mosquitto:
 	@tools/install-mosquitto
+
+chromium:
+	@tools/install-chromium
 
 promtool: setup
 	@tools/install-promtool $(BIN)
@@ -32,7 +35,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup mosquitto promtool check
+test: setup mosquitto promtool chromium check
 	$(BIN)/pytest
 
 clean:

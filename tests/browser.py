@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable
+import subprocess
+from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,9 +25,15 @@ MOST_MESSAGE_BYTES = 64 * 1024 * 1024
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
+@cache
 def find_chromium() -> str | None:
-    """Its path, where it is installed."""
-    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+    """Its path, where it is installed and starts: a stub that asks for a snap does not."""
+    for name in _NAMES:
+        if path := shutil.which(name):
+            done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=START_S)
+            if done.returncode == 0:
+                return path
+    return None
 
 
 class Page:
@@ -58,7 +66,7 @@ class Page:
         deadline = asyncio.get_running_loop().time() + limit_s
         while True:
             with contextlib.suppress(RuntimeError, AssertionError):  # While it goes to another document.
-                if await self.value(f"!!({expression})"):
+                if await self.value(f"Promise.resolve({expression}).then(Boolean)"):
                     return
             if asyncio.get_running_loop().time() > deadline:
                 text = await self.value("document.body.innerText.slice(0, 3000)")
@@ -97,7 +105,8 @@ class Browser:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Json]] = {}
         self._pages: dict[str, Page] = {}
-        self._watchers: list[Callable[[str, Json], None]] = []
+        self._traced: list[Json] | None = None
+        self._trace_over = asyncio.Event()
 
     async def call(self, method: str, *, session: str | None = None, **params: Any) -> Json:
         """One command and its result. :raises RuntimeError: the browser says no."""
@@ -117,6 +126,18 @@ class Browser:
             await page.call(f"{domain}.enable")
         return page
 
+    @contextlib.asynccontextmanager
+    async def traced(self) -> AsyncIterator[list[Json]]:
+        """What all threads do meanwhile, in Chromium's trace format; the list is filled at the end."""
+        events: list[Json] = []
+        self._traced, self._trace_over = events, asyncio.Event()
+        categories = "toplevel,devtools.timeline,blink.user_timing,disabled-by-default-devtools.timeline"
+        await self.call("Tracing.start", transferMode="ReportEvents", categories=categories)
+        yield events
+        await self.call("Tracing.end")
+        await asyncio.wait_for(self._trace_over.wait(), ANSWER_S)
+        self._traced = None
+
     async def listen(self) -> None:
         """Hand on what the browser says, until it is gone."""
         async for message in self._socket:
@@ -127,6 +148,10 @@ class Browser:
                     waiting.set_exception(RuntimeError(said["error"]["message"]))
                 else:
                     waiting.set_result(said["result"])
+            elif said.get("method") == "Tracing.dataCollected" and self._traced is not None:
+                self._traced += said["params"]["value"]
+            elif said.get("method") == "Tracing.tracingComplete":
+                self._trace_over.set()
             elif (page := self._pages.get(said.get("sessionId", ""))) is not None and "method" in said:
                 page.on_event(said["method"], said["params"])
 

@@ -47,9 +47,9 @@ def what_each_keeps(protection: str, owners: int) -> str:
     words = [f"1/{owners} of it"]
     if copies := min(parts.get("arc", 0), owners - 1):
         words.append("a copy of the next owner's" if copies == 1 else f"copies of the next {copies} owners'")
-    if parts.get("aec2"):
+    if "aec2" in parts:
         words.append("two parities of the others'")
-    elif parts.get("aec"):
+    elif "aec" in parts:
         words.append("parity of the others'")
     if "aor" in protection.split("+"):
         words.append("the next owner's optimizer state, kept current")
@@ -65,8 +65,8 @@ def withstands(protection: str, owners: int, *, buddy: str | None) -> str:
     except ValueError:
         losses = 0
     if losses < 1:
-        return "no lost memory" if owners > 1 else "no lost memory: one node alone has it"
-    return "any one of its owners lost" if losses == 1 else f"any {losses} of its owners lost"
+        return "no loss" if owners > 1 else "no loss: one node alone has it"
+    return "the loss of any one owner" if losses == 1 else f"the loss of any {losses} owners"
 
 
 def _owner(pipeline: Json, layer: int) -> str:

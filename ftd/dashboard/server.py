@@ -133,10 +133,10 @@ class DashboardServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Nothing of a request is looked at before it was let in, but the form that asks to be."""
-        if handler is not self._login and not self._access.allows(request):
+        if handler != self._login and not self._access.allows(request):
             answer: web.StreamResponse = self._refused(request)
         else:
-            if handler is not self._login:
+            if handler != self._login:
                 self._let_in(request.protocol)
             try:
                 answer = await handler(request)
@@ -174,7 +174,7 @@ class DashboardServer:
             self._access.admit(answer, secure=request.headers.get("X-Forwarded-Proto") == "https")
             return answer
         await asyncio.sleep(WRONG_TOKEN_S)
-        answer = web.Response(status=303, headers={"Location": "./?wrong"})
+        answer = web.Response(status=303, headers={"Location": "./#wrong"})
         answer.force_close()
         return answer
 

@@ -27,11 +27,12 @@ class Trend:
         self._most = most
         self._stride = 1
         self._fresh_from = 0
+        self._cleared = False
 
     def clear(self) -> None:
         """Another job."""
         self.points.clear()
-        self._stride, self._fresh_from = 1, 0
+        self._stride, self._fresh_from, self._cleared = 1, 0, True
 
     def commit(
         self,
@@ -80,9 +81,9 @@ class Trend:
     def take(self) -> tuple[int, list[Point]] | None:
         """``(from, points)``: these replace what there was from that index on. ``None``: nothing is new."""
         first = self._fresh_from
-        if first >= len(self.points) and self.points:
+        if first >= len(self.points) and not self._cleared:
             return None
-        self._fresh_from = len(self.points)
+        self._fresh_from, self._cleared = len(self.points), False
         return first, self.points[first:]
 
     def _halve(self) -> None:

@@ -2,7 +2,7 @@
 
 import { SEVERITIES, clock, duration, eventLook, make, moment, say, show } from "./words.js";
 
-const PAGE = 150;
+const PAGE = 100;
 const MOST_IN_STORY = 200;
 const $ = (id) => document.getElementById(id);
 let shown = PAGE;

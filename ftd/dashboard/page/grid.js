@@ -1,80 +1,118 @@
 // Pipelines as a grid: a row for each, as wide as the model; a stage is as wide as its layers.
+// A new plan is written into the rows that are there: most of a large cluster stays as it was.
 
-import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural } from "./words.js";
+import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
 
 const MOST_ROWS = 32;
 const $ = (id) => document.getElementById(id);
 let drawn = null;
-let blocks = [];
+let frame = null;
+const rows = [];
 let all = false;
+let short = true;
 
-export function drawGrid(store, view, parts) {
+export function drawGrid(store, view) {
   const { state, nodes } = store.document;
   const pipelines = state.pipelines ?? [];
+  frame ??= build(store, view);
   if (drawn !== pipelines) {
     drawn = pipelines;
-    build(store, view, pipelines);
+    lay(pipelines, view);
   }
-  for (const { block, mark, node, words } of blocks) {
-    const known = nodes[node]?.state ?? "OFFLINE";
-    if (block.dataset.state !== known) {
-      block.dataset.state = known;
-      mark.textContent = known === "HEALTHY" ? "" : NODE_MARKS[known] ?? "?";
-      block.ariaLabel = block.title = `${words}, ${NODE_WORDS[known] ?? known}`;
-    }
-    const chosen = view.node === node;
-    if ((block.dataset.chosen === "yes") !== chosen) block.dataset.chosen = chosen ? "yes" : "";
+  for (const row of rows) {
+    for (const stage of row.stages) colour(stage, nodes[stage.node]?.state ?? "OFFLINE", view.node === stage.node);
   }
 }
 
-function build(store, view, pipelines) {
-  blocks = [];
-  const box = $("grid");
-  if (!pipelines.length) {
-    box.replaceChildren(make("p", { class: "quiet" }, "no plan: nothing is being trained"));
-    return;
-  }
-  const total = pipelines[0].stages.at(-1).end_layer;
-  const short = pipelines.every((p) => p.stages.every((s) => s.devices.every((d) => d.endsWith("/0"))));
-  const shown = all ? pipelines : pipelines.slice(0, MOST_ROWS);
-  const rows = shown.map((pipeline, index) => row(pipeline, index, total, short, view));
-  const layout = make("div", { class: "grid", "data-many": pipelines.length > 8 ? "yes" : "" }, axis(total), ...rows);
-  const words = make("p", { class: "quiet" }, `${plural(pipelines.length, "pipeline")} of ${plural(total, "layer")}; each holds the whole model`);
-  const more = pipelines.length > MOST_ROWS
-    ? make("button", { type: "button", class: "older", onclick: () => { all = !all; drawn = null; drawGrid(store, view); } },
-      all ? "fewer" : `all ${pipelines.length} pipelines`)
-    : null;
-  box.replaceChildren(words, layout, ...(more ? [more] : []));
+function build(store, view) {
+  const words = make("p", { class: "quiet" });
+  const axis = make("div", { class: "axis", "aria-hidden": "true" });
+  const head = make("div", { class: "row" }, make("span", { class: "name quiet" }, "layer"), axis, make("span", { class: "share quiet" }, "share"));
+  const grid = make("div", { class: "grid" }, head);
+  const more = make("button", { type: "button", class: "older" });
+  more.addEventListener("click", () => { all = !all; drawn = null; drawGrid(store, view); });
+  $("grid").replaceChildren(words, grid, more);
+  return { words, axis, grid, more, total: 0 };
 }
 
-function axis(total) {
-  const marks = make("div", { class: "axis", "aria-hidden": "true" });
+function lay(pipelines, view) {
+  const total = pipelines[0]?.stages.at(-1).end_layer ?? 0;
+  short = pipelines.every((p) => p.stages.every((s) => s.devices.every((d) => d.endsWith("/0"))));
+  say(frame.words, pipelines.length ? `${plural(pipelines.length, "pipeline")} of ${plural(total, "layer")}; each holds the whole model`
+    : "no plan: nothing is being trained");
+  show(frame.grid, pipelines.length > 0);
+  frame.grid.dataset.many = pipelines.length > 8 ? "yes" : "";
+  if (frame.total !== total) scale(total);
+  const count = all ? pipelines.length : Math.min(pipelines.length, MOST_ROWS);
+  while (rows.length > count) rows.pop().element.remove();
+  while (rows.length < count) rows.push(newRow(rows.length));
+  rows.forEach((row, index) => fill(row, pipelines[index], total, view));
+  show(frame.more, pipelines.length > MOST_ROWS);
+  say(frame.more, all ? "fewer" : `all ${pipelines.length} pipelines`);
+}
+
+function scale(total) {
+  frame.total = total;
   const step = Math.max(1, Math.ceil(total / 12));
+  const ticks = [];
   for (let layer = 0; layer < total; layer += step) {
     const tick = make("span", {}, `${layer}`);
     tick.style.insetInlineStart = `${(100 * layer) / total}%`;
-    marks.append(tick);
+    ticks.push(tick);
   }
-  return make("div", { class: "row" }, make("span", { class: "name quiet" }, "layer"), marks, make("span", { class: "share quiet" }, "share"));
+  frame.axis.replaceChildren(...ticks);
 }
 
-function row(pipeline, index, total, short, view) {
+function newRow(index) {
   const name = pipelineName(index);
-  const track = make("div", { class: "track", role: "list", "aria-label": `pipeline ${name}` },
-    ...pipeline.stages.map((stage) => stageBlock(stage, total, short, view)));
-  return make("div", { class: "row" }, make("span", { class: "name" }, name), track,
-    make("span", { class: "share", title: `${plural(pipeline.microbatches, "microbatch", "microbatches")} of a step` }, `× ${pipeline.microbatches}`));
+  const track = make("div", { class: "track", role: "group", "aria-label": `pipeline ${name}` });
+  const share = make("span", { class: "share" });
+  const element = make("div", { class: "row" }, make("span", { class: "name" }, name), track, share);
+  frame.grid.append(element);
+  return { element, track, share, stages: [] };
 }
 
-function stageBlock(stage, total, short, view) {
-  const node = nodeOf(stage.devices[0]);
-  const range = layers(stage.first_layer, stage.end_layer);
-  const devices = short ? node : `${node}/${stage.devices.map((d) => d.slice(d.lastIndexOf("/") + 1)).join(",")}`;
+function fill(row, pipeline, total, view) {
+  while (row.stages.length > pipeline.stages.length) row.stages.pop().block.remove();
+  while (row.stages.length < pipeline.stages.length) row.stages.push(newStage(row.track, view));
+  row.stages.forEach((stage, index) => {
+    const { first_layer: first, end_layer: end, devices } = pipeline.stages[index];
+    const node = nodeOf(devices[0]);
+    const who = short ? node : `${node}/${devices.map((d) => d.slice(d.lastIndexOf("/") + 1)).join(",")}`;
+    const range = layers(first, end);
+    const words = `${who}: layers ${range}`;
+    if (stage.words === words) return;
+    stage.node = node;
+    stage.words = words;
+    stage.state = null;
+    say(stage.who, who);
+    say(stage.range, range);
+    stage.block.style.flexGrow = (end - first) / total;
+    stage.block.style.setProperty("--h", hue(node));
+  });
+  say(row.share, `× ${pipeline.microbatches}`);
+  row.share.title = `${plural(pipeline.microbatches, "microbatch", "microbatches")} of a step`;
+}
+
+function newStage(track, view) {
   const mark = make("b", { "aria-hidden": "true" });
-  const block = make("button", { type: "button", class: "stage", role: "listitem", onclick: () => view.choose(node) },
-    make("span", { class: "who" }, mark, devices), make("span", { class: "range" }, range));
-  block.style.flexGrow = (stage.end_layer - stage.first_layer) / total;
-  block.style.setProperty("--h", hue(node));
-  blocks.push({ block, mark, node, words: `${devices}: layers ${range}` });
-  return block;
+  const who = make("span"), range = make("span", { class: "range" });
+  const stage = { mark, who, range, node: null, words: null, state: null, chosen: false };
+  stage.block = make("button", { type: "button", class: "stage", onclick: () => view.choose(stage.node) },
+    make("span", { class: "who" }, mark, who), range);
+  track.append(stage.block);
+  return stage;
+}
+
+function colour(stage, state, chosen) {
+  if (stage.state !== state) {
+    stage.state = state;
+    stage.block.dataset.state = state;
+    say(stage.mark, state === "HEALTHY" ? "" : NODE_MARKS[state] ?? "?");
+    stage.block.ariaLabel = stage.block.title = `${stage.words}, ${NODE_WORDS[state] ?? state}`;
+  }
+  if (stage.chosen !== chosen) {
+    stage.chosen = chosen;
+    stage.block.dataset.chosen = chosen ? "yes" : "";
+  }
 }

@@ -4,6 +4,7 @@ import { every } from "./figures.js";
 import { NODE_MARKS, hue, layers, make, plural, size } from "./words.js";
 
 const MOST_BUCKETS = 24;
+const MOST_OWNERS = 12;
 const $ = (id) => document.getElementById(id);
 let drawn = "";
 
@@ -40,13 +41,21 @@ function table(where, nodes) {
   const rows = where.buckets.slice(0, MOST_BUCKETS).map((bucket) => make("li", {},
     make("div", { class: "bucket" }, make("b", {}, `layers ${layers(bucket.first_layer, bucket.end_layer)}`),
       make("span", { class: "quiet" }, `withstands ${bucket.withstands}`)),
-    make("div", { class: "owners" }, ...bucket.owners.map((name) => owner(name, missing.has(name), nodes[name], bucket)),
-      bucket.more ? make("span", { class: "quiet" }, `and ${bucket.more} more`) : null,
+    make("div", { class: "owners" }, ...chosen(bucket.owners, missing).map((name) => owner(name, missing.has(name), nodes[name], bucket)),
+      many(bucket) ? make("span", { class: "quiet" }, `and ${many(bucket)} more`) : null,
       bucket.buddy ? owner(bucket.buddy, false, nodes[bucket.buddy], { ...bucket, keeps: `a copy of ${bucket.owners[0]}'s part` }) : null),
     make("p", { class: "quiet keeps" }, `each keeps ${bucket.keeps}`)));
   const rest = where.buckets.length - rows.length;
   return make("ol", { class: "buckets" }, ...rows, rest > 0 ? make("li", { class: "quiet" }, `and ${plural(rest, "more bucket")}`) : null);
 }
+
+/** The first few, and before them those whose part is gone. */
+function chosen(owners, missing) {
+  if (owners.length <= MOST_OWNERS) return owners;
+  return [...owners].sort((a, b) => missing.has(b) - missing.has(a)).slice(0, MOST_OWNERS);
+}
+
+const many = (bucket) => bucket.more + Math.max(0, bucket.owners.length - MOST_OWNERS);
 
 function owner(name, gone, node, bucket) {
   const mark = gone ? "✖" : node?.state === "OFFLINE" ? NODE_MARKS.OFFLINE : "■";

@@ -5,7 +5,7 @@ import { drawFigures, drawHeader, tick } from "./figures.js";
 import { drawKept } from "./kept.js";
 import { drawNodes, setUpNodes } from "./nodes.js";
 import { drawGrid } from "./grid.js";
-import { drawRecovery, tickRecovery } from "./recovery.js";
+import { drawRecovery, setUpRecovery, tickRecovery } from "./recovery.js";
 import { Store } from "./store.js";
 import { drawTrends, setUpTrends, themeChanged } from "./trends.js";
 
@@ -49,18 +49,15 @@ view.choose = (node) => {
   changed(["nodes", "pipelines", "events"]);
 };
 
-const store = new Store(changed);
+export const store = new Store(changed);
 setUpTheme();
 setUpEvents(store, view);
-setUpNodes(view);
+setUpNodes(store, view);
+setUpRecovery(store);
 setUpTrends(store);
 store.load();
-setInterval(() => {
-  if (store.document && !document.hidden) {
-    tick(store);
-    tickRecovery(store);
-  }
-}, 250);
+setInterval(() => store.document && !document.hidden && tick(store), 1000);
+setInterval(() => store.document && !document.hidden && tickRecovery(store), 250);
 
 function setUpTheme() {
   const button = document.getElementById("theme");

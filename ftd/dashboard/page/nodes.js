@@ -11,7 +11,12 @@ let many = null;
 let roles = new Map();
 let rolesOf = null;
 
-export function setUpNodes(view) {
+export function setUpNodes(store, view) {
+  $("node-tiles").addEventListener("pointerover", (event) => {
+    const square = event.target.closest(".square");
+    const node = store.document?.nodes[square?.dataset.node];
+    if (node) square.title = `${square.ariaLabel}, ${roleWords(square.dataset.node, node)}`;
+  });
   $("node-tiles").addEventListener("click", (event) => {
     const node = event.target.closest("[data-node]")?.dataset.node;
     if (node) view.choose(node);
@@ -62,9 +67,9 @@ function build(names, squares) {
 
 function update(name, node, view) {
   const known = tiles.get(name);
-  const role = roleWords(name, node);
   const chosen = view.node === name;
-  const words = `${node.state} ${role} ${chosen}`;
+  const role = known.role ? roleWords(name, node) : "";  // A square's is looked up when somebody points at it.
+  const words = `${node.state} ${role} ${chosen} ${node.in_plan}`;
   if (known.words === words) return;
   known.words = words;
   known.tile.dataset.state = node.state;
@@ -73,7 +78,8 @@ function update(name, node, view) {
   const mark = NODE_MARKS[node.state] ?? "?";
   known.mark.textContent = known.role || node.state !== "HEALTHY" ? mark : "";
   if (known.role) known.role.textContent = role;
-  known.tile.title = known.tile.ariaLabel = `${name}: ${NODE_WORDS[node.state] ?? node.state}, ${role}`;
+  known.tile.ariaLabel = `${name}: ${NODE_WORDS[node.state] ?? node.state}`;
+  if (role) known.tile.title = `${name}: ${NODE_WORDS[node.state] ?? node.state}, ${role}`;
 }
 
 function drawTroubled(troubled, nodes, view) {

@@ -33,6 +33,11 @@ export function drawRecovery(store, view, parts) {
   }
 }
 
+/** What is over is drawn when somebody opens it. */
+export function setUpRecovery(store) {
+  $("recovery-past").addEventListener("toggle", () => drawRecovery(store, null, new Set(["all"])));
+}
+
 /** The clock of the phase that runs. */
 export function tickRecovery(store) {
   if (!live) return;
@@ -127,10 +132,12 @@ function reasons(rows) {
 
 function past(recoveries) {
   const rows = recoveries.slice(-MOST_SHOWN).reverse();
-  const key = rows.map((row) => row.n).join();
-  show($("recovery-past"), rows.length > 0);
+  const box = $("recovery-past");
+  const key = box.open ? rows.map((row) => row.n).join() : "closed";
+  show(box, rows.length > 0);
+  say(box.querySelector("summary"), `${plural(recoveries.length, "earlier one")}`);
   if (key === listed) return;
   listed = key;
-  say($("recovery-past").querySelector("summary"), `${plural(recoveries.length, "earlier one")}`);
+  if (!box.open) return $("recovery-list").replaceChildren();
   $("recovery-list").replaceChildren(...rows.map((row) => make("li", { title: moment(row.at) }, over(row, true))));
 }

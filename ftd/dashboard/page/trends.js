@@ -41,6 +41,9 @@ export function drawTrends(known) {
 }
 
 export function themeChanged() {
+  drawnAt = -PERIOD_MS;
+  clearTimeout(timer);
+  timer = null;
   later();
 }
 
@@ -81,6 +84,7 @@ function draw() {
   const [data, layout] = figure(points, marks, getComputedStyle(document.documentElement), box);
   plotly.react(box, data, layout, { displaylogo: false, responsive: false, displayModeBar: false, scrollZoom: false });
   const last = points.at(-1);
+  box.dataset.line = layout.xaxis.gridcolor;
   box.setAttribute("role", "img");
   box.ariaLabel = `Loss, throughput and goodput since ${clock(points[0][AT])}: loss from ${number(points[0][LOSS])} to ${number(last[LOSS])}, `
     + plural(marks.filter((m) => m.kind === "failure").length, "failure");
@@ -112,13 +116,13 @@ function figure(points, marks, style, box) {
   const layout = {
     width: box.clientWidth, height: narrow ? 340 : 400, autosize: false, margin: { l: 58, r: 8, t: 4, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: style.getPropertyValue("--sans") || "system-ui", color: colour("--faint"), size: 12 },
-    showlegend: false, hovermode: "x unified", dragmode: narrow ? false : "zoom", uirevision: "one",
+    showlegend: false, hovermode: "x unified", hoversubplots: "axis", dragmode: narrow ? false : "zoom", uirevision: "one",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: faint, font: { color: colour("--ink") } },
     xaxis: { type: "date", gridcolor: faint, linecolor: faint, anchor: "y", showspikes: false, nticks: narrow ? 4 : 9 },
     yaxis: axis([0, 0.24], { tickformat: ".0%", range: [0, 1.04], title: { text: "goodput", font: { size: 12 } } }),
     yaxis2: axis([0.31, 0.57], { rangemode: "tozero", title: { text: "samples/s", font: { size: 12 } } }),
     yaxis3: axis([0.64, 0.97], { title: { text: "loss", font: { size: 12 } } }),
-    yaxis4: { domain: [0, 1], range: [0, 1], visible: false, fixedrange: true, overlaying: "y" },
+    yaxis4: { domain: [0, 1], range: [0, 1], visible: false, fixedrange: true, anchor: "x" },
   };
   return [data, layout];
 }

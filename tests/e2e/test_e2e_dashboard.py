@@ -1,0 +1,166 @@
+"""The dashboard of a real cluster in a real browser: node and coordinator are killed, and the page tells."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.mqtt.mosquitto import find_mosquitto
+from tests.browser import Browser, Page, chromium, find_chromium
+from tests.e2e.playground import Playground, playground, write_job
+
+TOKEN = "open-sesame-and-more"
+CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"
+COMMITTED = (
+    "import('/page/main.js').then(({ store }) => store.document.trend[1].reduce((n, p) => n + p[6], 0))"
+)
+"""Steps that the page knows of."""
+THEMED = (
+    "document.querySelector('#chart').dataset.line === "
+    "getComputedStyle(document.documentElement).getPropertyValue('--line').trim()"
+)
+CHART_WIDTH = "document.querySelector('.js-plotly-plot .main-svg')?.getBoundingClientRect().width"
+LOOKS = [("wide", 1920, 1080, False), ("narrow", 400, 3600, True)]
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="chromium is not installed: tools/install-chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Playground]:
+    """Three nodes that train, with snapshots; the coordinator serves its page."""
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    with playground(nodes=3, dashboard=True) as made:
+        yield made
+
+
+@pytest.fixture
+def ground(cluster: Playground, tmp_path: Path) -> Playground:
+    """All three are in the plan, and there is a snapshot."""
+    path = write_job(tmp_path, delay_s=0.02)
+    path.write_text(path.read_text() + "[snapshot]\nevery_steps = 10\n")
+    for name in ("node-0", "node-1", "node-2"):
+        if not cluster.cluster.fleet.running(name):
+            cluster.on_loop(cluster.cluster.start_node(name))
+    cluster.until(
+        lambda: [n["state"] for n in cluster.state.get("nodes", {}).values()] == ["HEALTHY"] * 3, "nodes"
+    )
+    cluster.submit(load_job_data(path))
+    cluster.until(lambda: all(n["in_plan"] for n in cluster.state["nodes"].values()), "all in the plan")
+    cluster.until_event("SnapshotCompleted")
+    return cluster
+
+
+@pytest.fixture
+def screenshots(tmp_path: Path) -> Path:
+    """Where pictures go that somebody may want to look at."""
+    folder = Path(os.environ.get("FTD_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def browse(work: Callable[[Browser], Coroutine[Any, Any, None]]) -> None:
+    async def scene() -> None:
+        async with chromium() as browser:
+            await work(browser)
+
+    asyncio.run(scene())
+
+
+async def opened(browser: Browser, url: str) -> Page:
+    """A new page with the cluster on it."""
+    page = await browser.page()
+    await page.look(1280, 900, dark=False)
+    await page.open(url)
+    await page.until("document.querySelectorAll('.figure').length", "figures")
+    return page
+
+
+async def pictures(page: Page, folder: Path, name: str) -> None:
+    """In both themes, on a wall and on a phone; nothing sticks out at the side."""
+    for look, width, height, phone in LOOKS:
+        for dark in (False, True):
+            await page.look(width, height, dark=dark, phone=phone)
+            await page.until(f"document.documentElement.scrollWidth <= {width}", f"fits into {width} pixels")
+            await page.until(f"{CHART_WIDTH} <= innerWidth && {THEMED}", "the chart fits, in these colours")
+            await page.shoot(folder / f"{name}-{look}-{'dark' if dark else 'light'}.png")
+    await page.look(1280, 900, dark=False)
+
+
+def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
+    ground: Playground, screenshots: Path
+) -> None:
+    async def scene(browser: Browser) -> None:
+        page = await opened(browser, ground.cluster.dashboard)
+        await page.until(f"{CHIP.format('node-2')} !== 'OFFLINE'", "a node that is well")
+        await page.until("document.querySelector('#phase').textContent.includes('running')", "the phase")
+        await page.until("document.querySelectorAll('.stage').length >= 3", "a stage on each node")
+        await page.until("document.querySelectorAll('.bucket').length", "where the snapshot is")
+        await page.until("document.querySelector('.js-plotly-plot')", "the chart")
+        await pictures(page, screenshots, "training")
+
+        await asyncio.to_thread(ground.on_loop, ground.cluster.kill("node-2"))
+        await page.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the dead node")
+        await page.until("document.querySelector('#recovery-now').innerText.includes('node-2 lost')", "why")
+        await page.until("!document.querySelector('.stage[data-state=OFFLINE]')", "a plan without it")
+        lost = "[...document.querySelectorAll('.event')].find((e) => e.innerText.includes('node lost'))"
+        await page.value(f"{lost}.querySelector('button').click()")
+        await page.until(
+            "document.querySelector('.story')?.innerText.includes('recovery completed')", "its story"
+        )
+        await asyncio.to_thread(ground.further, 20)
+        await pictures(page, screenshots, "after a loss")
+
+        later = await opened(browser, ground.cluster.dashboard)
+        await later.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the loss on a page that came later")
+        await later.until(f"{lost}", "its event")
+        await later.until("document.querySelector('#legend').textContent.includes('failure 1')", "its mark")
+        assert await later.value(COMMITTED) > 20, "the steps from before the page was opened"
+        assert page.problems == [] and later.problems == []
+
+    browse(scene)
+    ground.stop_job()
+
+
+def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(ground: Playground) -> None:
+    async def scene(browser: Browser) -> None:
+        page = await opened(browser, ground.cluster.dashboard)
+        await asyncio.to_thread(ground.further, 20)
+        before = await page.value(COMMITTED)
+        await asyncio.to_thread(ground.on_loop, ground.cluster.kill("coordinator"))
+        await page.until("document.querySelector('#link').textContent.includes('lost')", "a lost connection")
+        await page.until(
+            "document.querySelector('#banner').innerText.includes('as of then')", "how old it is"
+        )
+        await asyncio.to_thread(ground.on_loop, ground.cluster.start_coordinator())
+        await page.until("document.querySelector('#link').textContent.includes('live')", "it is back")
+        await page.until(f"{COMMITTED}.then((now) => now >= {before})", "the steps from before")
+        await page.until("document.querySelector('#phase').textContent.includes('running')", "the phase")
+
+        environment = ground.cluster.fleet.environment
+        environment["FTD_DASHBOARD_TOKEN"] = TOKEN
+        try:
+            await asyncio.to_thread(ground.on_loop, ground.cluster.kill("coordinator"))
+            await asyncio.to_thread(ground.on_loop, ground.cluster.start_coordinator())
+            await page.until("document.querySelector('input[type=password]')", "the form")
+            await page.value("document.querySelector('input[type=password]').value = 'not-the-token-at-all'")
+            await page.value("document.querySelector('form').submit()")
+            await page.until("location.hash === '#wrong'", "a refusal")
+            await page.value(f"document.querySelector('input[type=password]').value = '{TOKEN}'")
+            await page.value("document.querySelector('form').submit()")
+            await page.until("document.querySelectorAll('.figure').length", "the page")
+            await page.until("document.querySelector('#link').textContent.includes('live')", "and its stream")
+            stranger = await browser.page()
+            await stranger.open(ground.cluster.dashboard)
+            await stranger.until("document.querySelector('input[type=password]')", "a form for the others")
+        finally:
+            del environment["FTD_DASHBOARD_TOKEN"]
+
+    browse(scene)
+    ground.stop_job()
