@@ -36,6 +36,18 @@ class ProtectedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """What AOR takes beside snapshots, on the node with most: of parameters and optimizer state alone."""
+
+    host_bytes: int
+    """Of the node's memory: the next owner's part of both, kept current."""
+    sharded_bytes: int
+    """With ZeRO-1, on its devices and in its memory: parameters, its part of the state, and the replica."""
+    whole_bytes: int
+    """Without ZeRO-1, on its devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotProtection:
     """All groups of a plan under one scheme."""
 
@@ -47,6 +59,8 @@ class SnapshotProtection:
     groups: tuple[ProtectedGroup, ...]
     buddy: bool = False
     """Groups have one owner, and another node keeps a copy of each."""
+    replicas: Replicas | None = None
+    """With ``aor``, where several owners share the optimizer's state out and the profile has bytes."""
     reason: str = ""
     """Why this scheme, where it was not asked for."""
 
@@ -96,7 +110,31 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
         node_bytes=_fullest_bytes(seen, code, groups, buddy=buddy) if known else None,
         groups=groups,
         buddy=buddy,
+        replicas=_replicas(seen, layers) if known and owners > 1 and _has_replicas(scheme) else None,
     )
+
+
+def _has_replicas(scheme: str) -> bool:
+    return "aor" in {name for name, _ in parse_scheme(scheme)}
+
+
+def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> Replicas:
+    owners = len(seen.instantiation.sizes)
+    found = []
+    for size in set(seen.instantiation.sizes):
+        nodes = [(0, 0)] * size
+        for stage in seen.templates[size].stages:
+            of_stage = layers[stage.first_layer : stage.end_layer]
+            parameters, states = nodes[stage.node_offset]
+            parameters += sum(layer.parameter_bytes for layer in of_stage)
+            states += sum(layer.optimizer_bytes for layer in of_stage)
+            nodes[stage.node_offset] = parameters, states
+        for parameters, states in nodes:
+            host = -(-(parameters + states) // owners)
+            whole = parameters + states
+            sharded = parameters + -(-states // owners) + host
+            found.append(Replicas(host_bytes=host, sharded_bytes=sharded, whole_bytes=whole))
+    return max(found, key=lambda one: one.sharded_bytes)
 
 
 def _fullest_bytes(

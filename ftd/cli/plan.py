@@ -328,6 +328,7 @@ def _protection_json(told: "SnapshotProtection") -> dict[str, Any]:
         "node_bytes": told.node_bytes,
         "arena_bytes": told.arena_bytes,
         "arena_peak_bytes": told.arena_peak_bytes,
+        "replicas": msgspec.to_builtins(told.replicas),
         "buddy": told.buddy,
         "groups": msgspec.to_builtins(told.groups),
     }

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ftd.protection import SnapshotProtection
+from ftd.protection import Replicas, SnapshotProtection
 from ftd.view.text import layer_range, plural, size
 from storage.codes import has_buddy
 
@@ -51,6 +51,21 @@ def _sentences(told: SnapshotProtection) -> list[str]:
     lines.append(
         f"{told.overhead:.1%} more than unprotected" if told.overhead else "no bytes beyond the state"
     )
+    return lines + ([] if told.replicas is None else _replica_lines(told.replicas, told.groups[0].owners))
+
+
+def _replica_lines(kept: Replicas, owners: int) -> list[str]:
+    """AOR beside the snapshots: what it withstands, what it takes, and where it takes more than it saves."""
+    lines = [
+        "aor: any node of a group may be lost while it trains, and nothing is done again; its replicas take "
+        f"{size(kept.host_bytes)} of the fullest node's memory"
+    ]
+    if kept.sharded_bytes >= kept.whole_bytes:
+        lines.append(
+            f"with {owners} owners zero1 and aor take {size(kept.sharded_bytes)} of that node's devices and "
+            f"memory, and {size(kept.whole_bytes)} are enough without: unless the devices are too small, set "
+            "zero1 = false and take aec"
+        )
     return lines
 
 

@@ -1,15 +1,18 @@
 """What protects snapshots: groups, guarantees and bytes by hand, and how ``ftd plan`` tells them."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.errors import ConfigurationError
 from ftd.protection import protection_of, stated_guarantee
+from ftd.view.protection import render_protection
 from planner.costs import StageCosts
 from planner.instantiation import Instantiation
 from planner.preview import Preview
@@ -117,6 +120,28 @@ def test_values_by_hand(
     ]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "host", "sharded", "dearer"),
+    [((1, 1), 1500, 3500, True), ((1, 1, 1), 1000, 2667, False), ((1,), None, None, False)],
+)
+def test_what_replicas_take(
+    sizes: tuple[int, ...], host: int | None, sharded: int | None, dearer: bool
+) -> None:
+    """1000 bytes of parameters and 2000 of state."""
+    preview = seen(*sizes, states=(3000, 0, 0, 0))
+    layers = preview.costs.profile.layers
+    kept = protection_of(preview, layers, "aor").replicas
+    found = (
+        (kept.host_bytes, kept.sharded_bytes, kept.whole_bytes) if kept is not None else (None, None, None)
+    )
+    assert found == (host, sharded, None if host is None else 3000)
+    out = io.StringIO()
+    Console(file=out, width=300).print(render_protection(protection_of(preview, layers, "aor")))
+    text = out.getvalue()
+    assert ("set zero1 = false" in text, "aor: any node" in text) == (dearer, host is not None)
+    assert protection_of(preview, layers, "none").replicas is None
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (2, 2, 1), (1,)])
 def test_the_groups_are_those_of_a_real_plan(sizes: tuple[int, ...]) -> None:
     preview = seen(*sizes, states=TWO)
@@ -180,6 +205,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
         "node_bytes": 3072,
         "arena_bytes": 6144,
         "arena_peak_bytes": 9216,
+        "replicas": None,
         "buddy": False,
         "groups": [{"first_layer": 0, "end_layer": 2, "owners": 3, "bucket_bytes": 6000, "guarantee": 1}],
     }
