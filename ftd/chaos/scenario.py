@@ -300,6 +300,12 @@ def _check_ids(faults: tuple[v.Fault, ...], origin: str) -> None:
 def _cluster(table: _ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
     for name in ("nodes", "devices_per_node", "steps", "memory_mib", "disk_mib"):
         require_at_least(1, getattr(table, name), f"{where}.{name}")
+    if table.network and table.broker != "mosquitto":
+        raise ConfigurationError(
+            f"network needs a broker that other hosts reach, not {table.broker}",
+            field=f"{where}.broker",
+            remedy='write "mosquitto"',
+        )
     known = [field.name for field in fields(Timing)]
     for name, value in table.timing.items():
         require_one_of(name, known, f"{where}.timing")

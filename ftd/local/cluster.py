@@ -3,18 +3,22 @@
 import asyncio
 import secrets
 import shutil
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.config.address import BrokerAddress, parse_broker
 from ftd.errors import PeerError
 from ftd.local.fleet import Child, Fleet, shared_memory
+from ftd.local.namespaces import Network
 from ftd.mqtt.embedded import await_ready, embedded_command
 from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from ftd.node.processes import module_command, tail
 
 BROKER = "broker"
 COORDINATOR = "coordinator"
+HUB = "hub"
+RELAY = "relay"
 BROKER_START_S = 20.0
 HOST = "127.0.0.1"
 
@@ -31,6 +35,8 @@ class ClusterOptions:
     """The coordinator serves its page, on a free port."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
+    network: Network | None = None
+    """Broker and coordinator on its host ``hub``, each node on one of its own; mosquitto only."""
 
 
 class LocalCluster:
@@ -52,10 +58,18 @@ class LocalCluster:
 
     @property
     def broker(self) -> BrokerAddress:
-        """Where the broker listens; the same after a restart."""
+        """Where this process reaches the broker; the same after a restart."""
         if self._address is None:
             raise PeerError("the broker was not started")
         return self._address
+
+    @property
+    def _broker_url(self) -> str:
+        """Where the cluster reaches it."""
+        network = self.options.network
+        if network is None:
+            return self.broker.url
+        return f"mqtt://{network.address(HUB)}:{self.broker.port}"
 
     @property
     def owns_broker(self) -> bool:
@@ -84,8 +98,12 @@ class LocalCluster:
         ready = self.directory / "broker.port"
         ready.unlink(missing_ok=True)
         embedded = self.options.broker == "embedded"
-        command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
-        child = await self.fleet.start(BROKER, command)
+        if self.options.network is not None:
+            command = mosquitto_command(self.directory, port, "0.0.0.0")
+        else:
+            command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
+        child = await self.fleet.start(BROKER, self._placed(HUB, command))
+        await self._reach(port)
         self._address = BrokerAddress(host=HOST, port=port)
 
         def wait() -> None:
@@ -102,6 +120,24 @@ class LocalCluster:
         ended.cancel()
         await listening
 
+    async def _reach(self, port: int) -> None:
+        """The broker of another network, on the same port of this one's loopback."""
+        if self.options.network is None or self.fleet.running(RELAY):
+            return
+        listening = socket.create_server((HOST, port))
+        try:
+            command = module_command("ftd.local.relay", str(listening.fileno()), HOST, str(port))
+            await self.fleet.start(RELAY, self._placed(HUB, command), inherit=[listening.fileno()])
+        finally:
+            listening.close()
+
+    def _placed(self, host: str, command: list[str]) -> list[str]:
+        network = self.options.network
+        if network is None:
+            return command
+        network.add(host)
+        return network.command(host, *command)
+
     async def start_coordinator(self) -> Child:
         """Start it, or start it again upon the same journal."""
         tables = (
@@ -109,14 +145,14 @@ class LocalCluster:
         )
         config = self._write(COORDINATOR, tables)
         command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
-        return await self.fleet.start(COORDINATOR, command)
+        return await self.fleet.start(COORDINATOR, self._placed(HUB, command))
 
     async def start_node(self, name: str) -> Child:
         """Start a daemon of this name, known or new.
 
         :raises PeerError: it runs already.
         """
-        if name in (BROKER, COORDINATOR):
+        if name in (BROKER, COORDINATOR, RELAY, HUB):
             raise PeerError(f"{name!r} is not free as a node's name here")
         child = await self.fleet.start(name, self.node_command(name))
         if name not in self._node_names:
@@ -126,12 +162,16 @@ class LocalCluster:
     def node_command(self, name: str) -> list[str]:
         """The command that runs the daemon of ``name``."""
         runtime = self.directory / "run" / name
+        network = self.options.network
+        if network is not None:
+            network.add(name)
+        host = HOST if network is None else network.address(name)
         table = (
-            f'[node]\nname = "{name}"\nhost = "{HOST}"\ndevices = {self.options.devices_per_node}\n'
+            f'[node]\nname = "{name}"\nhost = "{host}"\ndevices = {self.options.devices_per_node}\n'
             f'chaos = true\nruntime_dir = "{runtime}"\nsnapshot_dir = "{shared_memory(self.directory)}"\n'
         )
         config = self._write(name, table)
-        return module_command("ftd.cli.main", "node", "--config", str(config))
+        return self._placed(name, module_command("ftd.cli.main", "node", "--config", str(config)))
 
     def pid(self, name: str) -> int:
         """:raises PeerError: it does not run."""
@@ -157,7 +197,7 @@ class LocalCluster:
         path = self.directory / f"{name}.toml"
         path.write_text(
             f'cluster = "{self.options.cluster}"\nsecret = "{self._secret}"\n'
-            f'[broker]\nurl = "{self.broker.url}"\n{_credentials(self.broker)}'
+            f'[broker]\nurl = "{self._broker_url}"\n{_credentials(self.broker)}'
             f"[timing]\n{timing}{tables}"
         )
         path.chmod(0o600)

@@ -98,8 +98,10 @@ class Fleet:
         self.logs.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
 
-    async def start(self, name: str, command: Sequence[str]) -> Child:
+    async def start(self, name: str, command: Sequence[str], *, inherit: Sequence[int] = ()) -> Child:
         """Start a process under a name; its output is appended to ``<name>.log``.
+
+        :param inherit: file descriptors that it gets, under the same numbers.
 
         :raises PeerError: a process of this name is running, or the program cannot be started.
         """
@@ -115,6 +117,7 @@ class Fleet:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
+                    pass_fds=tuple(inherit),
                     env={**os.environ, **self.environment},
                 )
             except OSError as error:

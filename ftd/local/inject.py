@@ -10,9 +10,12 @@ from ftd.chaos.inject import RemoteInjector
 from ftd.chaos.targets import Layout
 from ftd.chaos.values import Central, Fault, Part, Scenario
 from ftd.client import ClusterClient
+from ftd.errors import PeerError
 from ftd.local.cluster import LocalCluster
 from ftd.wire.catalogue import severity_of
 from ftd.wire.public import EventMessage, new_event_id, timestamp
+
+DEFAULT_CUT_S = 5.0
 
 
 class LocalInjector:
@@ -48,6 +51,8 @@ class LocalInjector:
                 await self._outage(fault, part)
             case Central(part=part), _:
                 await self._freeze(fault, part)
+            case _, "cut":
+                return await self._cut(fault)
             case _, "start":
                 for name in self._remote.struck(fault):
                     child = await self._cluster.start_node(name)
@@ -67,6 +72,22 @@ class LocalInjector:
             await self._cluster.start_coordinator()
         self.absent.discard(part)
 
+    async def _cut(self, fault: Fault) -> tuple[str, ...]:
+        """Pull the nodes' cables, and plug them in again."""
+        network = self._cluster.options.network
+        if network is None:
+            raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
+        nodes = self._remote.struck(fault)
+        await self._announce(fault, "node", nodes)
+        for node in nodes:
+            network.cut(node)
+        try:
+            await asyncio.sleep(fault.for_s or DEFAULT_CUT_S)
+        finally:
+            for node in nodes:
+                network.heal(node)
+        return nodes
+
     async def _freeze(self, fault: Fault, part: Part) -> None:
         """SIGSTOP, and SIGCONT when the time is over, whatever happens to us meanwhile."""
         await self._announce(fault, part)
@@ -77,12 +98,16 @@ class LocalInjector:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    async def _announce(self, fault: Fault, target: str) -> None:
+    async def _announce(self, fault: Fault, target: str, nodes: tuple[str, ...] = ()) -> None:
+        for node in nodes or (None,):
+            await self._announce_one(fault, target, node)
+
+    async def _announce_one(self, fault: Fault, target: str, node: str | None) -> None:
         details = {"fault": fault.do, "at": time.monotonic(), "target": target, "for_s": fault.for_s}
         await self._client.announce(
             EventMessage(
                 event="ChaosInjected",
-                node=None,
+                node=node,
                 generation=None,
                 step=None,
                 reason=str(fault.trigger),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -16,10 +17,11 @@ from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
-from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
+from ftd.local.cluster import BROKER, COORDINATOR, HUB, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import small_file_system
+from ftd.local.namespaces import Network, why_not
 from ftd.local.readiness import Readiness
 from ftd.node.processes import tail
 from ftd.wire.public import JobData, StopRequest, SubmitRequest
@@ -62,6 +64,19 @@ def setup_of(scenario: Scenario) -> ClusterSetup:
     return setup
 
 
+def means_missing(setup: ClusterSetup) -> str:
+    """Why this machine cannot have such a cluster; empty where it can."""
+    if setup.network and (reason := why_not()):
+        return reason
+    if setup.memory_mib is not None or setup.disk_mib is not None:
+        try:
+            with tempfile.TemporaryDirectory() as name, small_file_system(Path(name), 1, "memory_mib"):
+                return ""
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
 class Stage:
     """``async with Stage(setup, tell=print) as stage``: the cluster; nothing of it is left afterwards."""
 
@@ -93,6 +108,8 @@ class Stage:
 
     async def _open(self) -> None:
         setup, undo = self._setup, self._undo
+        if reason := means_missing(setup):
+            raise ConfigurationError(reason, field="cluster")
         directory = undo.enter_context(private_directory())
         self._disk = directory / "disk"
         self._disk.mkdir()
@@ -102,7 +119,10 @@ class Stage:
         if setup.disk_mib is not None:
             undo.enter_context(small_file_system(self._disk, setup.disk_mib, "cluster.disk_mib"))
         options = ClusterOptions(
-            devices_per_node=setup.devices_per_node, broker=setup.broker, timing=dict(setup.timing)
+            devices_per_node=setup.devices_per_node,
+            broker=setup.broker,
+            timing=dict(setup.timing),
+            network=undo.enter_context(Network([HUB, *self._home])) if setup.network else None,
         )
         self._cluster = LocalCluster(directory, options)
         undo.push_async_callback(self._end)

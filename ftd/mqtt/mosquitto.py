@@ -27,8 +27,8 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def mosquitto_command(directory: Path, port: int) -> list[str]:
-    """Write a configuration into ``directory`` and answer the command that runs it on loopback.
+def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> list[str]:
+    """Write a configuration into ``directory`` and answer the command that runs it, on loopback or ``host``.
 
     ``set_tcp_nodelay`` saves up to 40 ms a message. The user line keeps mosquitto from changing its
     credentials when root starts it: that would clear the parent-death signal and leave it behind.
@@ -44,7 +44,7 @@ def mosquitto_command(directory: Path, port: int) -> list[str]:
         )
     path = directory / "mosquitto.conf"
     path.write_text(
-        f"listener {port} 127.0.0.1\n"
+        f"listener {port} {host}\n"
         "allow_anonymous true\n"
         "set_tcp_nodelay true\n"
         "persistence false\n"

@@ -9,19 +9,14 @@ connection hears of it.
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from ftd.node.processes import die_with_parent, tail
-
 NETWORK = "10.213.7"
-PREFIX = "ftdtest"
+PREFIX = "ftd"
 COMMAND_S = 10.0
-GONE_S = 5.0
 
 
 def why_not() -> str | None:
@@ -44,12 +39,12 @@ def _ip(*arguments: str) -> str:
     return done.stdout.decode()
 
 
-def _remove_left_behind() -> None:
-    """Namespaces of test runs that were killed: their names say which process made them."""
+def _remove_left_behind(prefix: str) -> None:
+    """Namespaces of runs that were killed: their names say which process made them."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
-        maker = name.removeprefix(PREFIX).partition("-")[0]
-        if name.startswith(PREFIX) and maker.isdigit() and not Path(f"/proc/{maker}").exists():
+        maker = name.removeprefix(prefix).partition("-")[0]
+        if name.startswith(prefix) and maker.isdigit() and not Path(f"/proc/{maker}").exists():
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", name)
 
@@ -57,13 +52,14 @@ def _remove_left_behind() -> None:
 class Network:
     """``with Network(["hub", "a"]) as network``: hosts that reach each other; all gone afterwards."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._prefix = f"{PREFIX}{os.getpid()}-"
+    def __init__(self, hosts: Sequence[str], *, prefix: str = PREFIX) -> None:
+        self._maker = prefix
+        self._prefix = f"{prefix}{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
         self._hosts = list(hosts)
 
     def __enter__(self) -> Self:
-        _remove_left_behind()
+        _remove_left_behind(self._maker)
         with contextlib.ExitStack() as undo:
             undo.callback(self._remove)
             self._make_namespace(self._switch)
@@ -76,6 +72,12 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         self._remove()
+
+    def add(self, host: str) -> None:
+        """One more; nothing happens where it is there."""
+        if host not in self._hosts:
+            self._hosts.append(host)
+            self._plug_in(host)
 
     def namespace(self, host: str) -> str:
         return f"{self._prefix}{host}"
@@ -119,76 +121,3 @@ class Network:
         for name in (*map(self.namespace, self._hosts), self._switch):
             with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
                 _ip("netns", "delete", name)
-
-
-class Programs:
-    """Processes on the hosts of a network: ended, with all that they started, when this is closed."""
-
-    def __init__(self, network: Network, hosts: Sequence[str], logs: Path) -> None:
-        self._network = network
-        self._hosts = list(hosts)
-        self._logs = logs
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, host: str, command: Sequence[str]) -> Path:
-        """Start ``command`` on ``host``; the answer is the file that its output goes to."""
-        output = self._logs / f"{name}.out"
-        with output.open("wb") as out, (self._logs / f"{name}.log").open("wb") as log:
-            self._running[name] = subprocess.Popen(
-                self._network.command(host, *command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509  # prctl and getppid take no locks
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            )
-        return output
-
-    def ended(self) -> list[str]:
-        """Those that should run and do not."""
-        return [name for name, process in self._running.items() if process.poll() is not None]
-
-    def pid(self, name: str) -> int:
-        return self._running[name].pid
-
-    def tails(self) -> str:
-        files = [self._logs / f"{name}.log" for name in self._running]
-        return "\n".join(f"--- {file.stem}\n{text}" for file in files if (text := tail(file, 1500)))
-
-    def close(self, grace_s: float) -> None:
-        """SIGTERM, and for what is left on the hosts after ``grace_s`` SIGKILL.
-
-        :raises RuntimeError: something survived that, too.
-        """
-        for process in self._running.values():
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + grace_s
-        while self._left() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for pid in self._left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + GONE_S
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if left:
-            raise RuntimeError(f"processes {sorted(left)} did not end within {GONE_S:g} s of SIGKILL")
-
-    def _left(self) -> set[int]:
-        """Processes on the hosts: all of them are ours, since the hosts are."""
-        for process in self._running.values():
-            process.poll()
-        return set().union(*(self._network.pids(host) for host in self._hosts))
-
-
-@contextlib.contextmanager
-def programs(hosts: Sequence[str], logs: Path, grace_s: float = 3.0) -> Iterator[tuple[Network, Programs]]:
-    """A network, and processes on it; nothing of either is left."""
-    with Network(hosts) as network:
-        running = Programs(network, hosts, logs)
-        try:
-            yield network, running
-        finally:
-            running.close(grace_s)

@@ -1,0 +1,88 @@
+"""Processes on the hosts of a network of namespaces, for tests that set a deployment up by hand."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ftd.local.namespaces import Network
+from ftd.node.processes import die_with_parent, tail
+
+PREFIX = "ftdtest"
+GONE_S = 5.0
+
+
+class Programs:
+    """Processes on the hosts of a network: ended, with all that they started, when this is closed."""
+
+    def __init__(self, network: Network, hosts: Sequence[str], logs: Path) -> None:
+        self._network = network
+        self._hosts = list(hosts)
+        self._logs = logs
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, host: str, command: Sequence[str]) -> Path:
+        """Start ``command`` on ``host``; the answer is the file that its output goes to."""
+        output = self._logs / f"{name}.out"
+        with output.open("wb") as out, (self._logs / f"{name}.log").open("wb") as log:
+            self._running[name] = subprocess.Popen(
+                self._network.command(host, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  # prctl and getppid take no locks
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+        return output
+
+    def ended(self) -> list[str]:
+        """Those that should run and do not."""
+        return [name for name, process in self._running.items() if process.poll() is not None]
+
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
+    def tails(self) -> str:
+        files = [self._logs / f"{name}.log" for name in self._running]
+        return "\n".join(f"--- {file.stem}\n{text}" for file in files if (text := tail(file, 1500)))
+
+    def close(self, grace_s: float) -> None:
+        """SIGTERM, and for what is left on the hosts after ``grace_s`` SIGKILL.
+
+        :raises RuntimeError: something survived that, too.
+        """
+        for process in self._running.values():
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + grace_s
+        while self._left() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in self._left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + GONE_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if left:
+            raise RuntimeError(f"processes {sorted(left)} did not end within {GONE_S:g} s of SIGKILL")
+
+    def _left(self) -> set[int]:
+        """Processes on the hosts: all of them are ours, since the hosts are."""
+        for process in self._running.values():
+            process.poll()
+        return set().union(*(self._network.pids(host) for host in self._hosts))
+
+
+@contextlib.contextmanager
+def programs(hosts: Sequence[str], logs: Path, grace_s: float = 3.0) -> Iterator[tuple[Network, Programs]]:
+    """A network, and processes on it; nothing of either is left."""
+    with Network(hosts, prefix=PREFIX) as network:
+        running = Programs(network, hosts, logs)
+        try:
+            yield network, running
+        finally:
+            running.close(grace_s)

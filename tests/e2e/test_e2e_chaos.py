@@ -1,0 +1,101 @@
+"""Every scenario of the library on the real service (broker, processes, torch, SIGKILL): all as expected."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ftd.chaos.player import Played
+from ftd.chaos.report import encoded, junit_of, text_of
+from ftd.chaos.scenario import load_scenario
+from ftd.chaos.values import ClusterSetup, Scenario
+from ftd.local.stage import Stage, means_missing, setup_of, stage_key
+from ftd.mqtt.mosquitto import find_mosquitto
+
+LIBRARY = sorted((Path(__file__).parents[2] / "examples" / "chaos").glob("*.toml"))
+LIMIT_S = 300
+
+
+def by_cluster(path: Path) -> tuple[str, str]:
+    """Those that share a cluster stand together."""
+    return repr(stage_key(setup_of(load_scenario(path)))), path.name
+
+
+class Stages:
+    """One cluster at a time, kept as long as scenarios want the same."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._key: ClusterSetup | None = None
+        self._open = contextlib.AsyncExitStack()
+        self._stage: Stage | None = None
+
+    def play(self, scenario: Scenario) -> Played:
+        return self._runner.run(self._play(scenario))
+
+    async def _play(self, scenario: Scenario) -> Played:
+        key = stage_key(setup_of(scenario))
+        if self._stage is None or key != self._key:
+            await self._open.aclose()
+            self._key, self._stage = key, None
+            self._stage = await self._open.enter_async_context(Stage(key, tell=_say))
+        return await self._stage.play(scenario)
+
+    def close(self) -> None:
+        self._runner.run(self._open.aclose())
+        self._runner.close()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[Stages]:
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    found = Stages()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def test_there_are_enough_of_them_and_each_says_what_for() -> None:
+    loaded = [load_scenario(path) for path in LIBRARY]
+    assert len(loaded) >= 15
+    for scenario in loaded:
+        assert scenario.purpose.endswith("."), scenario.name
+        assert scenario.cluster is not None, scenario.name
+        assert scenario.expect or any(fault.expect for fault in scenario.faults), scenario.name
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("path", sorted(LIBRARY, key=by_cluster), ids=lambda path: path.stem)
+def test_a_scenario_of_the_library(stages: Stages, path: Path) -> None:
+    scenario = load_scenario(path)
+    if reason := means_missing(setup_of(scenario)):
+        pytest.skip(reason)
+    played = stages.play(scenario)
+    story = [
+        f"{at:.2f} {e['event']} {e['node']} g{e['generation']} {e['reason']}"
+        for at, e in played.record.events
+    ]
+    assert played.met, "\n".join([text_of(played), *story])
+    check_reports(played)
+
+
+def check_reports(played: Played) -> None:
+    """What machines read says the same."""
+    [told] = json.loads(encoded([played]))
+    assert told["met"] and told["scenario"] == played.scenario.name
+    assert [one["problem"] for one in told["faults"]] == [""] * len(played.scenario.faults)
+    suite: Any = ElementTree.fromstring(junit_of([played])).find("testsuite")
+    assert int(suite.get("tests")) == len(played.verdicts) == len(suite.findall("testcase"))
+    assert suite.get("failures") == "0"
