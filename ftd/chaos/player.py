@@ -109,11 +109,13 @@ class Player:
             if self._all_happened(now_s) and not open_ones(self._scenario, self.record):
                 return f"the job's end ({self.record.ended})"
             return f"the job's end ({self.record.ended})" if now_s > self._ended_at_s + GRACE_S else ""
+        if any(one.problem for one in self.record.struck.values()) and not self.conductor.busy:
+            return "a fault that could not be done"
+        if broken(self._scenario, self.record):
+            return "an expectation that cannot be met any more"
         if not self._all_happened(now_s) or open_ones(self._scenario, self.record):
             self._satisfied_steps = None
-            if any(one.problem for one in self.record.struck.values()) and not self.conductor.busy:
-                return "a fault that could not be done"
-            return "an expectation that cannot be met any more" if broken(self._scenario, self.record) else ""
+            return ""
         if self._satisfied_steps is None:
             self._satisfied_steps = self.record.steps
         enough = self.record.steps >= self._satisfied_steps + self._scenario.steps_after
