@@ -10,7 +10,9 @@ import msgspec
 import pytest
 from typer.main import get_command
 
-from ftd.chaos.scenario import parse_scenario
+from ftd.chaos.expectations import TIERS, ExpectTable
+from ftd.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
+from ftd.chaos.values import FAULTS, PARTS, PHASES
 from ftd.cli.main import app
 from ftd.config.daemon import DaemonFile, daemon_config
 from ftd.config.job import JobFile, load_job
@@ -85,7 +87,7 @@ def kind_of(example: dict[str, Any]) -> str:
     return "job" if "training" in example else "daemon"
 
 
-EXAMPLES = ("README.md", "configuration.md", "two-hosts.md")
+EXAMPLES = ("README.md", "configuration.md", "two-hosts.md", "chaos.md")
 """Pages whose TOML is read as it stands."""
 
 
@@ -128,6 +130,19 @@ def test_every_field_of_the_files_is_documented() -> None:
     fields = [*fields_of(DaemonFile), *fields_of(JobFile)]
     assert len(fields) > 20
     assert [f for f in fields if not re.search(rf"\b{f}\b", page)] == []
+
+
+@pytest.mark.parametrize("kind", [ScenarioTable, FaultTable, ExpectTable, ClusterTable])
+def test_every_key_of_a_scenario_is_documented(kind: type[Any]) -> None:
+    documented = table_rows("chaos.md")
+    assert [f.encode_name for f in msgspec.structs.fields(kind) if f.encode_name not in documented] == []
+
+
+def test_every_fault_is_documented_and_every_word_of_a_scenario() -> None:
+    section = PAGES["chaos.md"].split("### Faults")[1].split("| key of a fault")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)[1:] == list(FAULTS)
+    for word in (*PHASES, *TIERS, *PARTS):
+        assert f"`{word}`" in PAGES["chaos.md"]
 
 
 def entries_of(kind: type[Any]) -> set[str]:

@@ -43,7 +43,7 @@ _ROLE_REMEDY = (
 )
 
 
-class _FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     do: str
     id: str | None = None
     at_step: int | None = None
@@ -69,7 +69,7 @@ class _FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     expect: ExpectTable = ExpectTable()
 
 
-class _ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     job: str
     nodes: int
     devices_per_node: int = 1
@@ -82,7 +82,7 @@ class _ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     override: dict[str, Any] = {}
 
 
-class _ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     fault: list[dict[str, Any]]
     name: str | None = None
     purpose: str = ""
@@ -90,7 +90,7 @@ class _ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     steps_after: int = 3
     limit_s: float = 300.0
     expect: ExpectTable = ExpectTable()
-    cluster: _ClusterTable | None = None
+    cluster: ClusterTable | None = None
 
 
 def load_scenario(path: Path) -> v.Scenario:
@@ -107,7 +107,7 @@ def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path(
 
     :param origin: stands in error messages. :param directory: what paths in it are relative to.
     """
-    table = convert(data, _ScenarioTable, where=origin)
+    table = convert(data, ScenarioTable, where=origin)
     require_at_least(0, table.steps_after, f"{origin}: steps_after")
     require_at_least(0, table.limit_s, f"{origin}: limit_s")
     faults = tuple(_fault(entry, f"fault {n}", origin) for n, entry in enumerate(table.fault, 1))
@@ -136,7 +136,7 @@ def require_at_least(least: float, value: float | None, field: str) -> None:
 
 def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
     where = f"{origin}: {number}"
-    table = convert(entry, _FaultTable, where=where)
+    table = convert(entry, FaultTable, where=where)
     require_one_of(table.do, v.FAULTS, f"{where}: do")
     trigger = _trigger(table, where)
     target = _target(table, where)
@@ -161,7 +161,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
     )
 
 
-def _trigger(table: _FaultTable, where: str) -> v.Trigger:
+def _trigger(table: FaultTable, where: str) -> v.Trigger:
     given = [name for name in _TRIGGERS if getattr(table, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"
@@ -188,7 +188,7 @@ def _trigger(table: _FaultTable, where: str) -> v.Trigger:
     return v.OnEvent(event=table.on_event or "", occurrence=occurrence)
 
 
-def _target(table: _FaultTable, where: str) -> v.Target:
+def _target(table: FaultTable, where: str) -> v.Target:
     given = [name for name in _TARGETS if getattr(table, name) is not None]
     if len(given) > 1:
         raise ConfigurationError(f"{where}: give {' or '.join(given)}, not both")
@@ -235,13 +235,13 @@ def _role(role: str, do: str, where: str) -> v.Target:
     return v.Role(place=cast(v.Place, role))
 
 
-def _process(table: _FaultTable) -> v.Process:
+def _process(table: FaultTable) -> v.Process:
     if table.target is not None:
         return table.target
     return "trainer" if table.do in _TRAINER_FAULTS else "node"
 
 
-def _refuse_idle_fields(table: _FaultTable, target: v.Target, where: str) -> None:
+def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
     """A field that would have no effect is a misunderstanding; say so instead of ignoring it."""
     central = isinstance(target, v.Central)
     for name, owners in _FIELD_OWNERS.items():
@@ -267,7 +267,7 @@ def _refuse_idle_fields(table: _FaultTable, target: v.Target, where: str) -> Non
         raise ConfigurationError(f"{where}: stop of the {table.role} needs for_s: nobody else wakes it")
 
 
-def _check_numbers(table: _FaultTable, where: str) -> None:
+def _check_numbers(table: FaultTable, where: str) -> None:
     for name in ("for_s", "restart_after_s", "delay_s", "late_s"):
         require_at_least(0, getattr(table, name), f"{where}: {name}")
     for name in ("drop", "duplicate"):
@@ -297,7 +297,7 @@ def _check_ids(faults: tuple[v.Fault, ...], origin: str) -> None:
 # --- the cluster ---------------------------------------------------------------------------------------
 
 
-def _cluster(table: _ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
+def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
     for name in ("nodes", "devices_per_node", "steps", "memory_mib", "disk_mib"):
         require_at_least(1, getattr(table, name), f"{where}.{name}")
     if table.network and table.broker != "mosquitto":
