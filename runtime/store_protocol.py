@@ -67,6 +67,11 @@ MAX_HELLO_BYTES = 1024
 """Of a StoreHello: no more is kept of somebody who has not proved anything."""
 
 
+def mark_of(secret: str) -> str:
+    """By which those who have the same secret know each other beforehand; opens nothing."""
+    return hmac.new(secret.encode(), b"ftd mark 1", hashlib.sha256).hexdigest()[:16]
+
+
 def proof_of(secret: str, generation: int) -> str:
     """That one knows the secret, for one generation; says nothing of the secret."""
     return hmac.new(secret.encode(), b"ftd rendezvous 1 %d" % generation, hashlib.sha256).hexdigest()

@@ -33,6 +33,8 @@ def _node(node: NodeMachine) -> dict[str, Any]:
             "chaos_allowed": facts.chaos_allowed,
             "snapshot_port": facts.snapshot_port,
             "snapshot_bytes": facts.snapshot_bytes,
+            "mark": facts.mark,
+            "protocol": facts.protocol,
         },
         "state": str(node.state),
         "prepared": node.prepared,

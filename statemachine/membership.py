@@ -32,7 +32,7 @@ from statemachine.messages import (
 )
 from statemachine.node import NodeEvent, NodeMachine
 from statemachine.state import Cluster
-from statemachine.values import NodeFacts, NodeState
+from statemachine.values import PROTOCOL, NodeFacts, NodeState
 
 
 class Standing(StrEnum):
@@ -109,6 +109,22 @@ def misfit(facts: NodeFacts, policy: Policy) -> str | None:
     )
 
 
+def stranger(c: Cluster, name: str, facts: NodeFacts) -> str | None:
+    """Why a node cannot be understood, or let in by the others: it would hold all of them up."""
+    if facts.protocol != PROTOCOL:
+        return (
+            f"it speaks protocol {facts.protocol}, and this coordinator {PROTOCOL}: install the same version "
+            "of ftd on all hosts"
+        )
+    others = [node for node in c.nodes.values() if node.alive and node.facts.mark and node.name != name]
+    if facts.mark and others and all(node.facts.mark != facts.mark for node in others):
+        return (
+            f"its secret is not that of {others[0].name}: the same secret (secret_file) on all nodes, and "
+            "restart the one that has another"
+        )
+    return None
+
+
 def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
     c.send_to(name, incarnation, Rejection(reason=reason))
     if c.rejected.get((name, incarnation)) != reason:
@@ -119,7 +135,9 @@ def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
 def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     """Take a newcomer in under this name; the caller made sure that nobody alive has the name."""
     job = c.job if c.active else None
-    problem = misfit(hello.facts, job.policy) if job is not None else None
+    problem = stranger(c, name, hello.facts)
+    if problem is None and job is not None:
+        problem = misfit(hello.facts, job.policy)
     if problem is not None:
         reject(c, name, incarnation, problem)
         return False

@@ -160,6 +160,11 @@ class DeviceReport:
     parts: tuple[StatePart, ...] = ()
 
 
+PROTOCOL = 2
+"""Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
+every change that a side that does not know it would misunderstand."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What a node says about itself when it appears."""
@@ -173,6 +178,9 @@ class NodeFacts:
     """Where it serves what it keeps of snapshots; 0: nowhere."""
     snapshot_bytes: int = 0
     """That snapshots may take here, all devices together; 0: it did not say."""
+    mark: str = ""
+    """The same on all nodes that have the same secret, of which it says nothing; empty: it did not say."""
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from ftd.config.dashboard import DashboardPlace, DashboardTable, dashboard_place
 from ftd.config.environment import overridden
 from ftd.config.metrics import LOOPBACK, MetricsPlace, metrics_place
 from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
-from ftd.config.secrets import read_secret
+from ftd.config.secrets import read_secret, require_private
 from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.config.tls import tls_context
 from ftd.errors import ConfigurationError
@@ -182,10 +182,24 @@ def load_with_origins(
     from ftd.config.reference import keys  # It describes the classes of this module.
 
     kinds = {key.name: key.kind for key in keys().values()}
-    data, variables = overridden(read_toml(path) if path else {}, environment, kinds)
+    written = read_toml(path) if path else {}
+    if path is not None:
+        _require_kept(written, path)
+    data, variables = overridden(written, environment, kinds)
     directory = path.resolve().parent if path else Path.cwd()
     config = daemon_config(data, directory=directory, where=path.name if path else "ftd.toml")
     return config, data, variables
+
+
+def _require_kept(written: dict[str, Any], path: Path) -> None:
+    """:raises ConfigurationError: a secret stands in the file itself, and everybody here can read it."""
+    from ftd.config.reference import SECRETS
+
+    for name in SECRETS:
+        table, _, key = name.rpartition(".")
+        inner = written.get(table) if table else written
+        if isinstance(inner, dict) and key in inner:
+            require_private(path, name)
 
 
 def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:

@@ -33,6 +33,7 @@ from ftd.wire.public import Answer, NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from planner.values import Device
 from runtime import protocol
+from runtime.store_protocol import mark_of
 from statemachine import effects, messages
 from statemachine.agent import AgentMachine
 from statemachine.events import (
@@ -213,6 +214,7 @@ class NodeDaemon:
             chaos_allowed=self._config.chaos,
             snapshot_port=self._snapshots.port,
             snapshot_bytes=self._snapshots.size_bytes,
+            mark=mark_of(self._secret),
         )
         log.info("begin_incarnation", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))

@@ -9,14 +9,14 @@ The messages are plain dataclasses of the pure core, which knows no codec; so th
 and a registry maps it to the class. Nothing is ever unpickled: a payload can only become these values.
 """
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
 
 from ftd.config.reading import NAME
 from ftd.errors import WireError
-from statemachine.messages import Command, FromNode, Signal, ToNode
-from statemachine.messages import Hello as _Hello
+from statemachine.messages import Command, FromNode, Hello, Signal, ToNode
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
@@ -30,6 +30,7 @@ MOST_NUMBER = 2**53
 """Of any counter: what every reader of JSON, and the journal, can hold."""
 
 
+OTHER_VERSION = "is another version of ftd there? the same on all hosts, coordinator first"
 MOST_S = 1e9
 """Of anything that took time."""
 
@@ -49,6 +50,17 @@ class _ToNode(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
+class _SpokenFacts(msgspec.Struct, frozen=True):
+    protocol: int = 0
+
+
+class _Spoken(msgspec.Struct, frozen=True):
+    """Of a Hello, what it says itself."""
+
+    facts: _SpokenFacts
+
+
+_SPOKEN = msgspec.msgpack.Decoder(_Spoken)
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_NODE = msgspec.msgpack.Decoder(_FromNode)
 _TO_NODE = msgspec.msgpack.Decoder(_ToNode)
@@ -94,6 +106,9 @@ def decode_from_node(payload: bytes, node: str | None = None) -> FromNode:
     envelope: _FromNode = _decoded(_FROM_NODE, payload, "signal", MAX_PAYLOAD_BYTES)
     _check_node(envelope.node, node)
     signal = _body(_SIGNALS, envelope.type, envelope.body)
+    if isinstance(signal, Hello) and not _SPOKEN.decode(envelope.body).facts.protocol:
+        # It does not say, so it is older than the number: the value's own default would be ours.
+        signal = replace(signal, facts=replace(signal.facts, protocol=0))
     _check_numbers(signal)
     return FromNode(node=envelope.node, incarnation=envelope.incarnation, signal=signal)
 
@@ -133,11 +148,11 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, m
 def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: msgspec.Raw) -> Any:
     decoder = registry.get(name)
     if decoder is None:
-        raise WireError(f"unknown message type {name[:40]!r}; known: {', '.join(registry)}")
+        raise WireError(f"unknown message type {name[:40]!r}; {OTHER_VERSION}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"malformed {name}: {error}") from None
+        raise WireError(f"malformed {name}: {error}; {OTHER_VERSION}") from None
 
 
 def _check_node(claimed: str, topic: str | None) -> None:
@@ -170,7 +185,7 @@ def _check_numbers(message: Any) -> None:
         for held in report.parts:
             if held.layer < 0 or not 0 <= held.part < held.parts:
                 raise WireError(f"malformed {type(message).__name__}: there is no {held}")
-    if isinstance(message, _Hello):
+    if isinstance(message, Hello):
         facts = message.facts
         if not 1 <= facts.devices <= 4096:
             raise WireError(f"malformed Hello: {facts.devices} devices; 1 to 4096 are allowed")

@@ -56,6 +56,9 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         '[coordinator]\nstate_dir = "journal"\n'
         "[timing]\nsilence_s = 3\nsteps_kept = 50\n"
     )
+    with pytest.raises(ConfigurationError, match=r"broker\.password: .*ftd\.toml can be read .*chmod 600"):
+        load_daemon_config(path)
+    path.chmod(0o600)
     config = load_daemon_config(path)
     assert config.broker == BrokerAddress(host="broker.example", port=1999, username="u", password="p")
     assert (config.cluster, config.node, config.devices, config.host) == ("lab", "n1", 8, "10.0.0.1")

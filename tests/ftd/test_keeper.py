@@ -116,6 +116,7 @@ class Host:
             f'snapshot_dir = "{self.memory}"\nsnapshot_port = {self.address.rpartition(":")[2]}\n'
             f"snapshot_peers = {json.dumps(peers)}\n"
         )
+        self.config.chmod(0o600)
         self.start()
 
     @property

@@ -32,6 +32,7 @@ def write_config(directory: Path, *, head: str = 'secret = "s"', node: str = "",
         f'[node]\nname = "node-0"\nhost = "127.0.0.1"\nruntime_dir = "{directory}/run"\n'
         f'snapshot_dir = "{directory}/memory"\n{node}\n'
     )
+    path.chmod(0o600)
     return path
 
 

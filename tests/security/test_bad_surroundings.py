@@ -1,0 +1,301 @@
+"""Daemons whose surroundings are wrong say so once, with the remedy, and wait or end; nothing is lost."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftd.cli.main import main
+from ftd.client import ClusterClient
+from ftd.config.address import BrokerAddress, ClusterAddress
+from ftd.coordinator.journal import Journal
+from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from ftd.mqtt.session import MqttSession
+from ftd.wire.codec import decode_to_node, encode_from_node
+from ftd.wire.topics import Topics
+from runtime.store_protocol import mark_of
+from statemachine.messages import Command, FromNode, Hello, Inquiry, Rejection
+from statemachine.values import NodeFacts
+from tests.ftd.secure_broker import SecureBroker, needs_mosquitto
+
+pytestmark = needs_mosquitto
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+USER = '[broker]\nusername = "u"\n'
+SHIFTED = """
+import datetime, sys, time
+import ftd.wire.public as public
+shift = datetime.timedelta(hours=float(sys.argv.pop(1)))
+class Shifted(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + shift
+public.datetime = Shifted
+honest = time.time_ns
+time.time_ns = lambda: honest() + int(shift.total_seconds() * 1e9)
+from ftd.cli.main import main
+main()
+"""
+
+
+class Coordinator:
+    """``ftd coordinator``, an hour off where that is wanted."""
+
+    def __init__(self, directory: Path, broker: str, *, hours: float = 0.0, state: str = "state") -> None:
+        directory.mkdir(exist_ok=True)
+        self.log = directory / "log"
+        config = directory / "ftd.toml"
+        tables = f'[coordinator]\nstate_dir = "{state}"\n[dashboard]\nlisten = ""\n'
+        config.write_text(f'cluster = "lab"\n{broker}\n{tables}')
+        config.chmod(0o600)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SHIFTED, str(hours), "coordinator", "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, word: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while word not in self.said:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Coordinator]]:
+    running: list[Coordinator] = []
+
+    def start(*arguments: Any, **options: Any) -> Coordinator:
+        running.append(Coordinator(*arguments, **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.end()
+        assert "Traceback" not in one.said, one.said
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """Of a plain broker."""
+    port = free_port()
+    broker = subprocess.Popen(mosquitto_command(tmp_path, port), stderr=subprocess.DEVNULL)
+    await_listening("127.0.0.1", port, PATIENCE_S)
+    yield port
+    broker.kill()
+    broker.wait()
+
+
+# --- files with secrets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "tables", "mode", "says"),
+    [
+        (["node"], 'secret_file = "secret"\n', 0o644, "secret_file: .*mode 0644.*chmod 600"),
+        (["node"], 'secret_file = "missing"\n', 0o600, "secret_file: .*cannot be read.*check the path"),
+        (["node"], 'secret_file = "."\n', 0o600, "secret_file: .*(cannot be read|by everybody).*"),
+        (["node", "--snapshots-only"], 'secret_file = "secret"\n', 0o604, "secret_file: .*chmod 600"),
+        (["node"], "", 0o600, 'secret: .*add secret_file = "secret"'),
+        (["node"], 'secret = "open"\n', 0o600, "secret: .*ftd.toml can be read .*chmod 600"),
+        (["coordinator"], f'{USER}password_file = "secret"\n', 0o644, "password_file: .*chmod 600"),
+        (["coordinator"], f'{USER}password = "p"\n', 0o600, "broker.password: .*chmod 600"),
+    ],
+)  # fmt: skip
+def test_a_file_with_a_secret_that_cannot_be_used(
+    tmp_path: Path,
+    role: list[str],
+    tables: str,
+    mode: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2: systemd does not start it again (RestartPreventExitStatus)."""
+    (tmp_path / "secret").write_text("x\n")
+    (tmp_path / "secret").chmod(mode)
+    (tmp_path / "ftd.toml").write_text(tables)
+    monkeypatch.setattr(sys, "argv", ["ftd", *role, "--config", str(tmp_path / "ftd.toml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(says, line), line
+
+
+# --- the broker ----------------------------------------------------------------------------------
+
+
+def test_a_broker_that_refuses_or_cannot_be_believed_is_told_once_and_tried_on(
+    tmp_path: Path, started: Callable[..., Coordinator]
+) -> None:
+    (tmp_path / "broker").mkdir()
+    secure = SecureBroker(tmp_path / "broker")
+    try:
+        sound = secure.start("localhost")
+        expired = secure.start("localhost", expires=datetime.now(UTC) - timedelta(days=1))
+        foreign = secure.start("other.example")
+        password, authority = "rotanidrooc", f'ca_file = "{secure.directory}/ca.pem"\n'
+        cases = {
+            "refused": (sound, "wrong", authority, "Not authorized"),
+            "expired": (expired, password, authority, "renew the broker's certificate"),
+            "foreign": (foreign, password, authority, "use the name that the certificate is for"),
+            "unknown": (sound, password, "", "name the certificate of its authority in broker.ca_file"),
+        }
+        daemons = {}
+        for name, (port, word, ca, _) in cases.items():
+            user = f'username = "coordinator"\npassword = "{word}"\n{ca}'
+            daemons[name] = started(tmp_path / name, f'[broker]\nurl = "mqtts://localhost:{port}"\n{user}')
+        for name, (*_, says) in cases.items():
+            daemons[name].until('"not_connected"')
+            assert says.lower() in daemons[name].said.lower()
+        time.sleep(2.0)  # It tries on meanwhile, each second; what it says once is enough.
+        for daemon in daemons.values():
+            assert daemon.process.poll() is None and daemon.said.count('"not_connected"') == 1
+    finally:
+        secure.close()
+
+
+# --- the journal's disk --------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_coordinator_with_the_remedy_and_loses_nothing(
+    tmp_path: Path, port: int, started: Callable[..., Coordinator]
+) -> None:
+    state = tmp_path / "small"
+    state.mkdir()
+    mounted = (
+        shutil.which("mount") is not None
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(state)], capture_output=True, check=False
+        ).returncode
+    )
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    broker = f'[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
+    try:
+        one = started(tmp_path / "one", broker, state=str(state))
+        one.until("CoordinatorStarted")
+        one.end()
+        before = kept(state)
+        with contextlib.suppress(OSError), (state / "filler").open("wb", buffering=0) as filler:
+            while filler.write(b"x" * 4096):
+                pass
+        two = started(tmp_path / "two", broker, state=str(state))
+        assert two.process.wait(PATIENCE_S) == 1
+        assert "is the disk full?" in two.said and "journal.sqlite" in two.said
+        (state / "filler").unlink()
+        assert kept(state) == before
+        three = started(tmp_path / "three", broker, state=str(state))
+        three.until('"connected"')
+        three.end()
+        assert len(kept(state)[1]) > len(before[1])
+    finally:
+        subprocess.run(["umount", "-l", str(state)], check=False)
+
+
+def kept(state: Path) -> tuple[bytes | None, list[str]]:
+    journal = Journal(state)
+    found = journal.load(), [event["id"] for event in journal.events(after=0, limit=100, newest=False)[0]]
+    journal.close()
+    return found
+
+
+# --- clocks, secrets and versions of others ------------------------------------------------------
+
+
+class Played:
+    """A node that only says Hello."""
+
+    def __init__(self, port: int, name: str, facts: NodeFacts) -> None:
+        self.commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._name, self._facts, self._topics = name, facts, Topics(cluster="lab")
+        self._session = MqttSession(
+            BrokerAddress(host="127.0.0.1", port=port),
+            client_id=name,
+            subscriptions=[self._topics.node_command(name)],
+            on_message=lambda _, payload, __: self.commands.put_nowait(decode_to_node(payload, name).command),
+        )
+
+    async def says_hello(self, *, without: str = "") -> Command | None:
+        """What the coordinator answers; None: it takes it in."""
+        running = asyncio.create_task(self._session.run())
+        await self._session.wait_connected(PATIENCE_S)
+        hello = Hello(
+            facts=self._facts, job_id=None, prepared=False, generation=0, training=False, quiesced=False
+        )
+        signed = FromNode(node=self._name, incarnation=1, signal=hello)
+        message = msgspec.msgpack.decode(encode_from_node(signed))
+        message["body"]["facts"].pop(without, None)
+        self._session.publish(self._topics.node_signal(self._name), msgspec.msgpack.encode(message))
+        found: Command | None = None
+        try:
+            while found is None or isinstance(found, Inquiry):
+                found = await asyncio.wait_for(self.commands.get(), 1.0)
+        except TimeoutError:
+            found = None
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return found
+
+
+def test_clocks_an_hour_off_older_nodes_and_other_secrets(
+    tmp_path: Path, port: int, started: Callable[..., Coordinator]
+) -> None:
+    """The first changes nothing but what the doctor says; the others are let in by nobody, told why."""
+    broker = f'[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
+    coordinator = started(tmp_path / "late", broker, hours=-1.0)
+    coordinator.until('"connected"')
+    facts = NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=1, mark=mark_of("right"))
+    config = tmp_path / "doctor.toml"
+    config.write_text(f'cluster = "lab"\nsecret_file = "secret"\n{broker}[node]\nname = "host-e"\n')
+    (tmp_path / "secret").write_text("right\n")
+    (tmp_path / "secret").chmod(0o600)
+
+    async def scene() -> None:
+        address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=port), cluster="lab")
+        async with ClusterClient(address) as client:
+            assert await Played(port, "host-a", facts).says_hello() is None
+            other = await Played(port, "host-b", replace(facts, mark=mark_of("wrong"))).says_hello()
+            assert isinstance(other, Rejection) and "secret is not that of host-a" in other.reason
+            old = await Played(port, "host-c", facts).says_hello(without="protocol")
+            assert isinstance(old, Rejection) and "install the same version of ftd" in old.reason
+            assert await Played(port, "host-d", facts).says_hello() is None
+            events = await client.history()
+            assert [e["node"] for e in events if e["event"] == "NodeRejected"] == ["host-b", "host-c"]
+            assert [e["node"] for e in events if e["event"] == "NodeJoined"] == ["host-a", "host-d"]
+        doctor = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ftd.cli.main", "doctor", "--config", str(config),
+            cwd=ROOT, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        said = asyncio.create_task(doctor.communicate())
+        for number in range(int(PATIENCE_S)):  # A coordinator that has something to say shows its clock.
+            if said.done():
+                break
+            await Played(port, f"late-{number}", facts).says_hello()
+        text = (await said)[0].decode()
+        assert re.search(r"\+(3599|36\d\d)\.\d s against the coordinator's", text) and "chrony" in text, text
+
+    asyncio.run(scene())
