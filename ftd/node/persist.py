@@ -1,8 +1,9 @@
 """Persistent checkpoints on a node: its share of one is written out of memory, its layers are read from one.
 
-Writing goes on beside training: one layer at a time, put together as for a rollback (``ftd.node.restore``),
-at the configured rate, in threads of low priority. That the snapshot stays meanwhile is the coordinator's
-word (``KeepSnapshot``); that it did is checked. The coordinator commits what all nodes wrote, or abandons it.
+Writing goes on beside training: a layer is put together as for a rollback (``ftd.node.restore``) while the
+one before is written, at the configured rate, in threads of low priority. That the snapshot stays meanwhile
+is the coordinator's word (``KeepSnapshot``); that it did is checked. The coordinator commits what all nodes
+wrote, or abandons it.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from statemachine.values import LayerOnDisk, Restore
 from storage.checkpoint import Checkpoint, CheckpointStore, Draft
 from storage.errors import DamagedError, ForeignError, MissingError, StorageError
 from storage.flow import Flow
+from storage.layerfile import LayerFile
 from storage.shards import Bytes
 
 log = structlog.get_logger("ftd.node")
@@ -108,10 +110,17 @@ class Persister:
     async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
         written: list[LayerOnDisk] = []
         store, draft = await aside(lambda: _begin(order))
+        under_way: asyncio.Task[LayerFile] | None = None
+
+        async def settle() -> None:
+            if under_way is not None:
+                written.append(LayerOnDisk(**msgspec.structs.asdict(await under_way)))
 
         async def put(layer: int, header: bytes, payload: Bytes) -> None:
-            file = await aside(lambda: store.write_layer(draft, layer, header, [payload], flow), _NICENESS)
-            written.append(LayerOnDisk(**msgspec.structs.asdict(file)))
+            nonlocal under_way
+            await settle()
+            write = partial(store.write_layer, draft, layer, header, [payload], flow)
+            under_way = asyncio.ensure_future(aside(write, _NICENESS))
 
         record = order.record
         async with ShardClient(self._token, tls=self._tls) as client:
@@ -128,7 +137,15 @@ class Persister:
                 client=client,
                 tell=self._tell(order.job_id, record.step),
             )
-            await restorer.run(order.layers, put, one_by_one=True)
+            try:
+                await restorer.run(order.layers, put, one_by_one=True)
+                await settle()
+            except BaseException:
+                flow.cancel()
+                if under_way is not None:  # Not waiting for a disk that does not answer.
+                    under_way.cancel()
+                    await asyncio.gather(under_way, return_exceptions=True)
+                raise
         return written
 
 

@@ -70,13 +70,14 @@ class Restorer:
     _own_bytes: int = 0
     _fetched_bytes: int = 0
     _decoded: int = 0
-    _memory: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    """Of one run, used for the next: fresh pages cost more than what is copied into them."""
+    _memories: list[Bytes] = field(default_factory=lambda: [np.empty(0, dtype=np.uint8)] * 2)
+    """Of one run, used for later ones: fresh pages cost more than what is copied into them."""
 
     async def run(self, layers: Sequence[int], put: Put, *, one_by_one: bool = False) -> Restored:
         """Put each of ``layers``, in ascending order.
 
-        :param one_by_one: takes the memory of one layer; else that of neighbours, which are fetched at once.
+        :param one_by_one: takes the memory of two layers; else that of neighbours, which are fetched at once.
+            What is put stays as it is until the next one's ``put`` has returned.
         :raises RestoreError: they cannot be put together; says why, and whose fault it is.
         Whatever ``put`` raises ends it, too.
         """
@@ -141,6 +142,8 @@ class Restorer:
         if len(usable) < len(group.owners):
             self._decoded += 1
         for run in runs:
+            if len(run) == 1:
+                self._memories.reverse()
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
             bucket = await self._bucket(group, layout, usable, spare, first.offset, end)
@@ -281,9 +284,9 @@ class Restorer:
             stores = {owner: Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
             failed = await self._fill(usable, stores)
             if not failed:
-                if len(self._memory) < end - first:
-                    self._memory = np.empty(end - first, dtype=np.uint8)
-                bucket = self._memory[: end - first]
+                if len(self._memories[0]) < end - first:
+                    self._memories[0] = np.empty(end - first, dtype=np.uint8)
+                bucket = self._memories[0][: end - first]
                 failed = await self._decode(layout, usable, stores, bucket, first)
             if not failed:
                 break

@@ -26,8 +26,8 @@ from storage.layerfile import PIECE_BYTES
 STEP = 40
 NODES = ("n0", "n1", "n2")
 GROUPS = (
-    SnapshotGroup(first_layer=0, end_layer=2, owners=NODES, protection="aec"),
-    SnapshotGroup(first_layer=2, end_layer=5, owners=("n0", "n2"), protection="aec"),
+    SnapshotGroup(first_layer=0, end_layer=3, owners=NODES, protection="aec"),
+    SnapshotGroup(first_layer=3, end_layer=5, owners=("n0", "n2"), protection="aec"),
 )
 VOTE = Vote(loss=1.5, gradient_norm=0.5)
 RECORD = Snapshot(step=STEP, generation=1, vote=VOTE, groups=GROUPS)
@@ -236,7 +236,7 @@ def test_a_place_that_cannot_be_written_is_said_in_words(monkeypatch: pytest.Mon
 
 
 def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
-    """Its server is gone when the second layer is asked for."""
+    """Its server is gone when the third layer is asked for, which is once the first is written."""
 
     async def body(hosts: Hosts) -> None:
         async with Node("n1", hosts.root / "n1") as one, Node("n2", hosts.root / "n2") as two:
@@ -260,7 +260,7 @@ def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointStore, "write_layer", then_lose)
-            event = await hosts.persist("newcomer", hosts.order([0, 1]))
+            event = await hosts.persist("newcomer", hosts.order([0, 1, 2]))
         return event.detail if isinstance(event, LayersFailed) else ""
 
     with_hosts(body, serving=["n0"])
@@ -278,7 +278,7 @@ def test_a_snapshot_that_is_released_in_the_middle_is_not_written() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointStore, "write_layer", then_release)
-            assert "are lost" in await hosts.failure("n0", hosts.order([0, 1]))
+            assert "are lost" in await hosts.failure("n0", hosts.order([0, 1, 2]))
 
     with_hosts(body)
 

@@ -73,7 +73,13 @@ class Cluster:
             wanted = list(layers)
             stage = staged_in(directory)
 
+            before: dict[int, Bytes] = {}
+
             async def put(layer: int, header: bytes, payload: Bytes) -> None:
+                for number, kept in before.items():
+                    assert not one_by_one or kept.tobytes() == self.layers[number].payload.tobytes()
+                before.clear()
+                before[layer] = payload
                 await stage(layer, header, payload)
                 behind(layer)
 
