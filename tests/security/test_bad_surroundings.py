@@ -137,6 +137,9 @@ def test_a_file_with_a_secret_that_cannot_be_used(
     (tmp_path / "secret").write_text("x\n")
     (tmp_path / "secret").chmod(mode)
     (tmp_path / "ftd.toml").write_text(tables)
+    monkeypatch.setattr(
+        "ftd.logs.configure_logs", lambda **_: None
+    )  # Of this process they are others' affair.
     monkeypatch.setattr(sys, "argv", ["ftd", *role, "--config", str(tmp_path / "ftd.toml")])
     with pytest.raises(SystemExit) as ended:
         main()
