@@ -6,10 +6,10 @@ The copy of a step's state must end before the next step changes it. The paper s
 2. beside computing, what does not fit into the bubbles (``SplitParameter``);
 3. while gradients are summed, what was left by both: only then does a device's link carry two things.
 
-The paper's third layer is communication within a node: that of tensor parallelism, which keeps to links of its
-own. There is none here. Devices that split a stage split its rows and meet only in the sums of gradients, which
-run over all owners of a bucket, other nodes' too, as one operation: what of it is within the node cannot be
-told apart. So the third layer is the whole wait for sums, and the trace calls it ``sync``.
+The paper's third layer is communication within a node: that of tensor parallelism, which keeps to links of
+its own. There is none here. Devices that split a stage split its rows and meet only in the sums of gradients,
+which run over all owners of a bucket, other nodes' too, as one operation: what of it is within the node
+cannot be told apart. So the third layer is the whole wait for sums, and the trace calls it ``sync``.
 
 Host memory has no link of its own to spare: there a wait for sums is a core that idles, so it counts as a
 bubble. (With a device this has never run.) The paper estimates all times beforehand, the bubbles from the

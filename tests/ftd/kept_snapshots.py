@@ -69,9 +69,9 @@ def write(
     return manifest
 
 
-def flip(root: Path, step: int, part: str, device: int = 0) -> None:
+def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> None:
     """A bit in memory changes."""
-    arena = Arena.open(root / JOB / f"device-{device}")
+    arena = Arena.open(root / job / f"device-{device}")
     manifest = next(m for m in arena.snapshots if m.step == step)
     arena.bytes_of(manifest, manifest.part(part))[3] ^= 16
     arena.close()

@@ -3,17 +3,20 @@
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from kept_snapshots import TOKEN, Node, shared_directory
+from kept_snapshots import TOKEN, Node, flip, shared_directory
 
-from ftd.node.arenas import Arenas
+from ftd.node.arenas import Arenas, Held
 from ftd.node.restore import RestoreError, Restorer
+from ftd.node.scrub import Scrubber
 from ftd.node.shard_client import ShardClient
 from statemachine.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header
+from storage.manifest import Part
 from storage.shards import Bytes
 from tests.runtime.support import gpt_data
 from tests.runtime.test_snapshot_bytes import UNEQUAL, run
@@ -61,6 +64,42 @@ def numbers(layer: int, header: bytes, payload: Bytes) -> dict[tuple[str, str], 
     }
 
 
+async def repaired_from_a_replica(root: Path) -> None:
+    """A bit of node-2's own part changes: node-0, which protects it, has the same bytes."""
+
+    def stored() -> list[bytes]:
+        return [path.read_bytes() for path in sorted((root / "node-2" / JOB / "device-0").glob("slot-*"))]
+
+    before = stored()
+    flip(root / "node-2", STEP, "group-0/shard", job=JOB)
+    assert stored() != before
+    told: list[tuple[str, dict[str, Any]]] = []
+    async with Node("node-0", root / "node-0") as protector, Node("node-2", root / "node-2") as node:
+
+        async def mend(held: Held, part: Part, number: int, data: bytes) -> None:
+            node.arenas.write(held, part, part.block(number)[0], data)
+
+        sources = {"node-0": protector.address}
+        scrubber = Scrubber(
+            node="node-2",
+            arenas=node.arenas,
+            token=TOKEN,
+            tls=None,
+            rate_bytes_s=1e12,
+            period_s=60.0,
+            mend=mend,
+            say=lambda name, _reason, details: told.append((name, details)),
+            spoiled=lambda step: told.append(("spoiled", {"step": step})),
+        )
+        scrubber.watch(Restore(job_id=JOB, step=STEP, generation=1, groups=GROUPS, sources=sources))
+        async with asyncio.timeout(60):
+            while len(told) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
+                await asyncio.sleep(0.01)
+        await scrubber.close()
+    assert [name for name, _ in told] == ["ShardDamaged", "ShardRepaired"], told
+    assert told[1][1]["sources"] == ["node-0"] and stored() == before
+
+
 def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(tmp_path: Path) -> None:
     data = gpt_data(steps=10)
     expected = {}
@@ -82,6 +121,7 @@ def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(tmp_path: Pa
                 for key, values in found.items():
                     assert values == pytest.approx(expected[layer][key], rel=1e-9, abs=1e-12), (lost, key)
         assert told == []
+        asyncio.run(repaired_from_a_replica(root))
 
         # Of the first of the tied layers a part is nowhere, neither with its owner nor with its protector.
         with pytest.raises(RestoreError, match=r"layers 0 to 0: nobody .* of layer 0 \(node-2\)"):
