@@ -43,6 +43,8 @@ TOKEN = bearer_token("benchmark")
 JOB, STEP = "job", 1
 BOUNDED_MIB_S = 100
 """What a user may let checkpoints take of a disk."""
+LEAST_S = 2.0
+"""Of a round beside training: some steps are to be in it."""
 MOST_SLOWER = 1.1
 """Step time beside persisting at that rate, over step time without."""
 
@@ -229,12 +231,12 @@ def beside_training(result: Result, root: Path, memory: Path, mebibytes: int, pa
                 trainer.stdout.readline()
             for number in range(2 * ROUNDS):
                 began = time.monotonic()
-                if number % 2:
+                while number % 2 and time.monotonic() < began + LEAST_S:
                     shutil.rmtree(kept, ignore_errors=True)
                     kept.mkdir()
                     persisting.write(None if rate_mib_s is None else rate_mib_s * MIB)
-                else:
-                    time.sleep(min(5.0, mebibytes / (rate_mib_s or 5 * BOUNDED_MIB_S)))
+                if not number % 2:
+                    time.sleep(max(LEAST_S, min(5.0, mebibytes / (rate_mib_s or 5 * BOUNDED_MIB_S))))
                 spans[number % 2 == 1].append((began, time.monotonic()))
             trainer.kill()
             steps = [tuple(map(float, line.split())) for line in trainer.stdout if line.endswith("\n")]
