@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,9 +22,14 @@ def text_of(played: Played) -> str:
         of = f"{verdict.of}: " if verdict.of else ""
         lines.append(f"{'✓' if verdict.met else '✗'} {of}{verdict.what}: {verdict.measured}")
     met = sum(verdict.met for verdict in played.verdicts)
+    simulated = played.simulated
+    if simulated is not None:
+        lines += [f"– {fault}: left out: {why}" for fault, why in simulated.skipped]
+        lines += [f"✗ {problem}" for problem in simulated.problems]
+    clock = " of virtual time" if simulated is not None else ""
     lines.append(
-        f"{'passed' if played.met else 'FAILED'} {played.scenario.name}: {met} of {len(played.verdicts)} met "
-        f"in {played.took_s:.1f} s, ended by {played.ended_by}"
+        f"{'passed' if played.met else 'FAILED'} {_name(played)}: {met} of {len(played.verdicts)} met "
+        f"in {played.took_s:.1f} s{clock}, ended by {played.ended_by}"
     )
     return "\n".join(lines)
 
@@ -35,6 +41,7 @@ def json_of(played: Played) -> dict[str, Any]:
         "scenario": played.scenario.name,
         "purpose": played.scenario.purpose,
         "seed": played.scenario.seed,
+        "simulated": None if played.simulated is None else asdict(played.simulated),
         "met": played.met,
         "took_s": round(played.took_s, 3),
         "ended_by": played.ended_by,
@@ -66,15 +73,17 @@ def junit_of(all_played: Sequence[Played]) -> bytes:
         suite = ElementTree.SubElement(
             root,
             "testsuite",
-            name=played.scenario.name,
-            tests=str(len(played.verdicts)),
+            name=_name(played),
             failures=str(sum(not verdict.met for verdict in played.verdicts)),
-            errors="0",
-            skipped="0",
             time=f"{played.took_s:.3f}",
         )
+        problems = played.simulated.problems if played.simulated is not None else ()
+        skipped = played.simulated.skipped if played.simulated is not None else ()
+        suite.set("tests", str(len(played.verdicts) + len(problems) + len(skipped)))
+        _add_odd(suite, "error", [("invariants", problem) for problem in problems])
+        _add_odd(suite, "skipped", skipped)
         for verdict in played.verdicts:
-            owner = f"{played.scenario.name}.{verdict.of}" if verdict.of else played.scenario.name
+            owner = f"{_name(played)}.{verdict.of}" if verdict.of else _name(played)
             case = ElementTree.SubElement(
                 suite, "testcase", classname=_plain(owner), name=_plain(verdict.what), time="0"
             )
@@ -85,6 +94,21 @@ def junit_of(all_played: Sequence[Played]) -> bytes:
     ElementTree.indent(root)
     written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return written + b"\n"
+
+
+def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, str]]) -> None:
+    """Cases that neither passed nor failed: what they are, and why."""
+    suite.set({"error": "errors"}.get(kind, kind), str(len(cases)))
+    for what, why in cases:
+        attributes = {"classname": suite.get("name", ""), "name": _plain(what), "time": "0"}
+        case = ElementTree.SubElement(suite, "testcase", attributes)
+        ElementTree.SubElement(case, kind, message=_plain(why))
+
+
+def _name(played: Played) -> str:
+    """Nobody takes a simulated run for a real one."""
+    simulated = played.simulated
+    return played.scenario.name + (f" (simulated, seed {simulated.seed})" if simulated is not None else "")
 
 
 def write(path: Path, content: bytes, option: str) -> None:

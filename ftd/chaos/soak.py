@@ -67,7 +67,7 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
     job = load_job_data(options.job, steps=options.steps)
     with private_directory() as directory:
         cluster = LocalCluster(directory, ClusterOptions(broker=options.broker, cluster="soak"))
-        soak = Soak(options, _private(job, directory), cluster, say)
+        soak = Soak(options, job, cluster, say)
         kept: Path | None = options.logs
         try:
             await soak.run()
@@ -81,12 +81,12 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
         return soak.report(kept)
 
 
-def _private(job: JobData, directory: Path) -> JobData:
+def _private(job: JobData, directory: Path, number: int) -> JobData:
     """A soak leaves the user's checkpoints alone, and each round begins anew."""
     if not job.checkpoint.url:
         return job
-    place = directory / "checkpoints"
-    place.mkdir()
+    place = directory / "checkpoints" / str(number)
+    place.mkdir(parents=True, exist_ok=True)
     checkpoint = msgspec.structs.replace(job.checkpoint, url=str(place), resume=False)
     return msgspec.structs.replace(job, checkpoint=checkpoint)
 
@@ -116,7 +116,9 @@ class Soak:
         """When faults began, on the clock that began with the soak; likewise their end."""
         self._over_s: float | None = None
         self._step_s = 0.0
+        self._submitted = 0
         self._rounds = 0
+        self._refused_since: float | None = None
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
         self._trainers: set[str] = set()
@@ -178,7 +180,9 @@ class Soak:
         commits = self.watch.commits
         steps = sum(count for _, count in commits[1:])
         self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
+        await self._check_round(client)
         self.watch.recoveries.clear()
+        self.watch.ended = None
         commits.clear()
         self._say(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
 
@@ -263,14 +267,30 @@ class Soak:
                 await self._check_round(client)
                 self._rounds += watch.ended == "JobFinished"
             await self._submit(client)
-        except (Unreachable, RequestRefused):
+        except Unreachable:
             return  # The broker or the coordinator is away: next time.
+        except RequestRefused as error:
+            self._refused(str(error))
 
     async def _submit(self, client: ClusterClient) -> None:
         envelope = client.envelope()
-        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
+        job = _private(self._job, self._cluster.directory, self._submitted)
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
         answer = await client.request(request)
+        self._submitted += 1
+        self._refused_since = None
         self.watch.begin_round(answer.detail, self.now_s)
+
+    def _refused(self, why: str) -> None:
+        """An answer that was lost: the job is under way. Anything else that lasts is wrong."""
+        job = self.watch.state.get("job") or {}
+        if job.get("name") == self._job.name and self.watch.state.get("phase") not in ("FINISHED", "FAILED"):
+            self.watch.begin_round(str(job["id"]), self.now_s)
+            self._submitted += 1
+            return
+        self._refused_since = self.now_s if self._refused_since is None else self._refused_since
+        if self.now_s - self._refused_since > self._options.limit_s:
+            self.watch.broken(self.now_s, "stuck", f"no job is accepted any more: {why}")
 
     async def _check_round(self, client: ClusterClient) -> None:
         """Hold the journal against what was told. :raises Unreachable: the coordinator is away."""

@@ -22,6 +22,8 @@ _OUR_FAULT = frozenset({"exited", "raised", "unprepared", "foreign"})
 _END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 _LAST_NEWS_S = 2.0
 """How long something may be known from the state before the event of it must have come."""
+STARVED = 4
+"""So many times the limit may faults, one after the other, keep training from any step."""
 _AFTERMATH_S = 20.0
 """So long after a node was struck, what fails there is the strike's doing."""
 _FORGIVEN_REFUSALS = ("chaos/",)
@@ -98,6 +100,7 @@ class Watch:
     _recovered: set[int] = field(default_factory=set)
     _last_s: float = 0.0
     """Of the last progress or disturbance."""
+    _progress_s: float = 0.0
     _stuck: bool = False
     _over_since: float | None = None
     _went_back: tuple[float, int, int] | None = None
@@ -111,7 +114,7 @@ class Watch:
         self.job, self.ended, self.step, self.best = job, None, 0, 0
         self.lossy = self._repeats = self._stuck = self.excused = False
         self._over_since = None
-        self._last_s = max(self._last_s, at_s)
+        self._last_s, self._progress_s = max(self._last_s, at_s), at_s
 
     def struck(self, node: str | None, do: str, until_s: float) -> None:
         """A fault strikes, of which everything is over at ``until_s``."""
@@ -174,15 +177,21 @@ class Watch:
         """Is training stuck? Told once until it goes on."""
         self._look_for_the_end(at_s)
         self._look_back(at_s)
-        if self.job is None or self.ended or self._stuck or at_s - self._last_s <= self.limit_s:
+        if self.job is None or self.ended or self._stuck:
             return self._stuck
+        if at_s - self._last_s > self.limit_s:
+            since = f"within {self.limit_s:g} s after the last fault"
+        elif at_s - self._progress_s > STARVED * self.limit_s:
+            since = f"for {STARVED * self.limit_s:g} s, whatever struck meanwhile"
+        else:
+            return False
         self._stuck = True
         phase, waiting = self.state.get("phase"), self.state.get("waiting_for")
         self.broken(
             at_s,
             "stuck",
-            f"no step was committed within {self.limit_s:g} s after the last fault: {phase} at step "
-            f"{self.step}, generation {self.state.get('generation')}, waiting for {waiting or 'nothing'}",
+            f"no step was committed {since}: {phase} at step {self.step}, generation "
+            f"{self.state.get('generation')}, waiting for {waiting or 'nothing'}",
         )
         return True
 
@@ -231,7 +240,7 @@ class Watch:
         else:
             self.done_again += 1
         self.step, self.best = step, max(self.best, step)
-        self._last_s, self._stuck = max(self._last_s, at_s), False
+        self._last_s, self._progress_s, self._stuck = max(self._last_s, at_s), at_s, False
         self._compare(step, loss, at_s)
 
     def _compare(self, step: int, loss: float | None, at_s: float) -> None:

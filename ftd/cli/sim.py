@@ -1,22 +1,55 @@
 """``ftd sim``: the deterministic simulator of the whole service."""
 
 import time
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftd.cli.options import JsonOption, print_json
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ftd.chaos.player import Played
+    from ftd.chaos.values import Scenario
+    from ftd.sim.setting import Setting
 
 
 def register(app: typer.Typer) -> None:
     app.command("sim")(sim)
 
 
+ScenarioOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Play this scenario instead of drawn faults; default seed: 0.", metavar="SCENARIO.toml"
+    ),
+]
+JobOption = Annotated[
+    Path | None, typer.Option(help="With --scenario: this job, not its own.", metavar="JOB.toml")
+]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, max=64, help="With --scenario: so many nodes, not its own.")
+]
+SkipOption = Annotated[
+    bool, typer.Option("--skip-unsupported", help="Leave out faults that the simulator does not have.")
+]
+JunitOption = Annotated[
+    Path | None, typer.Option(help="With --scenario: write JUnit XML, for CI.", metavar="FILE.xml")
+]
+
+
 def sim(
     seed: Annotated[int | None, typer.Option(min=0, help="Run this one seed.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Run this many seeds, from --first on.")] = None,
     first: Annotated[int, typer.Option(min=0, help="First seed of --seeds.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect of --seed.")] = False,
+    scenario: ScenarioOption = None,
+    job: JobOption = None,
+    nodes: NodesOption = None,
+    skip_unsupported: SkipOption = False,
+    junit: JunitOption = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real state machines and planner under a virtual clock, with faults that the seed draws.
@@ -24,8 +57,19 @@ def sim(
     Invariants are checked after every event; then everything heals and the job must finish. A seed always
     gives the same run. Exit code 1 when an invariant broke.
 
-    Example: ftd sim --seeds 1000
+    With --scenario the file's faults strike instead, at their moments of virtual time, and what it expects is
+    held against what follows, as ftd chaos run does it. Exit code 1 when something was not as expected.
+
+    Example: ftd sim --seeds 1000, or ftd sim --scenario examples/chaos/node-killed.toml --seeds 20
     """
+    if scenario is not None:
+        if seed is not None and seeds is not None:
+            raise typer.BadParameter("give either --seed N or --seeds N")
+        worlds = range(first, first + seeds) if seeds is not None else range(seed or 0, (seed or 0) + 1)
+        raise typer.Exit(_scenario(scenario, job, nodes, worlds, skip_unsupported, junit, trace, as_json))
+    for given, option in ((job, "--job"), (nodes, "--nodes"), (junit, "--junit")):
+        if given is not None:
+            raise typer.BadParameter(f"{option} belongs to --scenario")
     if (seed is None) == (seeds is None):
         raise typer.BadParameter("give either --seed N or --seeds N")
     if seed is not None:
@@ -33,6 +77,62 @@ def sim(
     else:
         failed = _many(range(first, first + (seeds or 0)), as_json=as_json)
     raise typer.Exit(1 if failed else 0)
+
+
+def _scenario(
+    path: Path,
+    job: Path | None,
+    nodes: int | None,
+    seeds: range,
+    skip: bool,
+    junit: Path | None,
+    trace: bool,
+    as_json: bool,
+) -> int:
+    """The exit code. :raises ConfigurationError: the simulator cannot play this."""
+    from ftd.chaos.report import json_of, junit_of, text_of, write
+    from ftd.chaos.scenario import load_scenario
+    from ftd.sim.scenario import play
+    from ftd.sim.setting import setting_of
+
+    whole = load_scenario(path)
+    setting = setting_of(whole, job, nodes, path.name)
+    scenario, skipped = _playable(whole, setting, path.name, skip)
+    found: list[Played] = []
+    if skipped and not scenario.faults:  # What it expects is about what is left out.
+        scenario, seeds = replace(scenario, expect=(), steps_after=0), seeds[:1]
+    for seed in seeds:
+        played, lines = play(scenario, setting, seed, skipped=skipped, tracing=trace)
+        found.append(played)
+        if not as_json:
+            typer.echo("\n".join((*lines, text_of(played))))
+    if as_json:
+        print_json([json_of(played) for played in found])
+    if junit is not None:
+        write(junit, junit_of(found), "--junit")
+    return 0 if all(played.met for played in found) else 1
+
+
+def _playable(
+    whole: "Scenario", setting: "Setting", origin: str, skip: bool
+) -> tuple["Scenario", tuple[tuple[str, str], ...]]:
+    """What of a scenario the simulator can play, and what is left out, with the reason.
+
+    :raises ConfigurationError: something cannot be played, and nobody said to leave it out.
+    """
+    from ftd.sim.setting import unsupported, without
+
+    lacking = unsupported(whole, setting)
+    why = "; ".join(f"{fault.id} ({fault.do}): {reason}" for fault, reason in lacking.items())
+    if lacking and not skip:
+        raise ConfigurationError(
+            f"the simulator cannot play it: {why}", field=origin, remedy="--skip-unsupported leaves these out"
+        )
+    scenario = without(whole, lacking)
+    waiting = {
+        f.id: "it waits for a fault that is left out" for f in whole.faults if f not in scenario.faults
+    }
+    return scenario, tuple((waiting | {fault.id: reason for fault, reason in lacking.items()}).items())
 
 
 def _one(seed: int, *, trace: bool, as_json: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 from ftd.coordinator.restoring import check_restore
 from ftd.protection_choice import protect
 from ftd.sim.network import COORDINATOR, Network
-from ftd.sim.world import TIMING, World
+from ftd.sim.world import World
 from planner.errors import PlanningError, StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import ModelProfile, Plan, Policy, Situation
@@ -104,7 +104,7 @@ class SimCoordinator:
         self.incarnation = 0
         self.up = False
         self.frozen = False
-        self.machine = ClusterMachine(TIMING)
+        self.machine = ClusterMachine(world.timing)
         self.journal: dict[str, Any] | None = None
         self.crash_after: int | None = None
         """Effects until it is killed in the middle of carrying them out."""
@@ -127,10 +127,11 @@ class SimCoordinator:
         self.incarnation = self.world.serial()
         effects: list[Effect] = []
         if self.journal is None:
-            self.machine = ClusterMachine(TIMING)
+            self.machine = ClusterMachine(self.world.timing)
         else:
             journal = json.loads(json.dumps(self.journal))
-            self.machine, effects = ClusterMachine.restore(TIMING, journal, self.world.now, "restart")
+            timing, now = self.world.timing, self.world.now
+            self.machine, effects = ClusterMachine.restore(timing, journal, now, "restart")
         self.invariants.coordinator_starts(self.machine)
         self._perform_all(effects)
         self.network.register(self)

@@ -7,6 +7,7 @@ broker has forgotten everything and publishes no wills.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ftd.sim.world import World
@@ -27,6 +28,16 @@ class Client(Protocol):
     def connected(self) -> None: ...
 
     def disconnected(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What becomes of messages between a node and the coordinator."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    late_s: float = 0.0
+    """At most so much later."""
 
 
 class Session:
@@ -57,6 +68,8 @@ class Network:
         """Probability that a message comes again."""
         self.slow = 0.0
         """Probability that a message takes long."""
+        self.lines: dict[str, Line] = {}
+        """Nodes whose line to the coordinator is bad."""
         self.take_signal: Callable[[FromNode], None] = lambda message: None
         self.take_will: Callable[[str, int, bool], None] = lambda node, incarnation, graceful: None
         self.take_command: Callable[[ToNode], None] = lambda message: None
@@ -101,11 +114,16 @@ class Network:
         delay = 0.001 + 0.012 * random
         if self.slow and random < self.slow:
             delay += world.between(0.0, 1.0)
+        line = self.lines.get(sender) or self.lines.get(target.client.name)
+        if line is not None and world.chance(line.drop):
+            return
+        delay += world.between(0.0, line.late_s) if line is not None else 0.0
         key = (sender, target.client.name)
         due = max(world.now + delay, self._last.get(key, 0.0))
         self._last[key] = due
         world.at(due - world.now, self._arrive, target, target.epoch, action, arguments)
-        if self.duplicates and world.chance(self.duplicates):
+        duplicates = self.duplicates if line is None else line.duplicate
+        if duplicates and world.chance(duplicates):
             again = due - world.now + world.between(0.0, 2.0)
             world.at(again, self._arrive, target, target.epoch, action, arguments)
 

@@ -9,7 +9,7 @@ from ftd.sim.copies import SimCopies
 from ftd.sim.damage import SimScrubber
 from ftd.sim.network import Network
 from ftd.sim.trainers import SimTrainer, Versions
-from ftd.sim.world import TIMING, World
+from ftd.sim.world import World
 from ftd.sim.writer import SimWriter
 from planner.values import Device, ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
@@ -104,7 +104,7 @@ class SimNode:
         """How many of the next builds fail."""
         self.trainers: dict[int, SimTrainer] = {}
         self.arena = SimArena(node=name, invariants=invariants)
-        self.agent = AgentMachine(name, TIMING)
+        self.agent = AgentMachine(name, world.timing)
         self.writer = SimWriter(self)
         self.copies = SimCopies(self)
         self.scrubber = SimScrubber(self)
@@ -123,7 +123,7 @@ class SimNode:
         self.life += 1
         self._backlog.clear()
         self._timers.clear()
-        self.agent = AgentMachine(self.name, TIMING)
+        self.agent = AgentMachine(self.name, self.world.timing)
         self._begin()
 
     def _begin(self) -> None:

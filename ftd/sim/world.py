@@ -46,8 +46,8 @@ class Violation(AssertionError):
 class World:
     """The clock and its queue: ``at`` schedules, ``run`` lets time pass."""
 
-    def __init__(self, seed: int, *, tracing: bool = False) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, *, tracing: bool = False, timing: Timing = TIMING) -> None:
+        self.seed, self.timing = seed, timing
         self.rng = Random(seed)
         self.now = 0.0
         self.events = 0

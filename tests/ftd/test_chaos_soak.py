@@ -160,6 +160,17 @@ def test_training_that_stands_still_is_told_once_and_a_fault_gives_it_time() -> 
     assert not seen.on_time(32.0)
 
 
+def test_faults_may_not_starve_training_for_ever() -> None:
+    seen = watch()
+    seen.on_event(commit(1), 1.0)
+    for second in range(2, 41):
+        seen.struck("node-1", "slow", second + 5.0)
+        assert not seen.on_time(float(second))
+    seen.struck("node-1", "slow", 47.0)
+    assert seen.on_time(42.0)
+    assert rules(seen) == ["stuck"]
+
+
 def test_the_end_of_a_job_is_known_from_the_state_where_the_event_was_lost() -> None:
     seen = watch()
     seen.on_state(state(9, phase="FINISHED"), 1.0)

@@ -1,0 +1,164 @@
+"""Scenarios in the simulator: the same files that are played against the real service, and judged alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from ftd.chaos.player import Played
+from ftd.chaos.report import json_of, junit_of, text_of
+from ftd.chaos.scenario import load_scenario, parse_scenario
+from ftd.cli.main import app
+from ftd.errors import ConfigurationError
+from ftd.sim.scenario import play
+from ftd.sim.setting import setting_of, unsupported
+from statemachine.cluster import ClusterMachine
+from statemachine.events import NodeVanished
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCENARIOS = sorted((EXAMPLES / "chaos").glob("*.toml"))
+SEEDS = range(3)
+
+
+def played(path: Path, seed: int) -> Played:
+    scenario = load_scenario(path)
+    return play(scenario, setting_of(scenario, None, None, path.name), seed)[0]
+
+
+def supported(path: Path) -> bool:
+    scenario = load_scenario(path)
+    return not unsupported(scenario, setting_of(scenario, None, None, path.name))
+
+
+@pytest.mark.parametrize("path", [path for path in SCENARIOS if supported(path)], ids=lambda path: path.stem)
+def test_the_library_meets_its_expectations_in_the_simulator(path: Path) -> None:
+    for seed in SEEDS:
+        found = played(path, seed)
+        assert found.met, text_of(found)
+
+
+def test_most_of_the_library_can_be_simulated() -> None:
+    assert sum(map(supported, SCENARIOS)) >= 15
+
+
+def test_a_seed_gives_the_same_run_and_another_one_another() -> None:
+    first, again, other = (json_of(played(EXAMPLES / "chaos" / "node-killed.toml", s)) for s in (1, 1, 2))
+    assert first == again
+    assert first["took_s"] != other["took_s"]
+    assert first["simulated"] == {"seed": 1, "skipped": (), "problems": ()}
+
+
+def scenario_file(directory: Path, **fault: Any) -> Path:
+    """One fault at step 10 on four nodes."""
+    values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in fault.items() if name != "expect")
+    expect = f"expect = {fault['expect']}" if "expect" in fault else ""
+    path = directory / "scenario.toml"
+    path.write_text(
+        f'[cluster]\njob = "{EXAMPLES / "chaos-job.toml"}"\nnodes = 4\n'
+        f"[[fault]]\nat_step = 10\n{values}\n{expect}\n"
+        '[expect]\nno_events = ["JobFailed"]\n'
+    )
+    return path
+
+
+KILL = {"do": "kill", "node": "node-2"}
+
+
+def test_an_expectation_fails_where_a_bug_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is deaf to last wills finds out by silence, much later."""
+    path = scenario_file(tmp_path, **KILL, expect="{ resumed_within_s = 1.0 }")
+    assert played(path, 0).met
+    real = ClusterMachine.step
+
+    def deaf(self: ClusterMachine, event: Any) -> Any:
+        return [] if isinstance(event, NodeVanished) else real(self, event)
+
+    monkeypatch.setattr(ClusterMachine, "step", deaf)
+    found = played(path, 0)
+    assert not found.met
+    assert [verdict.what for verdict in found.verdicts if not verdict.met] == ["resumed within 1 s"]
+
+
+def test_a_broken_invariant_fails_a_scenario_that_does_not_expect_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statemachine.recovery.next_generation", lambda c: max(c.generation, 1))
+    found = played(scenario_file(tmp_path, **KILL), 0)
+    assert not found.met
+    assert found.simulated is not None
+    assert "was used twice" in found.simulated.problems[0]
+    assert "was used twice" in text_of(found)
+    suite = ElementTree.fromstring(junit_of([found])).find("testsuite")
+    assert suite is not None
+    assert suite.get("errors") == "1"
+
+
+def ftd(*arguments: object) -> tuple[int, str]:
+    """Exit code and what was printed, of a command or of its refusal."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(done.exception, ConfigurationError):
+        return done.exception.exit_code, str(done.exception)
+    return done.exit_code, done.output
+
+
+SHORT = {"do": "stop", "node": "node-1", "for_s": 0.2}
+
+
+def test_what_the_simulator_lacks_is_refused_or_left_out_and_said(tmp_path: Path) -> None:
+    path, junit = scenario_file(tmp_path, **SHORT), tmp_path / "junit.xml"
+    code, said = ftd("sim", "--scenario", path)
+    assert code == 2
+    assert "do not wake up again" in said
+    assert "--skip-unsupported" in said
+    code, said = ftd("sim", "--scenario", path, "--skip-unsupported", "--junit", junit)
+    assert code == 0
+    assert "left out" in said
+    suite = ElementTree.parse(junit).getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("skipped"), "simulated" in str(suite.get("name"))) == ("1", True)
+
+
+def test_what_waits_for_a_fault_that_is_left_out_is_left_out(tmp_path: Path) -> None:
+    path = scenario_file(tmp_path, id="short", **SHORT)
+    with path.open("a") as file:
+        file.write('[[fault]]\nid = "next"\nafter_fault = "short"\ndo = "kill"\nnode = "node-0"\n')
+        file.write('[[fault]]\nid = "kill"\nat_step = 12\ndo = "kill"\nnode = "node-3"\n')
+    code, said = ftd("sim", "--scenario", path, "--skip-unsupported", "--json")
+    assert code == 0
+    [found] = json.loads(said)
+    assert {fault["id"] for fault in found["faults"]} == {"kill"}
+    assert [name for name, _ in found["simulated"]["skipped"]] == ["short", "next"]
+
+
+def test_the_exit_code_says_whether_everything_was_as_expected(tmp_path: Path) -> None:
+    path = scenario_file(tmp_path, **KILL, expect='{ events = ["NodeLost"] }')
+    assert ftd("sim", "--scenario", path, "--seeds", 2)[0] == 0
+    path = scenario_file(tmp_path, **KILL, expect='{ no_events = ["NodeLost"] }')
+    code, said = ftd("sim", "--scenario", path)
+    assert code == 1
+    assert "no NodeLost" in said
+
+
+def test_a_scenario_without_a_cluster_needs_a_job_and_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "bare.toml"
+    path.write_text('[[fault]]\nat_step = 10\ndo = "kill"\nnode = "node-2"\n')
+    code, said = ftd("sim", "--scenario", path)
+    assert code == 2
+    assert "--job and --nodes" in said
+    assert ftd("sim", "--scenario", path, "--job", EXAMPLES / "mlp.toml", "--nodes", 3)[0] == 0
+    assert ftd("sim", "--nodes", 3, "--seed", 1)[0] == 2
+
+
+def test_a_fault_whose_node_is_not_there_is_a_fault_that_did_not_strike(tmp_path: Path) -> None:
+    found = played(scenario_file(tmp_path, do="kill", node="node-9"), 0)
+    assert not found.met
+    assert any("node-9" in verdict.measured for verdict in found.verdicts)
+
+
+def test_losses_are_those_of_the_undisturbed_run_or_told_apart() -> None:
+    scenario = parse_scenario({"fault": [], "expect": {"same_losses": True}}, "none")
+    setting = setting_of(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
+    assert play(scenario, setting, 0)[0].met
