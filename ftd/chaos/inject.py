@@ -65,7 +65,7 @@ class RemoteInjector:
     async def check(self, scenario: Scenario) -> None:
         """Ask every node that may be struck whether it would do it, before anything is done.
 
-        :raises RequestRefused: one would not (chaos is off there, say); names the fault.
+        :raises ConfigurationError: one would not (chaos is off there, say); names the fault.
         :raises Unreachable: one does not answer.
         """
         alive = self._layout().alive
@@ -75,7 +75,10 @@ class RemoteInjector:
             if not fault.needs_hands
             for node in (n for n in _named(fault) or alive if n in alive)
         ]
-        await asyncio.gather(*(self._ask(fault, node, only_check=True) for fault, node in asked))
+        try:
+            await asyncio.gather(*(self._ask(fault, node, only_check=True) for fault, node in asked))
+        except RequestRefused as error:
+            raise ConfigurationError(f"{error}; nothing was injected", field=scenario.name) from None
 
     async def _ask(self, fault: Fault, node: str, *, only_check: bool = False) -> None:
         envelope = self._client.envelope()

@@ -89,6 +89,14 @@ class Player:
         self.conductor.on_event(event)
         self._news.set()
 
+    def on_missed(self, event: dict[str, Any]) -> None:
+        """Out of the journal of a coordinator on this host: told while the broker was away."""
+        at_s = float(event.get("monotonic") or 0.0) - self._began_at
+        if at_s >= 0:
+            self.record.on_event(event, at_s)
+            self.conductor.on_event(event)
+            self._news.set()
+
     def on_state(self, state: dict[str, Any]) -> None:
         self.record.state = state
         self._news.set()

@@ -39,17 +39,17 @@ class Record:
     """Losses of a run without faults, where one was made."""
     steps: int = 0
     """How many commits were seen."""
-    _ids: set[str] = field(default_factory=set)
+    _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _started: int = 0
     _completed: int = 0
 
     def on_event(self, event: Json, at_s: float) -> None:
-        """QoS 1 may bring one twice."""
+        """QoS 1 may bring one twice, and the journal again."""
         name, details = event.get("event"), event.get("details") or {}
-        identity = str(event.get("id"))
-        if identity in self._ids:
+        identity = name, event.get("cause"), event.get("monotonic"), event.get("step")
+        if identity in self._seen:
             return
-        self._ids.add(identity)
+        self._seen.add(identity)
         if name == "StepCommitted":
             self.steps += 1
             self.last_step_at_s = at_s

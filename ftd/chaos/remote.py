@@ -20,8 +20,8 @@ async def play_remotely(
 ) -> Played:
     """From now on; the job that runs is the one that is disturbed.
 
-    :raises ConfigurationError: it needs the processes in hand, or names nodes that are not there.
-    :raises RequestRefused: a node would not do one of its faults; nothing was injected.
+    :raises ConfigurationError: it needs the processes in hand, names nodes that are not there, or one of
+        them would not do what is asked of it; nothing was injected.
     :raises Unreachable: there is no cluster.
     """
     require_remote(scenario, scenario.name)

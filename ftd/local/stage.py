@@ -12,7 +12,7 @@ from typing import Any, Self
 from ftd.chaos.inject import require_known_nodes
 from ftd.chaos.player import Played, Player
 from ftd.chaos.targets import layout_of
-from ftd.chaos.values import ClusterSetup, SameLosses, Scenario
+from ftd.chaos.values import Central, ClusterSetup, SameLosses, Scenario
 from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
@@ -30,6 +30,8 @@ SUBMIT_S = 10.0
 START_S = 120.0
 """From the submission to the first plan that trains."""
 LEAVE_S = 10.0
+STOP_S = 10.0
+_GAP_EVENTS = 200
 DISK = "{disk}"
 Tell = Callable[[str], None]
 
@@ -175,11 +177,19 @@ class Stage:
                     await asyncio.wait([played], timeout=0.5)
                     self._cluster.fleet.reap_adopted()
                     self._central_live(injector)
+                    await self._fill_gaps(player)
                 return played.result()
             finally:
                 played.cancel()
         finally:
             self._player = None
+
+    async def _fill_gaps(self, player: Player) -> None:
+        """What was told while the broker was away, the coordinator's journal knows."""
+        if any(one.fault.target == Central(part="broker") for one in player.record.struck.values()):
+            with contextlib.suppress(FtdError):  # Nobody answers while it is away.
+                for event in await self._client.history(newest=_GAP_EVENTS):
+                    player.on_missed(event)
 
     async def _baseline(self, scenario: Scenario, job: JobData) -> dict[int, float]:
         """The losses of the same job without any fault, where the scenario compares; made once."""
@@ -193,6 +203,8 @@ class Stage:
             async with asyncio.timeout(scenario.limit_s):
                 await self._ended.wait()
             self._undisturbed[key] = dict(self._losses)
+            if len(self._losses) < job.steps:
+                raise PeerError(f"without any fault {len(self._losses)} of {job.steps} steps were committed")
         return self._undisturbed[key]
 
     async def _train(self, job: JobData) -> None:
@@ -223,6 +235,9 @@ class Stage:
             stop = StopRequest(request=envelope["request"], reply=envelope["reply"], job=job)
             with contextlib.suppress(FtdError):  # It may have ended at this moment.
                 await self._client.request(stop, timeout_s=SUBMIT_S)
+                # Its end must not be taken for the next job's; a broker that was killed may have lost it.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), STOP_S)
         for path in self._disk.iterdir():
             shutil.rmtree(path, ignore_errors=True)
         strangers = [n for n in self._cluster.nodes if n not in self._home]

@@ -142,8 +142,19 @@ def test_other_commands_reach_it_while_it_runs(
     assert "node-9" in unknown.stderr
     assert ftd("chaos", "kill", "node-2", "--target", "trainer", home=home).returncode == 0
     scenario = tmp_path / "remote.toml"
-    scenario.write_text('[[fault]]\nafter_s = 0\ndo = "term"\nnode = "node-1"\n')
-    assert ftd("chaos", "run", scenario, home=home).returncode == 0
+    scenario.write_text(
+        '[[fault]]\nafter_s = 0\ndo = "term"\nnode = "node-1"\n[expect]\nevents = ["NodeReleased"]\n'
+    )
+    played = ftd("chaos", "run", scenario, "--junit", tmp_path / "junit.xml", home=home)
+    assert played.returncode == 0, played.stdout + played.stderr
+    assert "✓ NodeReleased seen" in played.stdout
+    assert 'failures="0"' in (tmp_path / "junit.xml").read_text()
+    scenario.write_text(
+        scenario.read_text().replace('"term"', '"fill_memory"\nsize_mib = 1').replace("-1", "-0")
+    )
+    refused = ftd("chaos", "run", scenario, home=home)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "nothing was injected" in refused.stderr
     until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left")
     assert "node-2" in ftd("story", "node-2", home=home).stdout
     assert ftd("stop", "tiny", home=home).returncode == 0
