@@ -26,9 +26,10 @@ THEMED = (
 CHART_WIDTH = "document.querySelector('.js-plotly-plot .main-svg')?.getBoundingClientRect().width"
 LOOKS = [("wide", 1920, 1080, False), ("narrow", 400, 3600, True)]
 
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="chromium is not installed: tools/install-chromium"
-)
+pytestmark = [
+    pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed: tools/install-chromium"),
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,6 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
         await page.until("document.querySelectorAll('.stage').length >= 3", "a stage on each node")
         await page.until("document.querySelectorAll('.bucket').length", "where the snapshot is")
         await page.until("document.querySelector('.js-plotly-plot')", "the chart")
-        await pictures(page, screenshots, "training")
 
         await asyncio.to_thread(ground.on_loop, ground.cluster.kill("node-2"))
         await page.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the dead node")

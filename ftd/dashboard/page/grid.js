@@ -4,12 +4,14 @@
 import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
 
 const MOST_ROWS = 32;
+const MANY = 8;
 const $ = (id) => document.getElementById(id);
 let drawn = null;
 let frame = null;
 const rows = [];
 let all = false;
 let short = true;
+let prefix = 0;
 
 export function drawGrid(store, view) {
   const { state, nodes } = store.document;
@@ -38,10 +40,11 @@ function build(store, view) {
 function lay(pipelines, view) {
   const total = pipelines[0]?.stages.at(-1).end_layer ?? 0;
   short = pipelines.every((p) => p.stages.every((s) => s.devices.every((d) => d.endsWith("/0"))));
+  prefix = pipelines.length > MANY ? common(pipelines.flatMap((p) => p.stages.map((s) => nodeOf(s.devices[0])))) : 0;
   say(frame.words, pipelines.length ? `${plural(pipelines.length, "pipeline")} of ${plural(total, "layer")}; each holds the whole model`
     : "no plan: nothing is being trained");
   show(frame.grid, pipelines.length > 0);
-  frame.grid.dataset.many = pipelines.length > 8 ? "yes" : "";
+  frame.grid.dataset.many = pipelines.length > MANY ? "yes" : "";
   if (frame.total !== total) scale(total);
   const count = all ? pipelines.length : Math.min(pipelines.length, MOST_ROWS);
   while (rows.length > count) rows.pop().element.remove();
@@ -49,6 +52,14 @@ function lay(pipelines, view) {
   rows.forEach((row, index) => fill(row, pipelines[index], total, view));
   show(frame.more, pipelines.length > MOST_ROWS);
   say(frame.more, all ? "fewer" : `all ${pipelines.length} pipelines`);
+}
+
+/** How many letters all names begin with, digits not counted: where there is little room they say nothing. */
+function common(names) {
+  let count = 0;
+  while (names.every((name) => name[count] !== undefined && name[count] === names[0][count])) count++;
+  while (count > 0 && /[0-9]/.test(names[0][count - 1])) count--;
+  return names.some((name) => name.length === count) ? 0 : count;
 }
 
 function scale(total) {
@@ -81,11 +92,12 @@ function fill(row, pipeline, total, view) {
     const who = short ? node : `${node}/${devices.map((d) => d.slice(d.lastIndexOf("/") + 1)).join(",")}`;
     const range = layers(first, end);
     const words = `${who}: layers ${range}`;
-    if (stage.words === words) return;
+    if (stage.words === words && stage.prefix === prefix) return;
+    stage.prefix = prefix;
     stage.node = node;
     stage.words = words;
     stage.state = null;
-    say(stage.who, who);
+    say(stage.who, who.slice(prefix));
     say(stage.range, range);
     stage.block.style.flexGrow = (end - first) / total;
     stage.block.style.setProperty("--h", hue(node));

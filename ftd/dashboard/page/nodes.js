@@ -3,6 +3,7 @@
 import { NODE_MARKS, NODE_WORDS, byName, hue, layers, make, nodeOf, pipelineName, say, show } from "./words.js";
 
 const MOST_CHIPS = 40;
+const CROWD = 300;
 const MOST_TROUBLED = 24;
 const $ = (id) => document.getElementById(id);
 const tiles = new Map();
@@ -60,7 +61,7 @@ function build(names, squares) {
     tile.style.setProperty("--h", hue(name));
     tiles.set(name, { tile, mark, role, words: null });
   }
-  const box = make("div", { class: squares ? "squares" : "chips" }, ...[...tiles.values()].map((t) => t.tile));
+  const box = make("div", { class: squares ? "squares" : "chips", "data-crowd": squares && order.length > CROWD ? "yes" : null }, ...[...tiles.values()].map((t) => t.tile));
   const troubled = squares ? [make("div", { class: "chips", id: "troubled" })] : [];
   $("node-tiles").replaceChildren(...troubled, box);
 }

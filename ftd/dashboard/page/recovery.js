@@ -66,8 +66,7 @@ function running(store, recovery) {
     make("p", { class: "what" }, total, ` since ${clock(began)}${tries}`),
     make("ol", { class: "phases" }, ...steps),
     reasons([
-      ...recovery.losses.slice(0, 6).map((loss) => ["lost", lossWords(loss)]),
-      recovery.losses.length > 6 ? ["", `and ${recovery.losses.length - 6} more`] : null,
+      ["lost", lossWords(recovery.losses)],
       ["why", recovery.why],
       ["step", recovery.decision],
       ["plan", recovery.plan],
@@ -75,10 +74,18 @@ function running(store, recovery) {
     ]));
 }
 
-function lossWords(loss) {
-  const how = NOTICED[loss.how] ?? loss.how ?? "";
-  return `${loss.what === "TrainerLost" ? `a trainer of ${loss.node}` : loss.node}${how ? `: ${how}` : ""}`;
+/** Those that were noticed alike together: node-1, node-2: the broker lost its connection. */
+function lossWords(losses) {
+  const alike = new Map();
+  for (const loss of losses) {
+    const how = NOTICED[loss.how] ?? loss.how ?? "";
+    const who = loss.what === "TrainerLost" ? `a trainer of ${loss.node}` : loss.node;
+    alike.set(how, [...(alike.get(how) ?? []), who]);
+  }
+  return [...alike].map(([how, who]) => `${few(who)}${how ? `: ${how}` : ""}`).join("; ");
 }
+
+const few = (names) => (names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", "));
 
 function title(recovery) {
   const names = recovery.nodes;
@@ -121,7 +128,7 @@ function over(recovery, full) {
 }
 
 function noticed(recovery) {
-  if (recovery.losses?.length) return recovery.losses.slice(0, 4).map(lossWords).join("; ");
+  if (recovery.losses?.length) return lossWords(recovery.losses);
   return NOTICED[recovery.detected_how] ?? recovery.detected_how;
 }
 

@@ -4,6 +4,7 @@ import { clock, make, number, percent, plural, say } from "./words.js";
 
 const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5;
 const PERIOD_MS = 1000;
+const MOST_LINES = 40;
 const KINDS = {
   failure: { mark: "✖", symbol: "x", words: "failure", colour: "--bad" },
   rollback: { mark: "◀", symbol: "triangle-left", words: "went back to a snapshot", colour: "--warn" },
@@ -134,13 +135,13 @@ function markers(points, marks, colour, local) {
   return Object.entries(KINDS).flatMap(([kind, look]) => {
     const these = within.filter((m) => m.kind === kind);
     if (!these.length) return [];
-    const lines = kind === "join" ? [] : [{
+    const lines = kind === "join" || these.length > MOST_LINES ? [] : [{
       x: these.flatMap((m) => [local(m.at), local(m.at), null]), y: these.flatMap(() => [0, 0.975, null]), yaxis: "y4", type: "scatter",
       mode: "lines", line: { color: colour(look.colour), width: 1, dash: "dot" }, hoverinfo: "skip",
     }];
     return [...lines, {
       x: these.map((m) => local(m.at)), y: these.map(() => 0.985), yaxis: "y4", type: "scatter", mode: "markers",
-      marker: { symbol: look.symbol, size: 9, color: colour(look.colour), line: { width: 0 } },
+      marker: { symbol: look.symbol, size: these.length > MOST_LINES ? 6 : 9, color: colour(look.colour), line: { width: 0 } },
       text: these.map((m) => `${m.node ? `${m.node}: ` : ""}${wrapped(m.said)}`), hovertemplate: `%{text}<extra>${look.words}</extra>`,
     }];
   });
