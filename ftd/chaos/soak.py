@@ -119,6 +119,7 @@ class Soak:
         self._submitted = 0
         self._rounds = 0
         self._refused_since: float | None = None
+        self._waited = 0
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
         self._trainers: set[str] = set()
@@ -198,6 +199,7 @@ class Soak:
             self.watch.on_time(self.now_s)
             await asyncio.sleep(_TICK_S)
         self._over_s = self.now_s
+        self._waited = sum(strike.at_s < end_s - self._faults_s for strike in strikes)
 
     def _strike_due(self, strikes: list[Strike], hands: SoakHands) -> None:
         """Those that must wait for room keep their order; the others pass them by."""
@@ -345,6 +347,7 @@ class Soak:
             violations=_since(zero_s, watch.violations),
             faults=faults,
             by_kind=by_kind(faults),
+            waited=self._waited,
             recoveries=recoveries,
             by_cause=by_cause(recoveries),
             rollbacks=watch.rollbacks,

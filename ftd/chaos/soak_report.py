@@ -75,6 +75,8 @@ class SoakReport:
     faults: tuple[Struck, ...]
     by_kind: dict[str, int]
     """Faults that struck."""
+    waited: int
+    """Faults that never struck, because a node that was struck before was not well again."""
     recoveries: tuple[RecoverySeen, ...]
     by_cause: dict[str, CauseTimes]
     rollbacks: int
@@ -154,7 +156,7 @@ def lines(report: SoakReport) -> list[str]:
     told = [
         f"soaked {report.job} on {report.nodes} nodes for {report.duration_s:.0f} s, seed {report.seed}: "
         f"{report.rounds} jobs of {report.steps} steps finished",
-        f"faults: {kinds}" + (f" ({refused} could not strike)" if refused else ""),
+        f"faults: {kinds} ({refused} could not strike, {report.waited} waited for a node to be well again)",
         *_recovery_lines(report.by_cause),
         f"goodput: {good.ratio:.0%} of an undisturbed run ({good.new_steps} new steps, {good.done_again} "
         f"done again, {report.rollbacks} rollbacks)",

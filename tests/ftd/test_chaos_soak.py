@@ -255,6 +255,7 @@ def found(held: bool = True) -> SoakReport:
         violations=() if held else broken,
         faults=faults,
         by_kind=by_kind(faults),
+        waited=2,
         recoveries=recoveries,
         by_cause=by_cause(recoveries),
         rollbacks=0,
@@ -275,7 +276,7 @@ def test_goodput_counts_new_steps_against_the_undisturbed_pace() -> None:
 
 def test_the_report_says_what_struck_what_it_took_and_how_to_repeat_it() -> None:
     said = "\n".join(lines(found()))
-    assert "faults: kill 1, kill_broker 1 (1 could not strike)" in said
+    assert "faults: kill 1, kill_broker 1 (1 could not strike, 2 waited for a node to be well again)" in said
     assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in said
     assert "every rule held" in said
     said = "\n".join(lines(found(held=False)))
