@@ -17,11 +17,13 @@ import socket
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 WIDTH = 1024
+SHM = Path("/dev/shm")
 
 
 def state_of(gib: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -44,6 +46,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    before = set(SHM.glob("ckpt_shm_*"))
     folder = tempfile.mkdtemp(prefix="ftd-dlrover-")
     checkpointer = DdpCheckpointer(folder)
     state = state_of(given.gib)
@@ -71,6 +74,8 @@ def main() -> None:
     saver = getattr(getattr(checkpointer, "_engine", None), "saver_proc", None)
     if saver is not None:
         saver.kill()
+    for left in set(SHM.glob("ckpt_shm_*")) - before:
+        left.unlink()  # Its memory is there until somebody removes it.
     sys.stdout.flush()
     os._exit(0)
 
