@@ -16,7 +16,6 @@ import os
 import resource
 import select
 import socket
-import struct
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,6 +23,16 @@ from typing import Any
 
 import msgspec
 
+from ftd.mqtt.packets import (
+    PUBLISH,
+    SUBACK,
+    Splitter,
+    connect_packet,
+    puback_packet,
+    publish_packet,
+    published,
+    subscribe_packet,
+)
 from ftd.wire.codec import decode_to_node, encode_from_node
 from ftd.wire.public import NodeStateMessage, encode_json, timestamp
 from ftd.wire.topics import Topics
@@ -36,72 +45,6 @@ HEARTBEAT_S = 1.0
 STEP_S = 1.0
 SNAPSHOT_S = 0.5
 KEEP_ALIVE_S = 10
-PUBLISH, PUBACK, PINGRESP = 0x30, 0x40, 0xD0
-
-
-def packet(kind: int, body: bytes) -> bytes:
-    """A fixed header, the remaining length, the rest."""
-    size, length = len(body), bytearray()
-    while True:
-        size, digit = divmod(size, 128)
-        length.append(digit | (0x80 if size else 0))
-        if not size:
-            return bytes((kind,)) + bytes(length) + body
-
-
-def text(value: bytes) -> bytes:
-    return struct.pack(">H", len(value)) + value
-
-
-def connect_packet(
-    client_id: str, will_topic: str = "", will: bytes = b"", keep_alive_s: int = KEEP_ALIVE_S
-) -> bytes:
-    """A clean session; with a will: at QoS 1 and retained."""
-    flags = 0x02 | (0x04 | 0x08 | 0x20 if will else 0)
-    body = text(b"MQTT") + bytes((4, flags)) + struct.pack(">H", keep_alive_s) + text(client_id.encode())
-    return packet(0x10, body + (text(will_topic.encode()) + text(will) if will else b""))
-
-
-def publish_packet(topic: bytes, payload: bytes, number: int, *, retain: bool = False) -> bytes:
-    """At QoS 1, as the daemons publish."""
-    return packet(PUBLISH | 0x02 | retain, text(topic) + struct.pack(">H", number) + payload)
-
-
-def subscribe_packet(*topics: str) -> bytes:
-    body = struct.pack(">H", 1) + b"".join(text(topic.encode()) + b"\x01" for topic in topics)
-    return packet(0x82, body)
-
-
-def packets(buffer: bytearray) -> list[tuple[int, bytes]]:
-    """Take the whole packets off the front of ``buffer``: first byte and body."""
-    found: list[tuple[int, bytes]] = []
-    start = 0
-    while len(buffer) - start >= 2:
-        size = shift = 0
-        at = start + 1
-        while at < len(buffer):
-            digit = buffer[at]
-            size |= (digit & 0x7F) << shift
-            shift += 7
-            at += 1
-            if not digit & 0x80:
-                break
-        else:
-            break
-        if len(buffer) < at + size:
-            break
-        found.append((buffer[start], bytes(buffer[at : at + size])))
-        start = at + size
-    del buffer[:start]
-    return found
-
-
-def published(first: int, body: bytes) -> tuple[bytes, bytes, int]:
-    """Topic, payload, packet number (0: none is to be acknowledged) of a PUBLISH."""
-    end = 2 + (body[0] << 8 | body[1])
-    if not first & 0x06:
-        return body[2:end], body[end:], 0
-    return body[2:end], body[end + 2 :], body[end] << 8 | body[end + 1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +54,7 @@ class Node:
     name: str
     sock: socket.socket
     incarnation: int
-    buffer: bytearray = field(default_factory=bytearray)
+    splitter: Splitter = field(default_factory=Splitter)
     number: int = 0
     job_id: str | None = None
     layers: int = 0
@@ -170,8 +113,10 @@ class Crowd:
         node.beat_at = time.monotonic() + HEARTBEAT_S * (number % 997) / 997
         will = self._state(node, NodeState.OFFLINE, "the broker lost this node")
         sock.sendall(
-            connect_packet(f"{name}-{incarnation}", node.state_topic.decode(), will)
-            + subscribe_packet(self.topics.node_command(name), self.topics.node_state(name))
+            connect_packet(
+                f"{name}-{incarnation}", keep_alive_s=KEEP_ALIVE_S, will=(self.topics.node_state(name), will)
+            )
+            + subscribe_packet(1, [self.topics.node_command(name), self.topics.node_state(name)])
         )
 
     def kill(self, names: list[str]) -> dict[str, float]:
@@ -352,16 +297,15 @@ class Crowd:
         data = node.sock.recv(1 << 20)
         if not data:
             raise SystemExit(f"the broker closed the session of {node.name}")
-        node.buffer += data
         acknowledged = b""
-        for first, body in packets(node.buffer):
+        for first, body in node.splitter.feed(data):
             if first & 0xF0 == PUBLISH:
-                topic, payload, number = published(first, body)
+                topic, payload, _, number = published(first, body)
                 if number:
-                    acknowledged += b"\x40\x02" + struct.pack(">H", number)
-                if topic.endswith(b"/command"):
+                    acknowledged += puback_packet(number)
+                if topic.endswith("/command"):
                     self.obey(node, payload)
-            elif first & 0xF0 == 0x90:  # Subscribed: now it may be spoken to.
+            elif first == SUBACK:  # Subscribed: now it may be spoken to.
                 self.send(node, self.hello(node), state="started")
         if acknowledged:
             node.sock.sendall(acknowledged)

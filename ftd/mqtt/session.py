@@ -9,38 +9,28 @@ returns; the protocol above (Hello, Inquiry, retained state) reconciles instead.
 """
 
 import asyncio
-import contextlib
-import math
 import random
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import aiomqtt
 import structlog
 
 from ftd.config.address import BrokerAddress
-from ftd.config.tls import explained, tls_context
+from ftd.config.tls import explained
 from ftd.errors import Unreachable
+from ftd.mqtt.connection import Connection, Outgoing
+from ftd.mqtt.packets import MqttError
 
 _log = structlog.get_logger("ftd.mqtt")
 
-KEEP_ALIVE_S = 5
-"""Only a vanished host needs it: a closed socket is noticed at once, and liveness has its own heartbeats."""
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
-CONNECT_S = 3.0
-"""For the connection itself and for each acknowledgement on the way to a usable session."""
 MAX_KEPT = 10_000
-READ_ANYWAY_S = 0.2
 ECHO_S = 5.0
 """Whoever has a last will publishes its state on connecting, and hears it: unless an ACL is in the way, of
 which mosquitto tells nobody."""
-
-# Small packets wait up to 40 ms for the peer's delayed acknowledgement without TCP_NODELAY.
-_SOCKET_OPTIONS = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +39,6 @@ class Will:
 
     topic: str
     payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outgoing:
-    topic: str
-    payload: bytes
-    retain: bool
-    qos: int
-    keep: bool
 
 
 def _ignore(*_: float) -> None:
@@ -94,17 +75,18 @@ class MqttSession:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
-        self._client: aiomqtt.Client | None = None
+        self._connection: Connection | None = None
         self._up = asyncio.Event()
         self._problem = "not tried yet"
-        self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
-        self._publishing: dict[asyncio.Task[None], _Outgoing] = {}
+        self._kept: deque[Outgoing] = deque(maxlen=MAX_KEPT)
+        self._early: list[tuple[str, bytes, bool]] | None = None
+        """What came with the acknowledgement of subscriptions, before ``on_connected`` was told."""
         self._silent_until = 0.0
         self._heard_itself = False
 
     @property
     def connected(self) -> bool:
-        return self._client is not None
+        return self._connection is not None
 
     async def run(self) -> None:
         """Stay connected until cancelled; then say goodbye, so that the last will is not sent."""
@@ -113,7 +95,7 @@ class MqttSession:
             await asyncio.sleep(max(0.0, self._silent_until - asyncio.get_running_loop().time()))
             try:
                 was_up = await self._connect_and_serve()
-            except (aiomqtt.MqttError, OSError, TimeoutError) as error:
+            except (MqttError, OSError) as error:
                 was_up = False
                 self._note_problem(error)
             retry_s = FIRST_RETRY_S if was_up else min(2 * retry_s, LAST_RETRY_S)
@@ -133,60 +115,58 @@ class MqttSession:
         self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
     ) -> None:
         """Send in the order of the calls. ``keep``: send it after the next connect if there is none now."""
-        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep)
-        if self._client is None:
-            if keep:
-                self._kept.append(message)
-            return
-        task = asyncio.get_running_loop().create_task(self._send(self._client, message))
-        self._publishing[task] = message
-        task.add_done_callback(lambda done: self._publishing.pop(done, None))
+        message = Outgoing(
+            topic=topic, payload=payload, retain=retain, qos=qos, keep=keep, began=time.monotonic()
+        )
+        if self._connection is not None:
+            self._connection.publish(message)
+        elif keep:
+            self._kept.append(message)
 
     async def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until what was published is acknowledged, or for ``timeout_s``."""
-        if self._publishing:
-            await asyncio.wait(tuple(self._publishing), timeout=timeout_s)
+        if self._connection is not None:
+            await self._connection.flush(timeout_s)
 
     def interrupt(self, for_s: float = 0.0) -> None:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
-        if self._client is not None:
-            paho_socket = self._client._client.socket()
-            if isinstance(paho_socket, socket.socket):
-                with contextlib.suppress(OSError):
-                    paho_socket.shutdown(socket.SHUT_RDWR)
+        if self._connection is not None:
+            self._connection.abort()
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
-        client = self._new_client()
-        guard: asyncio.Task[None] | None = None
+        connection = await Connection.open(
+            self.broker,
+            client_id=self.client_id,
+            will=(self._will.topic, self._will.payload) if self._will is not None else None,
+            on_message=self._deliver,
+            on_acknowledged=self._on_acknowledged,
+        )
         echo: asyncio.TimerHandle | None = None
         up = False
         try:
-            async with client:
-                guard = asyncio.create_task(_read_now_and_then(client))
-                if self._subscriptions:
-                    await client.subscribe([(topic, 1) for topic in self._subscriptions])
-                self._client = client
-                up, self._heard_itself = True, False
-                if self._will is not None and self._will.topic in self._subscriptions:
-                    echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
-                self._announce_up()
-                async for message in client.messages:
-                    self._deliver(message)
-        except (aiomqtt.MqttError, OSError) as error:
+            self._early = []
+            if self._subscriptions:
+                await connection.subscribe(self._subscriptions)
+            self._connection = connection
+            up, self._heard_itself = True, False
+            if self._will is not None and self._will.topic in self._subscriptions:
+                echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
+            self._announce_up()
+            await connection.lost
+        except (MqttError, OSError) as error:
             if not up:
                 raise
             self._note_problem(error)
-            self._announce_lost()
         finally:
-            self._client = None
+            self._connection = None
             self._up.clear()
-            if guard is not None:
-                guard.cancel()
+            connection.close()
             if echo is not None:
                 echo.cancel()
-        return up
+        self._announce_lost(connection)
+        return True
 
     def _miss_echo(self, topic: str) -> None:
         if not self._heard_itself:
@@ -194,35 +174,17 @@ class MqttSession:
             remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
             _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
-    def _deliver(self, message: aiomqtt.Message) -> None:
-        payload = message.payload
-        if self._will is not None and message.topic.value == self._will.topic:
+    def _deliver(self, topic: str, payload: bytes, retained: bool) -> None:
+        if self._early is not None:
+            self._early.append((topic, payload, retained))
+            return
+        if self._will is not None and topic == self._will.topic:
             self._heard_itself = True
         try:
-            self._on_message(message.topic.value, payload, message.retain)
+            self._on_message(topic, payload, retained)
         except Exception:
             # One message must not cost the connection; that this happened at all is a bug of ours.
-            _log.exception("deliver", topic=str(message.topic), size_bytes=len(payload))
-
-    def _new_client(self) -> aiomqtt.Client:
-        will = self._will
-        client = aiomqtt.Client(
-            self.broker.host,
-            self.broker.port,
-            username=self.broker.username,
-            password=self.broker.password,
-            identifier=self.client_id,
-            clean_session=True,
-            keepalive=KEEP_ALIVE_S,
-            timeout=CONNECT_S,
-            will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
-            socket_options=_SOCKET_OPTIONS,
-            tls_context=tls_context(self.broker.tls) if self.broker.tls else None,
-            max_inflight_messages=1000,
-        )
-        client.pending_calls_threshold = MAX_KEPT
-        client._client.connect_timeout = CONNECT_S
-        return client
+            _log.exception("deliver", topic=topic, size_bytes=len(payload))
 
     def _announce_up(self) -> None:
         _log.info("connected", broker=self.broker.url)
@@ -233,16 +195,13 @@ class MqttSession:
         self._kept.clear()
         for message in kept:
             self.publish(message.topic, message.payload, retain=message.retain, qos=message.qos, keep=True)
+        early, self._early = self._early or [], None
+        for arrived in early:
+            self._deliver(*arrived)
 
-    def _announce_lost(self) -> None:
-        self._client = None
-        self._up.clear()
-        # An acknowledgement that has not come never will: nothing else wakes these.
-        unsent = dict(self._publishing)
-        for task, message in unsent.items():
-            task.cancel()
-            if message.keep:
-                self._kept.append(message)
+    def _announce_lost(self, connection: Connection) -> None:
+        # An acknowledgement that has not come never will. Twice is what QoS 1 allows.
+        self._kept.extend(message for message in connection.unacknowledged() if message.keep)
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
@@ -250,31 +209,3 @@ class MqttSession:
         if problem != self._problem:
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem
-
-    async def _send(self, client: aiomqtt.Client, message: _Outgoing) -> None:
-        began = time.monotonic()
-        try:
-            await client.publish(
-                message.topic, message.payload, qos=message.qos, retain=message.retain, timeout=math.inf
-            )
-        except (aiomqtt.MqttError, ValueError) as error:
-            # Refused before it left (the connection just broke). ``_announce_lost`` may have kept it already:
-            # twice is what QoS 1 allows.
-            _log.debug("publish_failed", topic=message.topic, problem=str(error))
-            if message.keep:
-                self._kept.append(message)
-        else:
-            if message.qos > 0:
-                self._on_acknowledged(time.monotonic() - began)
-
-
-async def _read_now_and_then(client: aiomqtt.Client) -> None:
-    """Notice a reset connection that the event loop does not report.
-
-    libuv turns a socket's POLLERR into an error of the poll handle, upon which uvloop closes the handle
-    without telling its reader (seen in about 1 of 20 kills of a broker): until the keep-alive ran out, 7 s
-    later, the connection would look alive, and silent. A read of a sound connection costs microseconds.
-    """
-    while True:
-        await asyncio.sleep(READ_ANYWAY_S)
-        client._client.loop_read()

@@ -6,7 +6,8 @@ On the wire::
     {… the same …, "cause": "c-00042-a1b2"}                                          to a node
 
 The messages are plain dataclasses of the pure core, which knows no codec; so the tag is in the envelope
-and a registry maps it to the class. Nothing is ever unpickled: a payload can only become these values.
+and a registry maps it to the class. A Resume's body is packed (``plans``). Nothing is ever unpickled: a
+payload can only become these values.
 """
 
 from dataclasses import replace
@@ -16,14 +17,15 @@ import msgspec
 
 from ftd.config.reading import NAME
 from ftd.errors import WireError
-from statemachine.messages import Command, FromNode, Hello, Signal, ToNode
+from ftd.wire.plans import pack, unpack
+from statemachine.messages import Command, FromNode, Hello, Resume, Signal, ToNode
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
 
 MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
-"""Of what the coordinator says to a node. A plan for 1,000 devices is about 100 KiB; with 12,000 transfers,
-which 100 losses in 1,000 nodes of eight devices may leave behind, it is more than a mebibyte."""
+"""Of what the coordinator says to a node. A Resume (``plans``) takes about 20 KiB for 1,000 devices; what its
+``held_parts`` take under ZeRO-1 comes on top."""
 
 
 MOST_NUMBER = 2**53
@@ -68,7 +70,7 @@ _SIGNALS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Signal)
 }
 _COMMANDS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Command)
+    kind.__name__: msgspec.msgpack.Decoder(bytes if kind is Resume else kind) for kind in get_args(Command)
 }
 
 
@@ -90,11 +92,28 @@ def encode_to_node(message: ToNode) -> bytes:
             node=message.node,
             incarnation=message.incarnation,
             type=type(message.command).__name__,
-            body=msgspec.Raw(_ENCODER.encode(message.command)),
+            body=_BODIES.body(message.command),
             cause=message.cause,
         ),
         MAX_COMMAND_BYTES,
     )
+
+
+class _Bodies:
+    """The body made last: a command to a thousand nodes is one object, its body the same for all."""
+
+    def __init__(self) -> None:
+        self._of: Command | None = None
+        self._body = msgspec.Raw()
+
+    def body(self, command: Command) -> msgspec.Raw:
+        if self._of is not command:
+            packed = pack(command) if isinstance(command, Resume) else command
+            self._body, self._of = msgspec.Raw(_ENCODER.encode(packed)), command
+        return self._body
+
+
+_BODIES = _Bodies()
 
 
 def decode_from_node(payload: bytes, node: str | None = None) -> FromNode:
@@ -121,6 +140,8 @@ def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
     envelope: _ToNode = _decoded(_TO_NODE, payload, "command", MAX_COMMAND_BYTES)
     _check_node(envelope.node, node)
     command = _body(_COMMANDS, envelope.type, envelope.body)
+    if envelope.type == Resume.__name__:
+        command = _unpacked(command)
     _check_numbers(command)
     return ToNode(node=envelope.node, incarnation=envelope.incarnation, command=command, cause=envelope.cause)
 
@@ -153,6 +174,13 @@ def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: ms
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed {name}: {error}; {OTHER_VERSION}") from None
+
+
+def _unpacked(packed: bytes) -> Resume:
+    try:
+        return unpack(packed)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"malformed Resume: {error}; {OTHER_VERSION}") from None
 
 
 def _check_node(claimed: str, topic: str | None) -> None:

@@ -1,6 +1,7 @@
 """The wire: every message comes back as it was; nothing else gets in."""
 
 import dataclasses
+import zlib
 from typing import Any, get_args
 
 import msgspec
@@ -407,8 +408,34 @@ def test_a_plan_with_very_many_transfers_fits() -> None:
     )
     message = ToNode(node="n", incarnation=1, cause="c", command=resume)
     payload = encode_to_node(message)
-    assert len(payload) > MAX_PAYLOAD_BYTES
+    assert len(payload) < MAX_PAYLOAD_BYTES / 4
     assert decode_to_node(payload, "n") == message
+
+
+@pytest.mark.parametrize("body", [b"", b"x", zlib.compress(b"x"), zlib.compress(b"\x80" * 5)[:-3]])
+def test_a_resume_that_does_not_unfold_is_refused(body: bytes) -> None:
+    envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
+    with pytest.raises(WireError, match="malformed Resume"):
+        decode_to_node(msgspec.msgpack.encode(envelope), "n")
+
+
+def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.wire.plans.MAX_UNPACKED_BYTES", 1000)
+    body = zlib.compress(b"\x00" * 100_000)
+    envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
+    with pytest.raises(WireError, match="too large"):
+        decode_to_node(msgspec.msgpack.encode(envelope), "n")
+
+
+@pytest.mark.parametrize("number", [-1, 7])
+def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
+    plan: list[Any] = [["a"], [[0, 0]], [[[[0, 1, [number]]], 0, 1, 1.0]], [], "best", "so.", 1.0, [], [], 0]
+    fields = {"generation": 1, "job_id": "j", "step": 1, "vote": None, "plan": plan, "hosts": {}}
+    fields |= {"rendezvous": "h:1", "lineage": 0, "protection": "none", "restore": None, "held_parts": []}
+    body = zlib.compress(msgspec.msgpack.encode(fields | {"buddies": {}}))
+    envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
+    with pytest.raises(WireError, match="does not list"):
+        decode_to_node(msgspec.msgpack.encode(envelope), "n")
 
 
 def test_a_reader_ignores_fields_of_a_newer_writer() -> None:
