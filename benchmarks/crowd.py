@@ -44,7 +44,7 @@ from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeStat
 HEARTBEAT_S = 1.0
 STEP_S = 1.0
 SNAPSHOT_S = 0.5
-KEEP_ALIVE_S = 10
+KEEP_ALIVE_S = 60
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,12 @@ _log = structlog.get_logger("ftd.driver")
 
 _EVENTS_BEFORE_YIELD = 64
 """A flood of messages must not keep timers and sockets from being served."""
+
+_MOST_TOGETHER = 1024
+"""Events that a machine takes together, where it can: as many as a thousand nodes say at once."""
+
+Together = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
+"""A machine's ``steps``: several events, and whom to tell of one in which it has a bug."""
 
 
 class Machine(Protocol):
@@ -49,18 +55,23 @@ class Driver:
         machine: Machine,
         perform: Callable[[Effect], Awaitable[None] | None],
         watch: Callable[[Event | Effect], None] | None = None,
+        together: Together | None = None,
+        carried_out: Callable[[], None] = lambda: None,
     ) -> None:
         """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
-        ``watch`` sees every event before it is fed, and every effect before it is carried out.
+        ``watch`` sees every event before it is fed, and every effect before it is carried out. ``together``
+        takes events that wait in the queue in one go, up to the next timer. ``carried_out`` is called when a
+        step's effects are.
 
-        A ``JournalError`` from it ends ``run``: what follows a ``PersistState`` must not happen without it.
-        Anything else is logged as a bug.
+        A ``JournalError`` from either ends ``run``: what follows a ``PersistState`` must not happen without
+        it. Anything else is logged as a bug.
         """
         self.machine = machine
         self.bugs = 0
         """Exceptions in steps and effects so far; a healthy daemon has none."""
         self._perform = perform
         self._watch = watch
+        self._together, self._carried_out = together, carried_out
         self._queue: asyncio.Queue[Event | _Due] = asyncio.Queue()
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
@@ -87,23 +98,42 @@ class Driver:
         handled = 0
         while True:
             item = await self._queue.get()
-            event = self._ring(item) if isinstance(item, _Due) else item
-            if event is not None:
-                await self.process(event)
+            events: list[Event] = []
+            while not isinstance(item, _Due):
+                events.append(item)
+                if self._together is None or self._queue.empty() or len(events) >= _MOST_TOGETHER:
+                    break
+                item = self._queue.get_nowait()
+            if events:
+                await self.process(*events)
+            # After what came before it was carried out, which may have made it void.
+            if isinstance(item, _Due) and (rung := self._ring(item)) is not None:
+                await self.process(rung)
             handled += 1
-            if handled % _EVENTS_BEFORE_YIELD == 0:
+            if len(events) > 1 or handled % _EVENTS_BEFORE_YIELD == 0:
                 await asyncio.sleep(0)
 
-    async def process(self, event: Event) -> None:
-        """One step and its effects."""
-        self._show(event)
-        try:
-            effects = self.machine.step(event)
-        except Exception:
-            self.bugs += 1
-            _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
-            return
-        await self.carry_out(effects)
+    async def process(self, *events: Event) -> None:
+        """A step for each, and what they want."""
+        for event in events:
+            self._show(event)
+        await self.carry_out(self._steps(events))
+
+    def _steps(self, events: Sequence[Event]) -> list[Effect]:
+        if self._together is not None:
+            return self._together(events, self._note_bug)
+        wanted: list[Effect] = []
+        for event in events:
+            try:
+                wanted += self.machine.step(event)
+            except Exception:
+                self._note_bug(event)
+        return wanted
+
+    def _note_bug(self, event: Event) -> None:
+        """Called where the exception is handled."""
+        self.bugs += 1
+        _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
 
     async def carry_out(self, effects: list[Effect]) -> None:
         """Effects in order; also those that a restored machine begins with."""
@@ -121,6 +151,7 @@ class Driver:
             except Exception:
                 self.bugs += 1
                 _log.exception("carry_out", effect=repr(effect)[:2000], cause=effect.cause)
+        self._carried_out()
 
     def _show(self, it: Event | Effect) -> None:
         if self._watch is not None:

@@ -42,6 +42,6 @@ class _Forwarding(logging.Handler):
 
 
 def _is_known(record: logging.LogRecord) -> bool:
-    """uvloop has closed its handle of a broken connection , and says so to whoever watches the socket."""
+    """uvloop has closed its handle of a broken connection, and says so to whoever watches the socket."""
     error = record.exc_info[1] if record.exc_info else None
     return record.name == "asyncio" and "the handler is closed" in str(error)

@@ -5,6 +5,7 @@ it does in ``signals``, ``membership``, ``recovery``, ``jobs``, ``ledger`` and `
 tells each event where to go.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from statemachine import (
@@ -13,6 +14,7 @@ from statemachine import (
     persisting,
     public,
     recovery,
+    resuming,
     rollback,
     signals,
     snapshot_requests,
@@ -91,12 +93,27 @@ class ClusterMachine:
 
     def step(self, event: ClusterEvent) -> list[Effect]:
         """Take one event; what is to be done about it, in order."""
+        return self.steps([event])
+
+    def steps(
+        self, events: Sequence[ClusterEvent], failed: Callable[[ClusterEvent], None] | None = None
+    ) -> list[Effect]:
+        """Take events that came together as one step: durable state is written once for all of them.
+
+        :param failed: told of each event that raises, from the handler; the others are taken nevertheless.
+        """
         c = self._c
-        c.at, c.cause = event.at, event.cause
         c.told_before = c.ledger.told
         if c.started:
             c.untold = None
-        self._dispatch(event)
+        for event in events:
+            c.at, c.cause = event.at, event.cause
+            try:
+                self._dispatch(event)
+            except Exception:
+                if failed is None:
+                    raise
+                failed(event)
         while c.dirty:
             c.dirty = False
             jobs.pursue(c)
@@ -278,7 +295,7 @@ class ClusterMachine:
         elif c.phase is ClusterPhase.QUIESCING:
             c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
         elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
-            c.set_timer(RESUME, recovery.resume_limit_s(c))
+            c.set_timer(RESUME, resuming.resume_limit_s(c))
         elif c.phase is ClusterPhase.PAUSED and c.giving_up:
             c.set_timer(GIVE_UP, c.timing.lost_state_s)
         if c.keeping.underway is not None:

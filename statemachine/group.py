@@ -16,7 +16,7 @@ def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
         c.ignore("a Resumed that nobody waits for", node.name)
         return
     attempt.resumed[node.name] = signal
-    c.dirty = True
+    c.dirty = c.dirty or len(attempt.resumed) >= len(c.planned)
 
 
 def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:

@@ -3,7 +3,8 @@
 generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first
 commit. A failure at any moment starts it again with the next generation. Which moments need that:
 
-* QUIESCING: any expected node, since trainers may wait for it at a boundary;
+* QUIESCING: any expected node, since trainers may wait for it at a boundary; where they abort, only one whose
+  trainers failed, since a node that is gone has no report to give, and nobody waits for it;
 * RECOVERING before the Resume: any node whose report counted, since the planner was told of it;
 * RECOVERING after the Resume, and RUNNING: any planned node.
 """
@@ -15,11 +16,12 @@ from statemachine.events import PlanReady
 from statemachine.horizon import failed, horizon_s, plan_began, plan_ended
 from statemachine.ledger import learn, tell
 from statemachine.membership import fence, lose
-from statemachine.messages import Prepare, Quiesce, Quiesced, Resume
+from statemachine.messages import Prepare, Quiesce, Quiesced
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.protections import settled, wanted, wish_of
 from statemachine.public import considered, pipelines
+from statemachine.resuming import restore_of, resume_command, resume_limit_s
 from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.sharding import held_parts, only_replicas
 from statemachine.snapshots import interrupt
@@ -35,7 +37,7 @@ from statemachine.state import (
     Cluster,
     Recovery,
 )
-from statemachine.values import Buddy, ClusterPhase, CommittedStep, NodeFacts, QuiesceMode, Restore
+from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
 
 
 def next_generation(c: Cluster) -> int:
@@ -105,7 +107,10 @@ def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
         return
     match c.phase:
         case ClusterPhase.QUIESCING:
-            needed = node.name in attempt.expected
+            needed = attempt.expects(node.name)
+            if needed and not node.alive and attempt.mode == "abort":
+                do_without(c, attempt, node)
+                return
         case ClusterPhase.RECOVERING:
             needed = node.name in (c.planned if attempt.resume_sent else attempt.expected)
             needed = needed or (not node.alive and node.name in attempt.sources)
@@ -115,6 +120,20 @@ def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
             needed = False
     if needed:
         reconfigure(c, why, "abort")
+
+
+def do_without(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
+    """A node is lost while reports come in: nothing was decided yet, and who aborts waits for nobody.
+
+    So that a hundred nodes that are lost at once are one generation. What it may have reported goes with it.
+    """
+    attempt.expected = tuple(name for name in attempt.expected if name != node.name)
+    attempt.reports.pop(node.name, None)
+    if not attempt.expected:
+        c.cancel_timer(QUIESCE)
+        pause(c, "no node is ready", needed=1)
+    elif attempt.reported:
+        settle(c, attempt)
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -127,7 +146,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
         attempt is None
         or c.phase is not ClusterPhase.QUIESCING
         or signal.generation != attempt.generation
-        or node.name not in attempt.expected
+        or not attempt.expects(node.name)
     ):
         c.ignore("reports that nobody waits for", node.name)
         return
@@ -141,7 +160,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
         attempt.reports[node.name] = ()
     else:
         attempt.reports[node.name] = signal.reports
-    if all(name in attempt.reports for name in attempt.expected):
+    if attempt.reported:
         settle(c, attempt)
 
 
@@ -287,7 +306,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         ready_parts={device: decision.parts[device] for device in decision.ready if decision.parts[device]},
         held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
         lineage=c.lineage,
-        restore=_restore(c, attempt),
+        restore=restore_of(c, attempt),
         protection=protection,
         wish=attempt.wish,
         buddies=buddies_of(plan, protection, able(c, attempt.members)),
@@ -323,65 +342,3 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
             c.send(c.nodes[name], command)
     c.set_timer(RESUME, resume_limit_s(c))
     c.publish()
-
-
-def _restore(c: Cluster, attempt: Attempt) -> Restore | None:
-    """Where everybody's state comes from after a rollback."""
-    record, checkpoint, job = c.keeping.newest, attempt.checkpoint, c.job
-    if job is not None and checkpoint is not None:
-        return Restore(
-            job_id=job.job_id,
-            step=checkpoint.step,
-            generation=0,
-            groups=(),
-            sources={},
-            url=job.checkpoint.url,
-            job_name=job.name,
-        )
-    if attempt.restoring is None or record is None or job is None:
-        return None
-    facts = {name: c.nodes[name].facts for name in attempt.sources}
-    return Restore(
-        job_id=job.job_id,
-        step=record.step,
-        generation=record.generation,
-        groups=record.groups,
-        sources={name: _served_at(fact) for name, fact in facts.items()},
-    )
-
-
-def _served_at(facts: NodeFacts) -> str:
-    return f"{facts.host}:{facts.snapshot_port}"
-
-
-def resume_limit_s(c: Cluster) -> float:
-    restoring = c.resumption is not None and c.resumption.restore is not None
-    return c.timing.restore_s if restoring else c.timing.resume_s
-
-
-def resume_command(c: Cluster) -> Resume | None:
-    """The Resume of the present generation, also for a node that has to be told again."""
-    resumption, job = c.resumption, c.job
-    if resumption is None or job is None:
-        return None
-    plan = resumption.plan
-    hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
-    first = c.nodes[plan.devices[0].node].facts
-    return Resume(
-        generation=resumption.generation,
-        job_id=job.job_id,
-        step=resumption.step,
-        vote=resumption.vote,
-        plan=plan,
-        hosts=hosts,
-        rendezvous=f"{first.host}:{first.rendezvous_port}",
-        lineage=resumption.lineage,
-        protection=resumption.protection,
-        restore=resumption.restore,
-        held_parts=resumption.held_parts,
-        buddies={
-            owner: Buddy(node=name, address=_served_at(c.nodes[name].facts))
-            for owner, name in resumption.buddies.items()
-            if name in c.nodes
-        },
-    )

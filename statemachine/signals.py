@@ -47,9 +47,9 @@ from statemachine.recovery import (
     after_loss,
     note_cause,
     reconfigure,
-    resume_command,
     take_quiesced,
 )
+from statemachine.resuming import resume_command
 from statemachine.rollback import foreign, take_restore_failed
 from statemachine.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.stragglers import take_times

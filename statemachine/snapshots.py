@@ -195,8 +195,9 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
         learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
         c.persist()
         tell(c)
-    c.dirty = True
+        c.dirty = True
     if everywhere(c, underway):
+        c.dirty = True
         complete(c, underway, signal)
         c.persist()
     c.publish()
@@ -204,7 +205,7 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
 
 def everywhere(c: Cluster, underway: Underway) -> bool:
     """Every planned node completed its part."""
-    return set(c.planned) <= set(underway.completed)
+    return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
 
 
 def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
@@ -344,7 +345,8 @@ def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if not node.greeted or not c.active:
         return
     news, node.kept = node.kept != signal.kept, signal.kept
-    c.dirty = c.dirty or news
+    # Only the last one's word is news to those who wait for it.
+    c.dirty = c.dirty or (news and not any(c.nodes[name].kept != signal.kept for name in c.planned))
     if newest is None or not node.prepared:
         return
     if signal.kept != newest.step:

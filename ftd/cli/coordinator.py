@@ -23,6 +23,7 @@ def coordinator(
 
     Example: ftd coordinator --config /etc/ftd/ftd.toml
     """
+    import gc
     import sys
 
     import uvloop
@@ -33,6 +34,9 @@ def coordinator(
 
     loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="coordinator")
+    # What is loaded stays; and a look through all that is known of a thousand nodes takes 40 ms.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
     # The planning thread must give way to the event loop sooner than Python's 5 ms.
     sys.setswitchinterval(0.001)
 

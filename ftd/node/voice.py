@@ -91,7 +91,9 @@ class Voice:
     def signal(self, signal: messages.Signal) -> None:
         message = messages.FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
         topic, payload = self._topics.node_signal(self._node), encode_from_node(message)
-        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload))
+        # The next heartbeat makes up for a lost one, and a thousand nodes' are not worth acknowledging.
+        qos = 0 if isinstance(signal, messages.Heartbeat) else 1
+        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload, qos=qos))
 
     def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
         if topic == self._topics.node_command(self._node):

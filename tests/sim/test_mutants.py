@@ -113,7 +113,7 @@ def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pyt
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "may_return", lambda c, node: True)
     monkeypatch.setattr(recovery, "trusted", lambda *everything: True)
-    found("")
+    found("", leaning=Leaning(at_commits=tuple((commit, faults.cut_node) for commit in range(5, 90, 12))))
 
 
 def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

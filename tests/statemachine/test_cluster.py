@@ -1,14 +1,25 @@
 """The cluster machine in particular situations; the main ones are in ``test_cluster_transcripts``."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transcripts import PROFILE, Coordination, committed, facts, job, report
 
+from planner.values import Device
 from statemachine.cluster import ClusterMachine
 from statemachine.durable import JournalError
-from statemachine.effects import AnswerRequest, BuildTemplates, ComputePlan, EmitEvent, SendCommand, SetTimer
+from statemachine.effects import (
+    AnswerRequest,
+    BuildTemplates,
+    CancelTimer,
+    ComputePlan,
+    EmitEvent,
+    PersistState,
+    SendCommand,
+    SetTimer,
+)
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
@@ -401,8 +412,8 @@ def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
     s = running(3)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 3, report(1, held=(0, 1)))
-    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
     assert s.machine.phase is ClusterPhase.PAUSED
     assert "waiting for node-1, node-2" in s.machine.public_state()["waiting_for"]
     assert [t.delay_s for t in s.all(SetTimer) if t.name == "give_up"] == [30.0]
@@ -411,6 +422,45 @@ def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
     assert [t.name for t in back.all(SetTimer) if t.cause != "clock"] == ["give_up"]
     s.fire("give_up", 30.0)
     assert s.machine.phase is ClusterPhase.FAILED
+
+
+def test_losses_while_reports_come_in_are_one_generation() -> None:
+    s = running(4)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.quiesced("node-2", 2, report(1, held=(2, 3)))
+    s.feed(NodeVanished, node="node-2", incarnation=102)  # what it said goes with it
+    assert s.machine.generation == 2
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(NodeVanished, node="node-3", incarnation=103)  # the last one that was waited for
+    situation = s.one(ComputePlan).situation
+    assert situation.nodes == ("node-0",)
+    assert set(situation.holdings) == {Device(node="node-0", index=0)}
+
+
+def test_when_all_are_lost_while_reports_come_in_the_job_waits() -> None:
+    s = running(2)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert "quiesce" in [timer.name for timer in s.all(CancelTimer)]
+
+
+def test_events_taken_together_are_one_step() -> None:
+    s = running(4)
+    lost = [
+        NodeVanished(at=s.now, cause=f"c{n}", node=f"node-{n}", incarnation=100 + n, graceful=False)
+        for n in (1, 2)
+    ]
+    wrong = replace(lost[0], node=[])  # type: ignore[arg-type]
+    bugs: list[Any] = []
+    effects = s.machine.steps([lost[0], wrong, lost[1]], bugs.append)
+    assert bugs == [wrong]
+    assert [type(effect).__name__ for effect in effects].count("PersistState") == 1
+    assert isinstance(effects[0], PersistState)
+    assert [(e.node, e.cause) for e in effects if isinstance(e, EmitEvent) and e.name == "NodeLost"] == [
+        ("node-1", "c1"),
+        ("node-2", "c2"),
+    ]
 
 
 def test_a_drain_that_would_stop_the_job_is_put_off() -> None:

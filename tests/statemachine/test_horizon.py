@@ -99,7 +99,7 @@ def test_two_losses_in_one_recovery_are_one_failure() -> None:
     s, _ = started(4)
     run(s, 1, names, for_s=100)
     s.feed(NodeVanished, node="node-3", incarnation=103)
-    situation = lose(s, 3, "node-2", names[:2])
+    situation = lose(s, 2, "node-2", names[:2])
     assert situation.horizon_s == expected(1, 400, 2)
 
 

@@ -116,8 +116,10 @@ class Snapshots(Coordination):
         )
 
     def both_hosts_die(self) -> None:
-        """Those of layers 2 and 3; the survivors are at step 5."""
+        """Those of layers 2 and 3; the survivors are at step 5. The second dies while a plan is made."""
         self.feed(NodeVanished, node="node-1", incarnation=101)
+        for name in ("node-0", "node-2", "node-3"):
+            self.quiesced(name, 2, report(5, held=HELD[name]))
         self.feed(NodeVanished, node="node-3", incarnation=103)
 
     def survivors(self, generation: int, **says: Any) -> None:
