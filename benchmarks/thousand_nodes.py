@@ -140,7 +140,7 @@ class Bench:
         config.write_text(
             f'cluster = "{CLUSTER}"\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
             f'[coordinator]\nstate_dir = "{self._state}"\n'
-            "[timing]\nheartbeat_s = 1.0\nsilence_s = 10.0\nhang_floor_s = 2.0\n"
+            "[timing]\nheartbeat_s = 1.0\nsilence_s = 10.0\nquiesce_s = 30.0\nhang_floor_s = 2.0\n"
         )
         self.broker = subprocess.Popen([*on_core(last), *mosquitto_command(directory, port)])
         await_listening("127.0.0.1", port, 10.0)

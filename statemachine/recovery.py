@@ -136,6 +136,14 @@ def do_without(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
         settle(c, attempt)
 
 
+def do_with(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
+    """A node that was lost is back with its state before anything was decided: its report counts, too."""
+    if c.phase is not ClusterPhase.QUIESCING or attempt.mode != "abort":
+        reconfigure(c, f"{node.name} is back before anything was decided", "abort")
+    elif node.ready and not attempt.expects(node.name):
+        attempt.expected = (*attempt.expected, node.name)  # Its Hello is answered with the Quiesce.
+
+
 # --- reports -------------------------------------------------------------------------------------
 
 

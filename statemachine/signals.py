@@ -45,6 +45,7 @@ from statemachine.messages import (
 from statemachine.node import NodeMachine
 from statemachine.recovery import (
     after_loss,
+    do_with,
     note_cause,
     reconfigure,
     take_quiesced,
@@ -159,7 +160,7 @@ def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     else:
         take_back(c, node)
         if c.active and c.attempt is not None and c.changing and not c.attempt.resume_sent:
-            reconfigure(c, f"{node.name} is back before anything was decided", "abort")
+            do_with(c, c.attempt, node)
         hello(c, node, signal)
 
 

@@ -49,7 +49,7 @@ def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> li
         "set_tcp_nodelay true\n"
         "persistence false\n"
         "max_queued_messages 100000\n"
-        "max_inflight_messages 200\n"
+        "max_inflight_messages 2000\n"
         "max_packet_size 16777216\n"
         "log_dest stderr\n"
         "log_type error\n"

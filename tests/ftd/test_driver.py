@@ -177,3 +177,40 @@ def test_the_gate_lets_one_of_a_kind_through_a_second() -> None:
     for index in range(5000):
         gate.admit(ignored(str(index)), 20.0)
     assert len(gate._kinds) <= EventGate.MAX_KINDS
+
+
+def test_what_waits_is_taken_together() -> None:
+    """One step for all of it, one call when its effects are carried out, and a bug costs its event alone."""
+    taken: list[list[str]] = []
+    done: list[str] = []
+
+    def together(events: Any, bug: Callable[[Any], None]) -> list[Effect]:
+        taken.append([type(event).__name__ for event in events])
+        for event in events:
+            if isinstance(event, BrokerLost):
+                try:
+                    raise RuntimeError("a bug")
+                except RuntimeError:
+                    bug(event)
+        return [emit("Told")]
+
+    async def scene() -> Driver:
+        carried_out = asyncio.Event()
+        driver = Driver(
+            Scripted({}),
+            lambda effect: done.append("effect"),
+            together=together,
+            carried_out=lambda: (done.append("carried out"), carried_out.set())[0],
+        )
+        for kind in (BrokerConnected, BrokerLost, BrokerConnected):
+            driver.feed(kind(at=driver.now(), cause=driver.cause()))
+        running = asyncio.create_task(driver.run())
+        await asyncio.wait_for(carried_out.wait(), PATIENCE_S)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return driver
+
+    driver = asyncio.run(scene())
+    assert taken == [["BrokerConnected", "BrokerLost", "BrokerConnected"]]
+    assert done == ["effect", "carried out"]
+    assert driver.bugs == 1

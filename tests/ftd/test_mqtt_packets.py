@@ -1,4 +1,4 @@
-"""MQTT packets: what is written is read again, in whatever pieces it comes; anything else is a clear error."""
+"""MQTT packets: what is written is read again, in whatever pieces it comes; else there is a clear error."""
 
 import pytest
 from hypothesis import given

@@ -108,20 +108,20 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ClusterMachine, "step", lambda self, event: [])
+    monkeypatch.setattr(ClusterMachine, "steps", lambda self, events: [])
     violation = run_seed(3).violation
     assert violation is not None
     assert violation.startswith("no progress after the healing: WAITING")
 
 
 def test_an_exception_in_a_machine_is_a_violation_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: ClusterMachine, event: object) -> list[object]:
-        if isinstance(event, TimerFired):
+    def steps(self: ClusterMachine, events: list[object]) -> list[object]:
+        if any(isinstance(event, TimerFired) for event in events):
             raise ZeroDivisionError("planted")
-        return real(self, event)  # type: ignore[arg-type,return-value]
+        return real(self, events)  # type: ignore[arg-type,return-value]
 
-    real = ClusterMachine.step
-    monkeypatch.setattr(ClusterMachine, "step", step)
+    real = ClusterMachine.steps
+    monkeypatch.setattr(ClusterMachine, "steps", steps)
     violation = run_seed(0).violation
     assert violation is not None
     assert violation.startswith("ZeroDivisionError: planted (")

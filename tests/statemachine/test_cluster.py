@@ -294,8 +294,13 @@ def test_a_node_that_is_back_before_anything_was_decided_is_welcome() -> None:
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
     s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1, training=True)
-    assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
+    assert set(sent(s, Quiesce)) == {"node-3"} and s.machine.generation == 2  # in the same generation
     assert not sent(s, Fence)
+    s.quiesced("node-1", 2, report(1, held=(2, 3)))
+    s.quiesced("node-2", 2, report(1, held=(0, 1)))
+    assert not s.all(ComputePlan)
+    s.quiesced("node-3", 2, report(1, held=(2, 3)))
+    assert "node-3" in s.one(ComputePlan).situation.nodes
 
 
 def test_a_hint_about_a_peer_is_only_an_event() -> None:
