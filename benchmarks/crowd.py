@@ -203,7 +203,7 @@ class Crowd:
                 pass
 
     def quiesce(self, node: Node, command: m.Quiesce) -> None:
-        if command.generation <= node.generation:
+        if command.generation < node.generation:
             return
         node.generation = command.generation
         self.group.step_at = self.group.snap_at = None
