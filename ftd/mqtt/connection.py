@@ -186,6 +186,7 @@ class Connection(asyncio.Protocol):
         self._end(MqttError("the broker closed the connection") if exc is None else _plain(exc))
 
     def data_received(self, data: bytes) -> None:
+        """Hand on what is whole now, then acknowledge all of it."""
         self._heard_at = self._loop.time()
         try:
             acknowledged: list[bytes] = []
