@@ -19,6 +19,7 @@ from ftd.config.job import JobFile, load_job
 from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
+from ftd.config.reference import markdown
 from runtime.protocol import TrainingData
 from runtime.training import load_training
 from statemachine.timing import Timing
@@ -169,6 +170,11 @@ def test_every_timing_is_documented_with_its_default() -> None:
     fields = {f.name: f.default for f in dataclasses.fields(Timing)}
     assert {n for n in rows if n.endswith("_s") or n in fields} == set(fields)
     assert {n: rows[n].split("|")[0].strip() for n in fields} == {n: str(d) for n, d in fields.items()}
+
+
+def test_the_reference_of_all_keys_is_the_schema_s() -> None:
+    """When it differs: ``ftd config reference > docs/reference.md``."""
+    assert PAGES["reference.md"] == markdown()
 
 
 def test_the_readmes_training_function_is_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (show, check, schema):
+    for command in (show, check, schema, reference):
         config.command(command.__name__)(command)
     app.add_typer(config)
 
@@ -60,6 +60,16 @@ def check(
     if node:
         loaded.require_secret()
     typer.echo(f"{config} is sound: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
+
+
+def reference() -> None:
+    """Print all keys of ftd.toml as a page (Markdown): defaults, variables, meanings.
+
+    Example: ftd config reference > docs/reference.md
+    """
+    from ftd.config.reference import markdown
+
+    typer.echo(markdown(), nl=False)
 
 
 def schema() -> None:

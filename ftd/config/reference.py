@@ -7,6 +7,7 @@ into the schema cannot differ from what is read.
 import ast
 import dataclasses
 import inspect
+import json
 import textwrap
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ftd.config.daemon import DaemonFile
+from ftd.config.environment import variable_of
 from statemachine.timing import Timing
 
 
@@ -76,6 +78,27 @@ def schema() -> dict[str, Any]:
         **{name: value for name, value in made.items() if name != "$defs"},
         "$defs": definitions,
     }
+
+
+def markdown() -> str:
+    """docs/reference.md: every key, its default, its variable, what it means."""
+    lines = [
+        "# All keys of ftd.toml",
+        "",
+        "Made of the schema by `ftd config reference`; [configuration](configuration.md) shows them at work.",
+        "A key stands under its table's name (`[node]`); a variable of the environment wins over it.",
+    ]
+    table: str | None = None
+    for key in keys().values():
+        owner, _, name = key.name.rpartition(".")
+        if owner != table:
+            table = owner
+            title = f"## `[{owner}]`" if owner else "## At the top"
+            lines += ["", title, "", "| key | default | variable | meaning |", "|---|---|---|---|"]
+        default = "–" if key.default is None else f"`{json.dumps(key.default)}`"
+        meaning = key.meaning.replace("``", "`").replace("|", "\\|")
+        lines.append(f"| `{name}` | {default} | `{variable_of(key.name)}` | {meaning} |")
+    return "\n".join(lines) + "\n"
 
 
 def _of_limit(key: Key) -> dict[str, Any]:
