@@ -203,7 +203,7 @@ def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "examples" / "ftd.toml").read_text()
     write_secret(tmp_path / "secret", "sesame")
     for content in (text, re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)):
-        (tmp_path / "ftd.toml").write_text(content)
+        write_secret(tmp_path / "ftd.toml", content)  # It has a password, too.
         assert load_daemon_config(tmp_path / "ftd.toml").cluster == "ftd"
 
 
