@@ -74,7 +74,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
     scenario = load_scenario(options.chaos) if options.chaos else Scenario()
     if options.chaos:
         require_known_nodes(scenario, names, options.chaos.name)
-    _require_own_broker(scenario, options)
+    _require_means(scenario, options)
     require_writable(options.report)
     with private_directory() as directory:
         cluster = LocalCluster(
@@ -117,6 +117,7 @@ class LocalRun:
         self._state: dict[str, Any] = {}
         self._ready = Readiness(options.devices_per_node)
         self._begun = False
+        self._conductor: Conductor | None = None
         self._paused_at: float | None = None
         self._stuck = ""
         """Why the run was given up: what the paused job waits for and nobody will bring."""
@@ -132,7 +133,9 @@ class LocalRun:
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
         try:
             with _located(address), self._view or contextlib.nullcontext():
-                async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
+                async with ClusterClient(
+                    address, listen=True, on_state=self._on_state, on_node=self._on_node
+                ) as client:
                     await self._conduct(client, names)
         except asyncio.CancelledError:
             if self._begun:
@@ -150,6 +153,7 @@ class LocalRun:
             seed=self._scenario.seed,
         )
         conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
+        self._conductor = conductor
         following = asyncio.ensure_future(self._follow(client, conductor))
         watching = asyncio.ensure_future(self._watch(injector, conductor))
         try:
@@ -244,6 +248,10 @@ class LocalRun:
             for row in await client.history(what="steps"):
                 self._report.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
 
+    def _on_node(self, node: str, state: str) -> None:
+        if self._begun and self._conductor is not None:
+            self._conductor.on_node(node, state)
+
     def _on_state(self, state: dict[str, Any]) -> None:
         self._state = state
         self._ready.on_state(state)
@@ -293,7 +301,15 @@ def _cluster_name(broker: str) -> str:
     return DEFAULT_CLUSTER if broker in ("embedded", "mosquitto") else f"local-{os.getpid()}"
 
 
-def _require_own_broker(scenario: Scenario, options: LocalOptions) -> None:
+def _require_means(scenario: Scenario, options: LocalOptions) -> None:
+    """:raises ConfigurationError: a fault that cannot be done here."""
+    for fault in scenario.faults:
+        if fault.do == "cut":
+            raise ConfigurationError(
+                f"{fault.id}: cut needs nodes with networks of their own",
+                field="--chaos",
+                remedy="play it with ftd chaos run --local, with network = true under [cluster]",
+            )
     if options.broker in ("embedded", "mosquitto"):
         return
     if any(fault.target == Central(part="broker") for fault in scenario.faults):

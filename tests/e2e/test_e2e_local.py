@@ -188,6 +188,7 @@ def test_a_job_that_waits_for_nodes_nobody_starts_is_given_up(tmp_path: Path, ho
         (["{job}", "--nodes", 2, "--broker", "http://x"], "--broker"),
         (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9"], "127.0.0.1:9"),
         (["{job}", "--nodes", 2, "--chaos", "{bad_scenario}"], "there is no node-7"),
+        (["{job}", "--nodes", 2, "--chaos", "{cut}"], "ftd chaos run --local"),
         (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9", "--chaos", "{kill_broker}"], "not ours"),
         (["{job}", "--nodes", 2, "--report", "/proc/nothing/report.json"], "--report"),
     ],
@@ -197,10 +198,12 @@ def test_bad_input_is_refused_before_anything_starts(
 ) -> None:
     (tmp_path / "bad.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nnode = "node-7"\n')
     (tmp_path / "broker.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nrole = "broker"\n')
+    (tmp_path / "cut.toml").write_text('[[fault]]\nat_step = 1\ndo = "cut"\nnode = "node-1"\n')
     places = {
         "job": write_job(tmp_path),
         "bad_scenario": tmp_path / "bad.toml",
         "kill_broker": tmp_path / "broker.toml",
+        "cut": tmp_path / "cut.toml",
     }
     done = ftd("local", *(str(argument).format(**places) for argument in arguments), home=home)
     assert done.returncode in (2, 3)
