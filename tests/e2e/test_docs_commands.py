@@ -114,6 +114,7 @@ def ftd_commands(command: str) -> Iterator[list[str]]:
     for line in command.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         words: list[str] | None = None
+        before = ";"
         for word in [*lexer, ";"]:
             if re.fullmatch(r"[();<>|&]+", word):
                 if words:
@@ -121,8 +122,9 @@ def ftd_commands(command: str) -> Iterator[list[str]]:
                 words = None
             elif words is not None:
                 words.append(word)
-            elif word == "ftd":
+            elif word == "ftd" and (before in ("sudo", "do", "exec") or re.fullmatch(r"[();<>|&]+", before)):
                 words = []
+            before = word
 
 
 def options_of(words: list[str], where: str) -> None:
