@@ -161,6 +161,13 @@ class Driver:
                 self.bugs += 1
                 _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
 
+    def replace(self, machine: Machine) -> None:
+        """Go on with another machine: what was under way for the present one does not count for it."""
+        self.stop_timers()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self.machine = machine
+
     def stop_timers(self) -> None:
         """Cancel all timers, at the end of the daemon's life."""
         for name in list(self._timers):

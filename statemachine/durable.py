@@ -175,6 +175,16 @@ def write(c: Cluster) -> dict[str, Any]:
     return state
 
 
+def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
+    """The same on another clock: of a host whose monotonic clock is so much ahead of the writer's."""
+    state = dict(durable)
+    for name, field in (("recovery", "detected_at"), ("exposure", "since"), ("snapshot", "at")):
+        part = state.get(name)
+        if isinstance(part, dict) and isinstance(part.get(field), float):
+            state[name] = {**part, field: part[field] + by_s}
+    return state
+
+
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     """A cluster as the journal left it; every node counts as just heard.
 

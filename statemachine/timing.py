@@ -48,6 +48,20 @@ class Timing:
     raise_limit: int = 3
     """The job fails when its code raised this often in a running group with no step committed between."""
 
+    # --- who leads (coordinators) ---
+    leader_beat_s: float = 0.5
+    """The leading coordinator says that it is there."""
+    leader_silence_s: float = 2.5
+    """A leader not heard from for this long hangs or is cut off: a standby takes over. One that was killed is
+    noticed at once, by its last will."""
+    election_s: float = 0.5
+    """A standby waits so long for each one that stands before it to take over, and behind each attempt."""
+    orphan_s: float = 30.0
+    """Where the broker forgot who leads, a coordinator that was not there lately waits so long for one that
+    knows more. Above ``leader_silence_s``."""
+    seat_s: float = 3.0
+    """How long taking over may take: to connect, and to read what the last leader left at the broker."""
+
     # --- snapshots (coordinator) ---
     snapshot_s: float = 60.0
     snapshot_steps: float = 4.0
@@ -119,6 +133,11 @@ class Timing:
             raise ValueError(
                 f"timing: silence_s ({self.silence_s}) must be at least twice heartbeat_s "
                 f"({self.heartbeat_s}), or one late heartbeat would take a node down"
+            )
+        if self.leader_silence_s < 2 * self.leader_beat_s:
+            raise ValueError(
+                f"timing: leader_silence_s ({self.leader_silence_s}) must be at least twice leader_beat_s "
+                f"({self.leader_beat_s}), or one late beat would depose a leader"
             )
         if not self.straggler_speed < self.straggler_recovered_speed <= 1:
             raise ValueError(

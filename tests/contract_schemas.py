@@ -39,7 +39,7 @@ def problem_of(topic: str, payload: bytes) -> str | None:
     channel = channel_of(topic)
     if channel is None:
         return f"{topic} is no topic of the contract"
-    if channel.startswith("node") and channel != "nodeState":
+    if channel.startswith(("node", "leader")) and channel != "nodeState":
         return None  # Our own: no promise is made.
     if not payload:
         return None  # A retained message is taken back.

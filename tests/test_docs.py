@@ -73,6 +73,7 @@ def test_every_topic_is_documented() -> None:
     names += [topic("<node>") for topic in of_a_node]
     names.append(topics.trace("<node>"))
     names.append(topics.reply("<client>"))
+    names += [topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer("<incarnation>")]
     assert [n for n in names if n.removeprefix(f"{topics.root}/") not in table_rows("events.md")] == []
 
 

@@ -14,9 +14,12 @@ def coordinator(
     config: Annotated[
         Path | None, typer.Option(help="ftd.toml; without it, the defaults and a broker on this machine.")
     ] = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Forget the job, here and at the broker; its trainers start over.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every committed step, too.")] = False,
 ) -> None:
-    """Coordinate a cluster: one of these per cluster, anywhere that reaches the broker.
+    """Coordinate a cluster, from anywhere that reaches the broker; a second one stands by and takes over.
 
     It may be stopped, killed and started again at any time: training goes on without it, and its journal
     (coordinator.state_dir) tells it what it knew.
@@ -41,6 +44,6 @@ def coordinator(
     sys.setswitchinterval(0.001)
 
     async def run() -> None:
-        await Coordinator(loaded).run()
+        await Coordinator(loaded, anew=anew).run()
 
     uvloop.run(run())

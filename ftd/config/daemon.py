@@ -95,6 +95,10 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[coordinator]``."""
 
+    name: str | None = None
+    """Who leads is told by this name; by default the host's."""
+    priority: int = 0
+    """Of several coordinators that could take over, the one with the greatest does."""
     state_dir: str | None = None
     """Holds the journal; without it a restarted coordinator knows no job."""
     metrics_port: int = 0
@@ -144,6 +148,9 @@ class DaemonConfig:
     scrub_rate_bytes_s: float
     snapshot_peers: tuple[str, ...]
     node_metrics: MetricsPlace | None
+    coordinator: str
+    """Its name among the coordinators of the cluster."""
+    priority: int
     state_dir: Path
     coordinator_metrics: MetricsPlace | None
     dashboard: DashboardPlace | None
@@ -206,8 +213,11 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     """``ftd.toml``'s content, checked; relative paths start at ``directory``."""
     file = convert(data, DaemonFile, where=where)
     broker = _broker(file.broker, directory)
-    node = file.node.name if file.node.name is not None else socket.gethostname().split(".")[0]
+    host = socket.gethostname().split(".")[0]
+    node = file.node.name if file.node.name is not None else host
+    coordinator = file.coordinator.name if file.coordinator.name is not None else host
     require_name(file.cluster, "cluster")
+    require_name(coordinator, "coordinator.name")
     require_name(node, "node.name")
     require_positive(file.node.devices, "node.devices")
     _require_port(file.node.rendezvous_port, "node.rendezvous_port")
@@ -241,6 +251,8 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
         snapshot_peers=_peers(file.node.snapshot_peers),
         node_metrics=_metrics("node", file.node, directory),
+        coordinator=coordinator,
+        priority=file.coordinator.priority,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         coordinator_metrics=_metrics("coordinator", file.coordinator, directory),
         dashboard=dashboard_place(file.dashboard, directory),

@@ -8,8 +8,8 @@ a thread of its own) or limited (the public state goes out at most ten times a s
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, assert_never, cast
 
 import msgspec
@@ -23,16 +23,20 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.requests import Requests
+from ftd.coordinator.restored import keep, restored
 from ftd.coordinator.restoring import check_restore
+from ftd.coordinator.seat import Seat, Throne, role_in_words
+from ftd.coordinator.told import cancelled, told_state
+from ftd.coordinator.watch import Following
 from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver
-from ftd.errors import JournalError, WireError
+from ftd.errors import WireError
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
-from ftd.mqtt.session import MqttSession, Will
 from ftd.wire.checking import encode_state
 from ftd.wire.codec import decode_from_node, encode_to_node
-from ftd.wire.public import SCHEMA, NodeStateMessage, decode_json, encode_json, timestamp
+from ftd.wire.coordinators import JournalCopy
+from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
@@ -51,7 +55,8 @@ from statemachine.effects import (
     SendCommand,
     WeighPlan,
 )
-from statemachine.events import BrokerConnected, BrokerLost, NodeVanished, SignalArrived
+from statemachine.events import BrokerConnected, BrokerLost, Event, NodeVanished, SignalArrived
+from statemachine.leadership import Leader, Peer
 from statemachine.messages import ToNode
 from statemachine.values import ClusterPhase, NodeState
 
@@ -61,30 +66,19 @@ STATE_PERIOD_S = 0.1
 STATE_SHARE = 0.05
 """Of the time, at most, goes into the public state: one of a thousand nodes takes milliseconds."""
 GOODBYE_S = 1.0
-
 ClusterEffect = (
-    EmitEvent
-    | SendCommand
-    | PersistState
-    | PublishCluster
-    | BuildTemplates
-    | CancelTemplates
-    | ComputePlan
-    | WeighPlan
-    | CheckRestore
-    | CommitCheckpoint
-    | AbandonCheckpoint
-    | FindCheckpoint
-    | AnswerRequest
-)
+    EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates | CancelTemplates | ComputePlan
+    | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint | FindCheckpoint | AnswerRequest
+)  # fmt: skip
 
 
 class Coordinator:
     """One ``ftd coordinator``: ``await Coordinator(config).run()`` lasts until it is told to stop."""
 
-    def __init__(self, config: DaemonConfig) -> None:
-        """Open the journal and restore the machine.
+    def __init__(self, config: DaemonConfig, *, anew: bool = False) -> None:
+        """Open the journal.
 
+        :param anew: forget the job, here and at the broker, once this coordinator leads.
         :raises JournalError: there is no usable journal in ``coordinator.state_dir``.
         """
         self._topics = Topics(cluster=config.cluster)
@@ -94,19 +88,27 @@ class Coordinator:
         self._forced_for: tuple[Any, ...] = ()
         self._published_at, self._publish_took_s = -STATE_PERIOD_S, 0.0
         self._publish_timer: asyncio.TimerHandle | None = None
-        self._machine, self._first_effects = self._restore(config)
+        self._timing = config.timing
+        self._leading = False
+        self._anew = anew
+        if not anew:  # What cannot be read is said now.
+            restored(config.timing, self._journal, None, time.monotonic())
+        self._machine = ClusterMachine(config.timing)
         self._driver = Driver(
-            self._machine, self._perform, together=self._machine.steps, carried_out=self._journal.flush
+            self._machine,
+            self._perform,
+            together=self._steps,
+            carried_out=self._journal.flush,
         )
         self._planning = PlanningService(
-            self._driver.feed,
+            self._feed,
             self._driver,
             PlanCache(config.state_dir / "plans"),
             on_progress=self._publish_state_soon,
         )
-        self._checkpoints = Checkpoints(self._driver.feed, self._driver.now)
+        self._checkpoints = Checkpoints(self._feed, self._driver.now)
         self._metrics = ClusterMetrics(
-            state=self._machine.public_state,
+            state=self._state,
             clock=self._driver.now,
             connected=lambda: self._session.connected,
             internal_errors=lambda: self._driver.bugs,
@@ -120,7 +122,7 @@ class Coordinator:
             heard=self._metrics.heard,
             shown=self._dashboard.on_event,
         )
-        self._session = self._new_session(config)
+        self._session = self._new_seat(config)
         self._requests = Requests(
             topics=self._topics,
             session=self._session,
@@ -144,12 +146,11 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self._planning.warm_up()
-        await self._driver.carry_out(self._first_effects)
-        _log.info("run", cluster=self._topics.cluster, generation=self._machine.generation)
+        _log.info("run", cluster=self._topics.cluster)
         driving = asyncio.ensure_future(self._driver.run())
         others = [asyncio.ensure_future(self._session.run()), asyncio.ensure_future(systemd.watchdog())]
         stopping = asyncio.ensure_future(stop.wait())
-        systemd.notify("READY=1", f"STATUS=coordinating {self._topics.cluster}")
+        systemd.notify("READY=1", self._status())
         try:
             await asyncio.wait([driving, others[0], stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in (driving, others[0]):
@@ -162,15 +163,13 @@ class Coordinator:
     async def _end(self, first: Sequence[asyncio.Future[Any]], last: Sequence[asyncio.Future[Any]]) -> None:
         """Stop deciding, say that nobody decides any more, then leave."""
         self._stopping = True
-        await _cancelled(first)
+        await cancelled(first)
         self._driver.stop_timers()
         if self._publish_timer is not None:
             self._publish_timer.cancel()
-        self._session.publish(
-            self._topics.cluster_state, _unreachable("the coordinator was stopped"), retain=True
-        )
-        await self._session.flush(GOODBYE_S)
-        await _cancelled(last)
+        gone = self._session.unreachable("the coordinator was stopped", graceful=True)
+        await self._session.say_goodbye(gone, GOODBYE_S)
+        await cancelled(last)
         await self._metrics_server.close()
         await self._dashboard.close()
         await self._planning.close()
@@ -179,23 +178,14 @@ class Coordinator:
 
     # --- setting up --------------------------------------------------------------------------------
 
-    def _restore(self, config: DaemonConfig) -> tuple[ClusterMachine, list[Effect]]:
-        saved = self._journal.load()
-        if saved is None:
-            return ClusterMachine(config.timing), []
-        try:
-            state = msgspec.msgpack.decode(saved)
-            return ClusterMachine.restore(config.timing, state, time.monotonic(), "restored")
-        except (ValueError, RecursionError) as error:  # No msgpack, no state of ours.
-            raise JournalError(
-                f"{self._journal.path}: {error} (to begin anew without the job, move the file away)"
-            ) from None
-
-    def _new_session(self, config: DaemonConfig) -> MqttSession:
+    def _new_seat(self, config: DaemonConfig) -> Seat:
         topics = self._topics
-        return MqttSession(
+        me = Peer(name=config.coordinator, incarnation=self._incarnation, priority=config.priority)
+        return Seat(
             config.broker,
-            client_id=f"ftd-{config.cluster}-coordinator-{self._incarnation}",
+            topics,
+            me,
+            config.timing,
             subscriptions=(
                 topics.node_signal(),
                 topics.node_state(),
@@ -203,7 +193,20 @@ class Coordinator:
                 topics.events,
                 topics.cluster_state,
             ),
-            will=Will(topic=topics.cluster_state, payload=_unreachable("the coordinator vanished")),
+            throne=Throne(
+                begin=self._begin,
+                state=lambda: msgspec.msgpack.encode(self._machine.durable_state()),
+                end=self._end_reign,
+                emit=self._emit,
+            ),
+            following=Following(
+                position=lambda: self._journal.position,
+                met=self._journal.share,
+                keep=partial(keep, self._journal),
+                heard=self._events.overheard,
+                seen=self._dashboard.on_state,
+            ),
+            shared=self._journal.shared,
             on_message=self._on_message,
             on_connected=self._on_connected,
             on_lost=self._on_lost,
@@ -215,8 +218,43 @@ class Coordinator:
     def _stamp(self) -> dict[str, Any]:
         return {"at": self._driver.now(), "cause": self._driver.cause()}
 
+    # --- who leads ---------------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        return f"STATUS={role_in_words(self._session)}, cluster {self._topics.cluster}"
+
+    def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
+        """Go on from the newest of what the last leader left at the broker and what is known here."""
+        effects: list[Effect] = []
+        self._machine = ClusterMachine(self._timing)
+        if not self._anew:
+            self._machine, effects = restored(self._timing, self._journal, copy, self._driver.now())
+        self._anew = False
+        self._driver.replace(self._machine)
+        self._leading = True
+        self._forced_for = ()
+        for effect in effects:
+            self._perform(effect)
+
+    def _end_reign(self, leader: Leader) -> None:
+        """What we know is not true any more: another coordinator decides."""
+        self._leading = False
+        if self._machine.job_id is not None:
+            self._planning.cancel(CancelTemplates(cause="deposed", job_id=self._machine.job_id))
+        self._machine = ClusterMachine(self._timing)
+        self._driver.replace(self._machine)
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+            self._publish_timer = None
+        systemd.notify(self._status())
+
+    def _feed(self, event: Event) -> None:
+        """What was asked for as the leader counts for as long as we lead."""
+        if self._leading:
+            self._driver.feed(event)
+
     def _on_connected(self) -> None:
-        systemd.notify(f"STATUS=coordinating {self._topics.cluster}")
+        systemd.notify(self._status())
         self._driver.feed(BrokerConnected(**self._stamp()))
 
     def _on_lost(self) -> None:
@@ -318,6 +356,8 @@ class Coordinator:
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it (see ``journal``), written in any case."""
         state = self._machine.durable_state()
+        encoded = msgspec.msgpack.encode(state)
+        position = self._session.replicate(encoded, self._driver.now())
         kept = state["snapshot"] and (state["snapshot"]["generation"], state["snapshot"]["step"])
         moving = self._machine.phase in (
             ClusterPhase.QUIESCING,
@@ -326,23 +366,18 @@ class Coordinator:
         )
         phase = "" if moving else state["phase"]  # Those of a generation follow from its number.
         promise = (state["generation"], phase, state["job"] and state["job"]["job_id"], kept)
-        self._journal.save(msgspec.msgpack.encode(state), forced=promise != self._forced_for)
+        self._journal.save(encoded, forced=promise != self._forced_for, position=position)
         self._forced_for = promise
 
+    def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
+        return self._machine.steps(cast(Any, events), bug)
+
+    def _state(self) -> dict[str, Any]:
+        return self._machine.public_state()
+
     def _public_state(self) -> dict[str, Any]:
-        progress = self._planning.progress
-        state = self._machine.public_state()
-        if state["snapshot"] is not None:
-            ago_s = self._driver.now() - state["snapshot"]["at"]
-            state["snapshot"]["at"] = timestamp(ago_s=max(0.0, ago_s))
-        return {
-            **state,
-            "planning": progress and {"done": progress[0], "total": progress[1]},
-            "schema": SCHEMA,
-            "version": version("ftd"),
-            "coordinator": self._incarnation,
-            "at": timestamp(),
-        }
+        coordinator = {"coordinator": self._incarnation, **self._session.public_state()}
+        return told_state(self._state(), coordinator, self._planning.progress, self._driver.now())
 
     def _publish_state_soon(self) -> None:
         """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
@@ -360,13 +395,3 @@ class Coordinator:
         self._session.publish(self._topics.cluster_state, encode_state(state), retain=True)
         self._dashboard.on_state(state)
         self._publish_took_s = time.thread_time() - began_s
-
-
-def _unreachable(reason: str) -> bytes:
-    return encode_json({"schema": SCHEMA, "phase": "UNREACHABLE", "reason": reason, "nodes": {}})
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import structlog
 
 from ftd.coordinator.journal import Journal
+from ftd.coordinator.seat import Seat
 from ftd.driver import EventGate
 from ftd.errors import WireError
-from ftd.mqtt.session import MqttSession
 from ftd.wire.catalogue import TOLD_BY_OTHERS
 from ftd.wire.checking import encode_event, problem_of_details
 from ftd.wire.codec import MOST_NUMBER, check_size
@@ -45,7 +45,7 @@ class EventStream:
         self._gate = EventGate()
         self._emitted, self._heard, self._shown = emitted, heard, shown
 
-    def emit(self, session: MqttSession, event: EmitEvent, now: float) -> None:
+    def emit(self, session: Seat, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
         self._emitted(event)
         held_back = self._gate.admit(event, now)
@@ -66,6 +66,16 @@ class EventStream:
         )
         self._shown(message, True)
 
+    def overheard(self, payload: bytes) -> None:
+        """While another coordinator leads: what it tells is for our journal's history, too. Nothing is
+        decided by that, so whoever may write the topic can forge no more than history.
+
+        :raises WireError: it is no event.
+        """
+        message = _checked(decode_json(payload, EventMessage))
+        self._journal.record(message)
+        self._shown(message, message.source == SOURCE)
+
     def heard(self, payload: bytes) -> None:
         """A message on the event topic; our own were recorded when they were emitted.
 
@@ -83,11 +93,16 @@ class EventStream:
         if message.source.startswith("node/") and message.source != f"node/{message.node}":
             raise WireError(f"an event of {str(message.node)[:80]!r} that {message.source[:80]!r} tells")
         check_size(payload, MOST_HEARD_BYTES)
-        if (problem := problem_of_details(message.event, encode_json(message.details))) is not None:
-            raise WireError(problem[:500])
-        for name in ("generation", "step"):
-            if not 0 <= (getattr(message, name) or 0) <= MOST_NUMBER:
-                raise WireError(f"{name} is {getattr(message, name)}")
-        self._journal.record(message)
+        self._journal.record(_checked(message))
         self._heard(message)
         self._shown(message, False)
+
+
+def _checked(message: EventMessage) -> EventMessage:
+    """:raises WireError: it is not as the contract has it."""
+    if (problem := problem_of_details(message.event, encode_json(message.details))) is not None:
+        raise WireError(problem[:500])
+    for name in ("generation", "step"):
+        if not 0 <= (getattr(message, name) or 0) <= MOST_NUMBER:
+            raise WireError(f"{name} is {getattr(message, name)}")
+    return message

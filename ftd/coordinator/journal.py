@@ -33,6 +33,10 @@ _MAX_PAGE_BYTES = 700_000
 """A page is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
+Position = tuple[int, int]
+"""The leader's term, and how many states it had written under it: the greater, the newer."""
+
+
 class Journal:
     """One file, one writer (a lock says so), one thread."""
 
@@ -61,7 +65,13 @@ class Journal:
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_VERSION}")
             row = self._db.execute("SELECT value FROM meta WHERE name = 'job'").fetchone()
+            place = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
+            shared = self._db.execute("SELECT 1 FROM meta WHERE name = 'shared'").fetchone()
         self._job = row[0] if row else ""
+        term, serial = place[0].split() if place else (0, 0)
+        self.position: Position = (int(term), int(serial))
+        self.shared = shared is not None
+        """There was another coordinator beside this one, once: it may know more."""
 
     def load(self) -> bytes | None:
         """The last state saved, or None at the very first start."""
@@ -69,8 +79,10 @@ class Journal:
             row = self._db.execute("SELECT value FROM state").fetchone()
         return row[0] if row else None
 
-    def save(self, state: bytes, *, forced: bool) -> None:
+    def save(self, state: bytes, *, forced: bool, position: Position | None = None) -> None:
         """Replace the durable state, with the events recorded so far, in one transaction.
+
+        :param position: of this state among all that leaders wrote.
 
         :raises JournalError: it could not be written; the caller must not act on it.
         """
@@ -80,7 +92,26 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._write_buffer()
             self._db.execute("INSERT OR REPLACE INTO state (id, value) VALUES (1, ?)", (state,))
+            if position is not None:
+                text = "{} {}".format(*position)
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('position', ?)", (text,))
             self._db.execute("COMMIT")
+        self.position = position or self.position
+
+    def save_copy(self, state: bytes, position: Position) -> None:
+        """As a standby, what the leader's journal says.
+
+        :raises JournalError: as ``save``.
+        """
+        self.save(state, forced=False, position=position)
+        self.share()
+
+    def share(self) -> None:
+        """Remember that there is, or was, another coordinator."""
+        if not self.shared:
+            with self._failing("written"):
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('shared', '1')")
+            self.shared = True
 
     def record(self, message: EventMessage) -> None:
         """Remember an event; written with the next ``save`` or ``flush``."""

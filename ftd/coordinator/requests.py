@@ -13,9 +13,9 @@ from ftd.config.reading import require_name
 from ftd.config.snapshots import check_interval, check_protection
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
+from ftd.coordinator.seat import Seat
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
-from ftd.mqtt.session import MqttSession
 from ftd.protection import code_for
 from ftd.wire.codec import MOST_NUMBER
 from ftd.wire.public import (
@@ -55,7 +55,7 @@ class Requests:
         self,
         *,
         topics: Topics,
-        session: MqttSession,
+        session: Seat,
         driver: Driver,
         journal: Journal,
         checkpoints: Checkpoints,

@@ -60,10 +60,11 @@ def acl_text(cluster: str, users: Users) -> str:
 def _coordinator(topics: Topics) -> list[str]:
     reads = (topics.node_signal(), topics.node_state(), topics.request)
     both = (topics.events, topics.cluster_state)
+    among = (topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer())
     writes = (topics.node_command("+"), topics.reply("+"))
     return [
         *(f"read {topic}" for topic in reads),
-        *(f"readwrite {topic}" for topic in both),
+        *(f"readwrite {topic}" for topic in (*both, *among)),
         *(f"write {topic}" for topic in writes),
     ]
 

@@ -41,6 +41,10 @@ class Will:
     payload: bytes
 
 
+Kept = tuple[str, bytes, bool]
+"""Topic, payload, whether it is to be retained."""
+
+
 def _ignore(*_: float) -> None:
     return None
 
@@ -88,6 +92,11 @@ class MqttSession:
     def connected(self) -> bool:
         return self._connection is not None
 
+    @property
+    def problem(self) -> str:
+        """What was wrong last, in words."""
+        return self._problem
+
     async def run(self) -> None:
         """Stay connected until cancelled; then say goodbye, so that the last will is not sent."""
         retry_s = FIRST_RETRY_S
@@ -100,6 +109,19 @@ class MqttSession:
                 self._note_problem(error)
             retry_s = FIRST_RETRY_S if was_up else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+
+    async def run_once(self) -> None:
+        """One connection from its first to its last byte; also over when it cannot be had."""
+        try:
+            await self._connect_and_serve()
+        except (MqttError, OSError) as error:
+            self._note_problem(error)
+
+    def take_kept(self) -> list[Kept]:
+        """What was to be sent after the next connect, for who sends it by another session."""
+        kept = [(message.topic, message.payload, message.retain) for message in self._kept]
+        self._kept.clear()
+        return kept
 
     async def wait_connected(self, timeout_s: float) -> None:
         """:raises Unreachable: not within ``timeout_s``; says what was wrong at the last attempt."""

@@ -1,18 +1,20 @@
 """A simulated coordinator: the real cluster machine, its journal, and the real planner."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
-from ftd.protection_choice import protect
-from ftd.sim.network import COORDINATOR, Network
+from ftd.sim.checkpoints import CheckpointWork
+from ftd.sim.losses import Written
+from ftd.sim.network import Copy, Network
+from ftd.sim.plans import plan_event, planner_for
+from ftd.sim.seat import SimSeat
 from ftd.sim.world import World
-from planner.errors import PlanningError, StateLostError, TooFewNodesError
+from planner.errors import PlanningError
 from planner.planner import Planner
-from planner.values import ModelProfile, Plan, Policy, Situation
 from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -35,13 +37,9 @@ from statemachine.effects import (
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
-    CheckpointFailed,
-    CheckpointWritten,
     DrainRequested,
     JobSubmitted,
     NodeVanished,
-    PlanImpossible,
-    PlanReady,
     PlanWeighed,
     SignalArrived,
     SnapshotRequested,
@@ -55,8 +53,6 @@ from statemachine.values import Checkpoint, Job
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
 
-MOST_NODES = 7
-
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
     | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint
@@ -64,49 +60,21 @@ ClusterEffect = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def planner_for(profile: ModelProfile, policy: Policy) -> Planner:
-    """One planner per shape of job: its templates serve every seed, whatever ran before."""
-    planner = Planner(profile, policy)
-    planner.precompute(MOST_NODES)
-    return planner
+class SimCoordinator(CheckpointWork):
+    """A coordinator's process: what it knows is lost when it is killed, except for its journal."""
 
-
-_PLANS: dict[Any, Plan | PlanningError] = {}
-"""Plans by situation; the planner is deterministic, so a seed's run does not depend on earlier seeds."""
-
-
-def plan_for(planner: Planner, situation: Situation) -> Plan:
-    """:raises PlanningError: as the planner does."""
-    holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
-    parts = None if situation.parts is None else frozenset(situation.parts.items())
-    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s, parts)
-    answer = _PLANS.get(key)
-    if answer is None:
-        if len(_PLANS) > 20_000:
-            _PLANS.clear()
-        try:
-            answer = planner.plan(situation)
-        except PlanningError as error:
-            answer = error
-        _PLANS[key] = answer
-    if isinstance(answer, PlanningError):
-        raise answer
-    return answer
-
-
-class SimCoordinator:
-    """The coordinator's process: what it knows is lost when it is killed, except for its journal."""
-
-    name = COORDINATOR
-
-    def __init__(self, world: World, network: Network, invariants: "Invariants") -> None:
-        self.world, self.network, self.invariants = world, network, invariants
+    def __init__(self, world: World, network: Network, invariants: "Invariants", name: str) -> None:
+        self.world, self.network, self.invariants, self.name = world, network, invariants, name
         self.incarnation = 0
         self.up = False
         self.frozen = False
         self.machine = ClusterMachine(world.timing)
         self.journal: dict[str, Any] | None = None
+        """On its own disk: what it wrote as the leader, or kept of the leader's."""
+        self.position = (0, 0)
+        self.shared = False
+        """It once kept another one's, which is on the disk, too."""
+        self.leading = False
         self.crash_after: int | None = None
         """Effects until it is killed in the middle of carrying them out."""
         self.on_event: Any = None
@@ -114,31 +82,110 @@ class SimCoordinator:
         self.planner: Planner | None = None
         self._life = 0
         self._timers: dict[str, int] = {}
-        self._backlog: list[ClusterEvent] = []
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """Events that wait for the seat to be ours again."""
+        self._waiting: list[ClusterEvent] = []
         self._haste = Random(f"{world.seed} together")
         """Of its own: in a quarter of all seeds it is busy at times, and takes what came together."""
         self._busy = world.seed % 4 == 3
+        self.seat = SimSeat(self, world, network)
 
     # --- the process -------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.up, self.frozen = True, False
         self._life += 1
+        self._waiting = []
         self._timers.clear()
         self._backlog.clear()
         self.crash_after = None
         self.planner = None
         self.incarnation = self.world.serial()
+        self._untold.clear()
+        self.leading = False
+        self.machine = ClusterMachine(self.world.timing)
+        self.seat = SimSeat(self, self.world, self.network)
+        self.network.watch(self.seat)
+
+    # --- who leads ---------------------------------------------------------------------------------
+
+    def begin_reign(self, copy: Copy | None) -> None:
+        """From the newest of what the last leader left at the broker and what is on the own disk."""
+        self._life += 1
+        self._waiting = []
+        self._timers.clear()
+        self._untold.clear()
+        self.planner = None
+        journal = self.journal
+        if copy is not None and copy.position > self.position:
+            journal = copy.journal
         effects: list[Effect] = []
-        if self.journal is None:
+        if journal is None:
             self.machine = ClusterMachine(self.world.timing)
         else:
-            journal = json.loads(json.dumps(self.journal))
-            timing, now = self.world.timing, self.world.now
-            self.machine, effects = ClusterMachine.restore(timing, journal, now, "restart")
+            plain = json.loads(json.dumps(journal))
+            self.machine, effects = ClusterMachine.restore(
+                self.world.timing, plain, self.world.now, "restart"
+            )
+        self.leading = True
         self.invariants.coordinator_starts(self.machine)
         self._perform_all(effects)
-        self.network.register(self)
+
+    def reconnected(self) -> None:
+        """The seat is ours: what was to be told is told, then everybody is heard."""
+        untold, self._untold = self._untold, []
+        for action, arguments in untold:
+            self.network.from_seat(self.seat, action, *arguments)
+        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+
+    def end_reign(self) -> None:
+        self.leading = False
+        self._life += 1
+        self._waiting = []
+        self._timers.clear()
+        self._untold.clear()
+        self.machine = ClusterMachine(self.world.timing)
+
+    def replicate(self) -> None:
+        """The journal, at the broker and on the disk. What is at the broker counts."""
+        term = self.seat.machine.term
+        serial = self.position[1] + 1 if self.position[0] == term else 1
+        self.position, self.journal = (term, serial), self.machine.durable_state()
+        view = Written(self.machine)
+        self.network.from_seat(
+            self.seat, self._replicated, Copy(position=self.position, journal=self.journal), view
+        )
+
+    def _replicated(self, copy: Copy, view: Written) -> None:
+        self.network.replicate(copy)
+        self.invariants.persisted(view)
+
+    def keep(self, copy: Copy) -> None:
+        if copy.position > self.position:
+            self.position, self.journal = copy.position, copy.journal
+            self.shared = True
+
+    def tell(self, event: EmitEvent) -> None:
+        """Publish an event, now or when the seat is ours again."""
+        if self.network.has_seat(self.seat) and self.seat.speaks:
+            self.network.from_seat(self.seat, self._told, event)
+        else:
+            self._untold.append((self._told, (event,)))
+
+    def _told(self, event: EmitEvent) -> None:
+        self.invariants.public_event(event)
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def do(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Now, or where the process is stopped, when it goes on."""
+        if self.frozen:
+            self._backlog.append((action, arguments))
+        elif self.up:
+            action(*arguments)
+
+    # --- the process, again ------------------------------------------------------------------------
 
     def crash(self) -> None:
         """SIGKILL: only the journal is left."""
@@ -146,7 +193,10 @@ class SimCoordinator:
             return
         self.up = self.frozen = False
         self._life += 1
+        self._waiting = []
         self._backlog.clear()
+        self._untold.clear()
+        self.leading = False
         self.network.drop(self.name, process_died=True)
 
     def freeze(self, for_s: float) -> None:
@@ -158,27 +208,32 @@ class SimCoordinator:
         if not self.frozen or (life is not None and life != self._life):
             return
         self.frozen = False
-        self._take_backlog()
+        backlog, self._backlog = self._backlog, []
+        for action, arguments in backlog:
+            self.do(action, *arguments)
 
     def feed(self, event: ClusterEvent) -> None:
-        if not self.up:
-            return
-        if self.frozen:
-            self._backlog.append(event)
-        elif isinstance(event, TimerFired) or not self._busy or self._haste.random() < 0.7:
-            self._take([*self._backlog, event])
-        else:
-            if not self._backlog:
-                self.world.at(self._haste.uniform(0.0, 0.05), self._take_backlog, self._life)
-            self._backlog.append(event)
+        """It counts where this coordinator leads, as far as it knows."""
+        if self.leading:
+            self.do(self._feed, event, self._life)
 
-    def _take_backlog(self, life: int | None = None) -> None:
-        if not self.frozen and life in (None, self._life):
-            self._take(self._backlog)
+    def _feed(self, event: ClusterEvent, life: int) -> None:
+        if life != self._life:
+            return
+        if isinstance(event, TimerFired) or not self._busy or self._haste.random() < 0.7:
+            self._take([*self._waiting, event])
+        else:
+            if not self._waiting:
+                self.world.at(self._haste.uniform(0.0, 0.05), self.do, self._take_waiting, life)
+            self._waiting.append(event)
+
+    def _take_waiting(self, life: int) -> None:
+        if life == self._life:
+            self._take(self._waiting)
 
     def _take(self, events: list[ClusterEvent]) -> None:
         """As the driver does: together, but a timer alone, since what came before it may cancel it."""
-        self._backlog = []
+        self._waiting = []
         alone: list[ClusterEvent] = []
         for event in events:
             if isinstance(event, TimerFired):
@@ -190,18 +245,16 @@ class SimCoordinator:
         self._step(alone)
 
     def _step(self, events: list[ClusterEvent]) -> None:
-        if not events or not self.up:
+        if not events or not self.leading:
             return
         if self.world.tracing:
             for event in events:
                 self.world.note("coord", event)
         effects = self.machine.steps([replace(event, at=self.world.now) for event in events])
         self._perform_all(effects)
-        if self.up:  # what a coordinator knew that died before it journaled it was never known
+        if self.network.hears(self.seat):
+            # What a coordinator knew that died before it journaled it, or was deposed, was never known.
             self.invariants.coordinator_stepped(self.machine)
-
-    def connected(self) -> None:
-        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
 
     def disconnected(self) -> None:
         self.feed(BrokerLost(at=self.world.now, cause="broker"))
@@ -251,21 +304,17 @@ class SimCoordinator:
         world = self.world
         match effect:
             case SendCommand():
-                self.invariants.commands(effect, self.journal)
                 message = ToNode(
                     node=effect.node,
                     incarnation=effect.incarnation,
                     command=effect.command,
                     cause=effect.cause,
                 )
-                self.network.command(message)
+                self.network.from_seat(self.seat, self._command, effect, message)
             case PersistState():
-                self.journal = self.machine.durable_state()
-                self.invariants.persisted(self.machine)
+                self.replicate()
             case EmitEvent():
-                self.invariants.public_event(effect)
-                if self.on_event is not None:
-                    self.on_event(effect)
+                self.tell(effect)
             case SetTimer():
                 token = self._timers.get(effect.name, 0) + 1
                 self._timers[effect.name] = token
@@ -291,6 +340,11 @@ class SimCoordinator:
             case _:
                 assert_never(effect)
 
+    def _command(self, effect: SendCommand, message: ToNode) -> None:
+        copy = self.network.journal
+        self.invariants.commands(effect, copy.journal if copy is not None else None)
+        self.network.command(message)
+
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
         if life == self._life and self._timers.get(name) == token:
             self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
@@ -305,48 +359,6 @@ class SimCoordinator:
     def _checked(self, effect: CheckRestore, life: int) -> None:
         if life == self._life:
             self.feed(check_restore(effect, self.world.now))
-
-    def _commit(self, effect: CommitCheckpoint, life: int) -> None:
-        """A coordinator that dies has committed or has not, and mostly does not hear of it."""
-        if life != self._life:
-            return
-        world, place = self.world, self.invariants.place
-        if place.hangs_s:
-            world.at(place.hangs_s, self._commit, effect, life)
-            return
-        if place.closed or world.chance(place.full):
-            failed = CheckpointFailed(
-                at=world.now, cause=effect.cause, attempt=effect.attempt, step=effect.step, detail="full"
-            )
-            self.feed(failed)
-            return
-        pruned = place.commit(effect)
-        world.at(world.between(0.0, 0.2), self._committed, effect, pruned, life)
-
-    def _committed(self, effect: CommitCheckpoint, pruned: tuple[int, ...], life: int) -> None:
-        if life == self._life:
-            written = CheckpointWritten(
-                at=self.world.now,
-                cause=effect.cause,
-                attempt=effect.attempt,
-                step=effect.step,
-                pruned=pruned,
-            )
-            self.feed(written)
-
-    def _abandon(self, effect: AbandonCheckpoint, life: int) -> None:
-        place = self.invariants.place
-        if life == self._life and place.hangs_s:
-            self.world.at(place.hangs_s + 0.1, self._abandon, effect, life)  # Behind the commit that hangs.
-        elif life == self._life:
-            place.abandon(effect)
-
-    def _find(self, effect: FindCheckpoint, life: int) -> None:
-        place, now = self.invariants.place, self.world.now
-        if life == self._life and place.hangs_s:
-            self.world.at(place.hangs_s, self._find, effect, life)
-        elif life == self._life:
-            self.feed(place.refuses(effect, now) if place.closed else place.find(effect, now))
 
     def _weighed(self, effect: WeighPlan, life: int) -> None:
         if life != self._life:
@@ -370,23 +382,4 @@ class SimCoordinator:
         if life != self._life:
             return
         assert self.planner is not None, "a plan is asked for after TemplatesReady"
-        now, generation = self.world.now, effect.generation
-        try:
-            plan = plan_for(self.planner, effect.situation)
-        except PlanningError as error:
-            self.feed(
-                PlanImpossible(
-                    at=now,
-                    cause=effect.cause,
-                    generation=generation,
-                    too_few=isinstance(error, TooFewNodesError),
-                    reason=str(error),
-                    lost_layers=error.layers if isinstance(error, StateLostError) else (),
-                )
-            )
-        else:
-            wish, layers = effect.protection, self.planner.profile.layers
-            choice = None if wish is None else protect(plan, layers, wish)
-            self.feed(
-                PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)
-            )
+        self.feed(plan_event(self.planner, effect, self.world.now))

@@ -136,32 +136,33 @@ def reset_session(sim: "Simulation") -> None:
 
 
 def reset_coordinator(sim: "Simulation") -> None:
-    if sim.coordinator.up and sim.network.sessions[sim.coordinator.name].open:
-        sim.log("reset the coordinator's session")
-        sim.network.drop(sim.coordinator.name)
+    if sim.network.seat is not None:
+        sim.log("reset the leader's session")
+        sim.network.end_seat()
 
 
 def cut_coordinator(sim: "Simulation") -> None:
     for_s = sim.world.between(0.1, 10.0)
-    sim.log(f"cut the coordinator for {for_s:.2f} s")
+    sim.log(f"cut {sim.coordinator.name} for {for_s:.2f} s")
     sim.network.cut(sim.coordinator.name, for_s)
 
 
 def crash_coordinator(sim: "Simulation") -> None:
     if not sim.coordinator.up:
         return
+    coordinator = sim.coordinator
     if sim.world.chance(0.5):
-        sim.log("crash the coordinator")
-        sim.coordinator.crash()
-        sim.world.at(sim.world.between(0.05, 8.0), sim.coordinator.restart)
+        sim.log(f"crash {coordinator.name}")
+        coordinator.crash()
+        sim.world.at(sim.world.between(0.05, 8.0), coordinator.restart)
     else:
-        sim.log("crash the coordinator amid its effects")
+        sim.log(f"crash {coordinator.name} amid its effects")
         sim.coordinator.crash_after = sim.world.rng.randrange(40)
 
 
 def freeze_coordinator(sim: "Simulation") -> None:
     for_s = sim.world.between(0.5, 8.0)
-    sim.log(f"freeze the coordinator for {for_s:.2f} s")
+    sim.log(f"freeze {sim.coordinator.name} for {for_s:.2f} s")
     sim.coordinator.freeze(for_s)
 
 
@@ -389,5 +390,6 @@ def draw(sim: "Simulation", until_s: float) -> None:
             if number == count:
                 sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
 
-    sim.coordinator.on_event = react
+    for coordinator in sim.coordinators:
+        coordinator.on_event = react
     sim.invariants.on_commit = on_commit

@@ -89,7 +89,7 @@ class Invariants:
             self.broken(f"the committed step went back from {self.known} to {step}")
         self.known = step
 
-    def persisted(self, machine: ClusterMachine) -> None:
+    def persisted(self, machine: losses.Written) -> None:
         """What the journal says now; a rollback is in it, or never was."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id

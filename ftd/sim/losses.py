@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
 
 
+class Written:
+    """What a journal that is written says."""
+
+    def __init__(self, machine: ClusterMachine) -> None:
+        self.job_id, self.snapshot, self.checkpoint = machine.job_id, machine.snapshot, machine.checkpoint
+        self.writing, self.lineage = machine.writing, machine.lineage
+        self.committed_step, self.members = machine.committed_step, machine.members
+        self.generation = machine.generation
+
+
 def lacking(
     truth: "Invariants", trainers: Iterable[SimTrainer], step: int, ready: Iterable[SimTrainer] = ()
 ) -> set[int]:
@@ -26,7 +36,7 @@ def lacking(
     return set(range(truth.layers)).difference(held, *(trainer.gradients[1] for trainer in ready))
 
 
-def rolls_back(truth: "Invariants", machine: ClusterMachine) -> None:
+def rolls_back(truth: "Invariants", machine: Written) -> None:
     """Nobody goes back while those who take part hold all layers of their newest step; nor, with replicas
     of all parts, when a group that trained lost one node."""
     live = [

@@ -8,19 +8,32 @@ broker has forgotten everything and publishes no wills.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.sim.world import World
+from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen
 from statemachine.messages import FromNode, ToNode
+
+if TYPE_CHECKING:
+    from ftd.sim.seat import SimSeat
 
 KEEP_ALIVE_S = 4.0
 """A session over a cut link breaks after this long; a shorter cut only delays its messages."""
 
 COORDINATOR = "coordinator"
+"""The seat: the session of whichever coordinator leads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """The leader's journal, as it is retained."""
+
+    position: tuple[int, int]
+    journal: dict[str, Any]
 
 
 class Client(Protocol):
-    """Who has a session: the coordinator or a node's daemon."""
+    """Who has a session: a coordinator's watch or a node's daemon."""
 
     name: str
     incarnation: int
@@ -61,7 +74,18 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.up = True
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {COORDINATOR: Session(_Vacant())}
+        self.seat: SimSeat | None = None
+        """Who has the session under the leader's client id."""
+        self.watches: dict[str, SimSeat] = {}
+        """By name: whose presence is retained."""
+        self.leader: Leader | None = None
+        self.gone = 0
+        """The leader whose last will is retained as the cluster's state; 0: none."""
+        self.journal: Copy | None = None
+        """All three retained."""
+        self.fences = True
+        """Off only for a planted bug: an old seat's messages go through."""
         self.retained: dict[str, tuple[bool, int]] = {}
         """Per node: (OFFLINE, incarnation) of its retained state."""
         self.duplicates = 0.0
@@ -70,18 +94,28 @@ class Network:
         """Probability that a message takes long."""
         self.lines: dict[str, Line] = {}
         """Nodes whose line to the coordinator is bad."""
-        self.take_signal: Callable[[FromNode], None] = lambda message: None
-        self.take_will: Callable[[str, int, bool], None] = lambda node, incarnation, graceful: None
         self.take_command: Callable[[ToNode], None] = lambda message: None
         self._last: dict[tuple[str, str], float] = {}
 
     # --- messages ------------------------------------------------------------------------------
 
     def signal(self, message: FromNode) -> None:
-        self._send(message.node, COORDINATOR, self.take_signal, (message,))
+        self._send(message.node, COORDINATOR, self._to_seat, ("signal", message))
 
     def command(self, message: ToNode) -> None:
-        self._send(COORDINATOR, message.node, self.take_command, (message,))
+        """At the broker, from the seat."""
+        target = self.sessions.get(message.node)
+        if target is not None and target.open:
+            self._pass(COORDINATOR, target, self.take_command, (message,))
+
+    def _to_seat(self, what: str, *arguments: Any) -> None:
+        seat = self.seat
+        if seat is None:
+            return
+        if seat.speaks:
+            getattr(seat.coordinator, what)(*arguments)
+        else:
+            seat.early.append((getattr(seat.coordinator, what), arguments))
 
     def retain(self, node: str, offline: bool, incarnation: int) -> None:
         """A node publishes its own state."""
@@ -93,7 +127,7 @@ class Network:
         self.retained[node] = (offline, incarnation)
         there = self.sessions[COORDINATOR]
         if offline and there.open:
-            self._pass("broker", there, self.take_will, (node, incarnation, graceful))
+            self._pass("broker", there, self._to_seat, ("will", node, incarnation, graceful))
 
     def _send(
         self, sender: str, receiver: str, action: Callable[..., None], arguments: tuple[Any, ...]
@@ -156,11 +190,9 @@ class Network:
             self.world.at(self.world.between(0.2, 1.0), self._connect, session, epoch)
             return
         session.open = True
+        if (watch := self.watches.get(session.client.name)) is not None:
+            self._tell_watches("met", watch.peer)
         session.client.connected()
-        if session.client.name == COORDINATOR:
-            for node, (offline, incarnation) in sorted(self.retained.items()):
-                if offline:
-                    self._pass("broker", session, self.take_will, (node, incarnation, False))
 
     def drop(self, name: str, *, process_died: bool = False, graceful: bool = False) -> None:
         """A session ends: by its process's death, by a reset, or (``graceful``) by a goodbye."""
@@ -168,8 +200,13 @@ class Network:
         was_open, session.open = session.open, False
         session.epoch += 1
         session.held.clear()
-        if was_open and self.up and name != COORDINATOR:
-            self._retain(name, True, session.client.incarnation, graceful)
+        if was_open and self.up:
+            if name in self.watches:
+                self._tell_watches("parted", session.client.incarnation)
+            else:
+                self._retain(name, True, session.client.incarnation, graceful)
+        if self.seat is not None and self.seat.name == name and process_died:
+            self.end_seat(tell=False)
         if not process_died:
             session.client.disconnected()
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
@@ -180,6 +217,8 @@ class Network:
         if session.cut:
             return
         session.cut = True
+        if self.seat is not None and self.seat.name == name:
+            self.sessions[COORDINATOR].cut = True
         if for_s > KEEP_ALIVE_S:
             self.world.at(KEEP_ALIVE_S, self._keep_alive, session, session.epoch)
         self.world.at(for_s, self.heal, name)
@@ -187,11 +226,17 @@ class Network:
     def _keep_alive(self, session: Session, epoch: int) -> None:
         if session.cut and session.open and session.epoch == epoch:
             self.drop(session.client.name)
+            if self.seat is not None and self.seat.name == session.client.name:
+                self.end_seat()
 
     def heal(self, name: str) -> None:
         session = self.sessions[name]
         session.cut = False
         held, session.held = session.held, []
+        if self.seat is not None and self.seat.name == name:
+            seat = self.sessions[COORDINATOR]
+            seat.cut = False
+            held, seat.held = [*seat.held, *held], []
         for action, arguments in held:
             action(*arguments)
 
@@ -202,12 +247,132 @@ class Network:
             was_open, session.open = session.open, False
             session.epoch += 1
             session.held.clear()
+            if session.client.name == COORDINATOR:
+                continue
             if was_open:
                 session.client.disconnected()
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
         self.up = False
+        self.end_seat()
         self.retained.clear()
+        self.leader = self.journal = None
+        self.gone = 0
         self.world.at(for_s, self.start_broker)
 
     def start_broker(self) -> None:
         self.up = True
+
+    # --- the seat ------------------------------------------------------------------------------
+
+    def take_seat(self, seat: "SimSeat", attempt: int) -> None:
+        """Connect under the leader's client id: who had it is thrown out, and what is retained is read."""
+        if seat.attempt != attempt or not seat.alive:
+            return
+        link = self.sessions[seat.name]
+        if not self.up or link.cut:
+            self.world.at(self.world.between(0.05, 1.0), seat.unseated, attempt)
+            return
+        self.end_seat()
+        session = self.sessions[COORDINATOR]
+        session.epoch += 1
+        session.open, session.cut = True, False
+        session.held.clear()
+        self.seat = seat
+        self._pass("broker", session, seat.seated, (attempt, self.leader, self.journal))
+        for node, (offline, incarnation) in sorted(self.retained.items()):
+            if offline:
+                self._pass("broker", session, self._to_seat, ("will", node, incarnation, False))
+
+    def leave_seat(self, seat: "SimSeat") -> None:
+        if self.seat is seat:
+            self.sessions[COORDINATOR].open = False
+            self.seat = None
+
+    def has_seat(self, seat: "SimSeat") -> bool:
+        return self.seat is seat
+
+    def hears(self, seat: "SimSeat") -> bool:
+        """What it sends is at the broker at once."""
+        return self.seat is seat and seat.speaks and not self.sessions[COORDINATOR].cut
+
+    def end_seat(self, *, tell: bool = True) -> None:
+        """The session is over: its last will goes out; who had it notices when it can."""
+        seat, session = self.seat, self.sessions[COORDINATOR]
+        if seat is None:
+            return
+        self.seat = None
+        session.open = session.cut = False
+        session.epoch += 1
+        session.held.clear()
+        if self.up and seat.reigning:
+            self.gone = seat.incarnation
+            self._tell_watches("missed", seat.incarnation)
+        if tell:
+            self._notice(seat, seat.attempt)
+
+    def _notice(self, seat: "SimSeat", attempt: int) -> None:
+        link = self.sessions[seat.name]
+        if link.cut:
+            link.held.append((self._notice, (seat, attempt)))
+        else:
+            self.world.at(self.world.between(0.001, 0.05), seat.unseated, attempt)
+
+    def from_seat(self, seat: "SimSeat", action: Callable[..., None], *arguments: Any) -> None:
+        """What its holder sends, in order; of anybody else nothing gets through."""
+        if self.seat is not seat or not seat.speaks:
+            if not self.fences and self.up:
+                action(*arguments)
+            return
+        session = self.sessions[COORDINATOR]
+        if session.cut:
+            session.held.append((self.from_seat, (seat, action, *arguments)))
+        else:
+            action(*arguments)
+
+    def record(self, leader: Leader) -> None:
+        self.leader, self.gone = leader, 0
+        self._tell_watches("saw", leader)
+
+    def beat(self, leader: Leader) -> None:
+        self._tell_watches("heard", leader)
+
+    def replicate(self, copy: Copy) -> None:
+        self.journal = copy
+        self._tell_watches("kept", copy)
+
+    def watch(self, seat: "SimSeat") -> None:
+        """A coordinator's process starts."""
+        self.watches[seat.name] = seat
+        self.register(seat)
+
+    def retained_for_watch(self, watch: "SimSeat") -> list[tuple[type[Any], dict[str, Any]]]:
+        found: list[tuple[type[Any], dict[str, Any]]] = []
+        for name, other in sorted(self.watches.items()):
+            if other is not watch and self.sessions[name].open:
+                found.append((PeerSeen, {"peer": other.peer}))
+        if self.leader is not None:
+            found.append((LeaderSeen, {"leader": self.leader}))
+        if self.gone:
+            found.append((LeaderVanished, {"incarnation": self.gone, "graceful": False}))
+        if self.journal is not None:
+            watch.kept(self.journal)
+        return found
+
+    def _tell_watches(self, what: str, *arguments: Any) -> None:
+        for name, watch in sorted(self.watches.items()):
+            session = self.sessions[name]
+            if session.open and self.up:
+                self._pass("broker", session, getattr(watch, what), arguments)
+
+
+class _Vacant:
+    """Stands in the seat's session, whose holder is ``Network.seat``."""
+
+    name = COORDINATOR
+    incarnation = 0
+
+    def connected(self) -> None:
+        return
+
+    def disconnected(self) -> None:
+        return

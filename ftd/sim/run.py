@@ -4,15 +4,16 @@ import traceback
 from dataclasses import dataclass
 
 from ftd.sim import faults
-from ftd.sim.coordinator import MOST_NODES, SimCoordinator
+from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
 from ftd.sim.node import Pace, SimNode
 from ftd.sim.place import SimPlace
+from ftd.sim.plans import MOST_NODES
 from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
-from statemachine.messages import FromNode, ToNode
+from statemachine.messages import ToNode
 from statemachine.values import CheckpointPolicy, Job, SnapshotPolicy
 
 CHAOS_S = 16.0
@@ -55,6 +56,7 @@ class Leaning:
     zero1: bool | None = None
     protection: str = ""
     checkpoints: bool | None = None
+    coordinators: int | None = None
     strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
     """Shortly behind an event of this name, so many of which are passed over."""
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
@@ -147,15 +149,20 @@ class Simulation:
             invariants=self.invariants,
             full=world.rng.choice((0.0, 0.0, 0.05)) if self.checkpoint.url else 0.0,
         )
-        self.coordinator = SimCoordinator(world, self.network, self.invariants)
+        self.coordinators = [
+            SimCoordinator(world, self.network, self.invariants, f"coordinator-{number}")
+            for number in range((seed % 3 + 1) if leaning.coordinators is None else leaning.coordinators)
+        ]
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
-        self.network.take_signal = self._signal
-        self.network.take_will = self.coordinator.will
         self.network.take_command = self._command
 
-    def _signal(self, message: FromNode) -> None:
-        self.coordinator.signal(message)
+    @property
+    def coordinator(self) -> SimCoordinator:
+        """The one that leads; or that did, as far as it knows."""
+        if self.network.seat is not None:
+            return self.network.seat.coordinator
+        return max(self.coordinators, key=lambda one: (one.leading, one.up, one.position))
 
     def _command(self, message: ToNode) -> None:
         self.nodes[message.node].command(message)
@@ -169,7 +176,8 @@ class Simulation:
 
     def begin(self) -> None:
         world = self.world
-        self.coordinator.start()
+        for coordinator in self.coordinators:
+            coordinator.start()
         for _ in range(world.rng.randint(*self.shape.nodes)):
             self.add_node()
         world.at(world.between(0.1, 1.0), self.submit)
@@ -208,7 +216,7 @@ class Simulation:
 
     def submit(self) -> None:
         """The user submits the job, and again when there was nobody to take it."""
-        open_here = self.coordinator.up and self.network.sessions[self.coordinator.name].open
+        open_here = self.coordinator.leading and self.network.has_seat(self.coordinator.seat)
         if not open_here or (self.checkpoint.url and (self.place.closed or self.place.hangs_s)):
             self.world.at(0.7, self.submit)
             return
@@ -232,7 +240,7 @@ class Simulation:
         """Is the job over? A user whose job ended before the healing submits another."""
         machine = self.coordinator.machine
         state = str(machine.phase)
-        if not self.coordinator.up or state not in ("FINISHED", "FAILED", "WAITING"):
+        if not self.coordinator.leading or state not in ("FINISHED", "FAILED", "WAITING"):
             pass
         elif self.job_is_unknown(job):
             self.submit()
@@ -256,14 +264,16 @@ class Simulation:
         """From here on nothing goes wrong any more."""
         self.healed = True
         self.log("healed")
-        self.coordinator.crash_after = None
+        for coordinator in self.coordinators:
+            coordinator.crash_after = None
         self.network.duplicates = self.network.slow = 0.0
         self.network.start_broker()
         self.place.opens()
         for name in list(self.network.sessions):
             self.network.heal(name)
-        self.coordinator.thaw()
-        self.coordinator.restart()
+        for coordinator in self.coordinators:
+            coordinator.thaw()
+            coordinator.restart()
         for node in self.nodes.values():
             node.data_cut = False
             node.unbuildable = 0

@@ -27,7 +27,7 @@ from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishCluster, PublishNode
-from statemachine.messages import FromNode, ToNode
+from statemachine.messages import ToNode
 from statemachine.values import CheckpointPolicy
 
 SUBMIT_S = 2.0
@@ -114,7 +114,7 @@ class ScenarioWorld:
         self.invariants = Invariants(world, self.versions, setting.job.policy, setting.profile)
         self.network = Network(world)
         self.place = self.invariants.place = SimPlace(invariants=self.invariants, full=0.0)
-        self.coordinator = _Coordinator(world, self.network, self.invariants)
+        self.coordinator = _Coordinator(world, self.network, self.invariants, "coordinator-0")
         self.coordinator.told = self
         self.coordinator.on_event = self.on_event
         self.nodes: dict[str, SimNode] = {}
@@ -129,17 +129,12 @@ class ScenarioWorld:
         """When the last fault that lasts for a while is over."""
         self._satisfied_steps: int | None = None
         self._serial = 0
-        self.network.take_signal = self._signal
-        self.network.take_will = self.coordinator.will
         self.network.take_command = self._command
 
     @property
     def now_s(self) -> float:
         """Since the scenario began."""
         return self.world.now - (self.begun_s or 0.0)
-
-    def _signal(self, message: FromNode) -> None:
-        self.coordinator.signal(message)
 
     def _command(self, message: ToNode) -> None:
         self.nodes[message.node].command(message)

@@ -89,6 +89,12 @@ def _channels() -> Json:
         "reply": _channel(topics.reply("{client}"), "Answers to one client.", ["Answer"]),
         "nodeSignal": _channel(topics.node_signal("{node}"), "Our own: node to coordinator.", ["Signal"]),
         "nodeCommand": _channel(topics.node_command("{node}"), "Our own: coordinator to node.", ["Command"]),
+        "leader": _channel(topics.leader, "Our own: which coordinator leads.", ["LeaderMessage"]),
+        "leaderBeat": _channel(topics.leader_beat, "Our own: it is there.", ["LeaderMessage"]),
+        "leaderJournal": _channel(topics.journal, "Our own: what it knows, for who takes over.", ["Journal"]),
+        "leaderPeer": _channel(
+            topics.coordinator_peer("{incarnation}"), "Our own: a coordinator is there.", ["PeerMessage"]
+        ),
         "nodeEcho": _channel(topics.node_echo("{node}"), "Our own: of ftd doctor.", ["Echo"]),
     }
 
@@ -96,6 +102,7 @@ def _channels() -> Json:
 _PARAMETERS = {
     "cluster": "The cluster's name: broker.cluster in ftd.toml, by default ftd.",
     "node": "The node's name.",
+    "incarnation": "Of a coordinator: a number.",
     "client": "What the client wrote into the request's reply.",
 }
 
@@ -124,8 +131,9 @@ def _operations() -> Json:
             "channel": {"$ref": "#/channels/reply"},
         }
         operations[f"ask_{name}"] = asked
-    for name in ("nodeSignal", "nodeCommand", "nodeEcho"):
-        operations[f"internal_{name}"] = _operation("send", name, False)
+    retained = {"leader": True, "leaderJournal": True, "leaderPeer": True}
+    for name in ("nodeSignal", "nodeCommand", "nodeEcho", "leaderBeat", *retained):
+        operations[f"internal_{name}"] = _operation("send", name, retained.get(name, False))
     return operations
 
 
@@ -156,11 +164,14 @@ def _messages() -> Json:
             "payload": {"$ref": _REFERENCE.format(name=kind.__name__)},
             "examples": [{"payload": EXAMPLES[name]}],
         }
-    for name in ("Signal", "Command", "Echo"):
+    types = dict.fromkeys(("Signal", "Command", "Journal"), "application/msgpack")
+    types |= {"Echo": "application/octet-stream"}
+    types |= dict.fromkeys(("LeaderMessage", "PeerMessage"), "application/json")
+    for name, kind_of_content in types.items():
         messages[name] = {
             "name": name,
             "summary": "Between ftd's own processes; no promise is made of what is in it.",
-            "contentType": "application/octet-stream" if name == "Echo" else "application/msgpack",
+            "contentType": kind_of_content,
             "payload": True,
         }
     return messages

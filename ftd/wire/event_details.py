@@ -313,6 +313,27 @@ class CoordinatorStarted(Details, frozen=True, kw_only=True):
     """For the first time, or restored from its journal."""
 
 
+class LeaderLost(Details, frozen=True, kw_only=True):
+    """The coordinator that led is gone; told by the one that leads in its place."""
+
+    leader: str
+    """Its name."""
+    term: int
+    how: Literal["last_will", "goodbye", "silence"]
+    detected_at: float
+    """``monotonic`` of who noticed."""
+
+
+class LeaderElected(Details, frozen=True, kw_only=True):
+    """A standby took over; what the last leader knew, it knows."""
+
+    leader: str
+    term: int
+    """One more with each taking over."""
+    took_s: float
+    """Since the loss was noticed."""
+
+
 class BrokerLost(Details, frozen=True, kw_only=True):
     """The coordinator lost the broker (told when it is back)."""
 

@@ -87,6 +87,12 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     """Of the coordinator."""
     coordinator: int
     """Its incarnation."""
+    leader: str = ""
+    """Its name."""
+    term: int = 0
+    """Under which it leads; one more with each taking over."""
+    standbys: list[str] = []
+    """Names of the coordinators that would take over, in this order."""
     at: str
     """ISO-8601, UTC."""
     phase: ClusterPhase
@@ -116,3 +122,7 @@ class ClusterUnreachable(StateData, frozen=True, kw_only=True):
     reason: str
     nodes: dict[str, NodeOfCluster]
     """None are known."""
+    coordinator: int | None = None
+    """Its incarnation."""
+    graceful: bool = False
+    """It was stopped on purpose."""

@@ -28,6 +28,25 @@ class Topics:
         """JSON requests of clients to the coordinator."""
         return f"{self.root}/request"
 
+    @property
+    def leader(self) -> str:
+        """Retained JSON: which coordinator leads, under which term."""
+        return f"{self.root}/coordinator/leader"
+
+    @property
+    def leader_beat(self) -> str:
+        """JSON: the leading coordinator is there."""
+        return f"{self.root}/coordinator/beat"
+
+    @property
+    def journal(self) -> str:
+        """Retained msgpack: what the leading coordinator's journal says."""
+        return f"{self.root}/coordinator/journal"
+
+    def coordinator_peer(self, incarnation: int | str = "+") -> str:
+        """Retained JSON: a coordinator is there. Without an incarnation: the filter for all."""
+        return f"{self.root}/coordinator/peer/{incarnation}"
+
     def node_state(self, node: str = "+") -> str:
         """Retained JSON; OFFLINE is the node's last will. Without a name: the filter for all nodes."""
         return f"{self.root}/node/{node}/state"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftd.sim import coordinator, damage, faults
+from ftd.sim import damage, faults, plans
 from ftd.sim.run import Leaning, run_seed
 from planner.parts import part_needs
 from statemachine import (
@@ -113,7 +113,8 @@ def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pyt
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "may_return", lambda c, node: True)
     monkeypatch.setattr(recovery, "trusted", lambda *everything: True)
-    found("", leaning=Leaning(at_commits=tuple((commit, faults.cut_node) for commit in range(5, 90, 12))))
+    cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
+    found("", leaning=Leaning(coordinators=1, strikes=(*cuts, ("NodeLost", faults.exit_trainer, 0))))
 
 
 def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +262,7 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
 
     real = part_needs
     monkeypatch.setattr("planner.planner.part_needs", needs)
-    monkeypatch.setattr(coordinator, "_PLANS", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
     found("starts without all of layers", SHARDED)
 
 

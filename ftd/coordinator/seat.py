@@ -1,0 +1,363 @@
+"""A coordinator's place at the broker: it watches who leads, and leads where ``statemachine.election`` says.
+
+To the coordinator it looks like one session: ``publish`` while it leads, ``on_connected`` and ``on_lost``
+around it. Below are two: the *watch*, under a client id of its own, which is always there, and the *seat*,
+under the one client id of the cluster's leader, which never comes back by itself.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, assert_never, cast
+
+import structlog
+
+from ftd.config.address import BrokerAddress
+from ftd.coordinator.watch import Following, Watch
+from ftd.driver import Driver
+from ftd.errors import WireError
+from ftd.mqtt.session import MAX_KEPT, Kept, MqttSession, Will
+from ftd.wire.coordinators import (
+    JournalCopy,
+    decode_copy,
+    decode_leader,
+    encode_copy,
+    encode_leader,
+    encode_peer,
+)
+from ftd.wire.public import SCHEMA, encode_json
+from ftd.wire.topics import Topics
+from statemachine import durable
+from statemachine.effects import Effect, EmitEvent
+from statemachine.election import ElectionMachine, Role
+from statemachine.leadership import (
+    Abdicate,
+    Leader,
+    LeaveSeat,
+    Peer,
+    Reign,
+    SeatLost,
+    SeatTaken,
+    SendBeat,
+    Suspend,
+    TakeSeat,
+)
+from statemachine.timing import Timing
+
+_log = structlog.get_logger("ftd.seat")
+
+LEAVE_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chair:
+    """One taking of the seat."""
+
+    session: MqttSession
+    task: "asyncio.Task[None] | None" = None
+    found: Leader | None = None
+    copy: JournalCopy | None = None
+    read: bool = False
+    """All that was retained has been read."""
+    reigns: bool = False
+    """The journal and the record are on their way: from here on everything else may follow."""
+    early: list[tuple[str, bytes, bool]] = field(default_factory=list)
+    """What came before the reign began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throne:
+    """What the coordinator does when its place changes; called in this order, on the event loop."""
+
+    begin: Callable[[Leader, JournalCopy | None], None]
+    """Lead from now on, from what the last leader left at the broker, or from one's own journal."""
+    state: Callable[[], bytes]
+    """The durable state, encoded."""
+    end: Callable[[Leader], None]
+    """Another one leads: forget the cluster."""
+    emit: Callable[[EmitEvent], None]
+
+
+class Seat:
+    """See the module."""
+
+    def __init__(
+        self,
+        broker: BrokerAddress,
+        topics: Topics,
+        me: Peer,
+        timing: Timing,
+        *,
+        subscriptions: Sequence[str],
+        throne: Throne,
+        following: Following,
+        shared: bool,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_acknowledged: Callable[[float], None],
+    ) -> None:
+        """``subscriptions``, ``on_…``: as of a ``MqttSession``, while this coordinator leads.
+        ``shared``: it has had others beside it."""
+        self.machine = ElectionMachine(me, timing, shared=shared)
+        self.serial = 0
+        self._broker, self._topics, self._me = broker, topics, me
+        self._position = following.position
+        self._subscriptions, self._throne = tuple(subscriptions), throne
+        self._on_message, self._on_connected = on_message, on_connected
+        self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
+        self._version = version("ftd")
+        self._driver = Driver(self.machine, self._perform)
+        self._chair: _Chair | None = None
+        self._reigning = False
+        self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
+        self._leaving: set[asyncio.Task[Any]] = set()
+        self._own = topics.coordinator_peer(me.incarnation)
+        self._watch = Watch(
+            broker,
+            topics,
+            me,
+            feed=self._driver.feed,
+            stamp=self._stamp,
+            leading=lambda: self._reigning,
+            following=following,
+            bury=lambda topic: self.publish(topic, b"", retain=True),
+        )
+
+    # --- as a session --------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """It leads, and is heard."""
+        chair = self._chair
+        return self._reigning and chair is not None and chair.reigns and chair.session.connected
+
+    @property
+    def leading(self) -> bool:
+        """It leads, as far as it knows."""
+        return self._reigning
+
+    async def run(self) -> None:
+        """Watch, and lead where it is our turn, until cancelled."""
+        tasks = [asyncio.ensure_future(self._watch.session.run()), asyncio.ensure_future(self._driver.run())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._driver.stop_timers()
+            self._leave()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, *self._leaving, return_exceptions=True)
+
+    def publish(
+        self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
+    ) -> None:
+        """From the seat, in the order of the calls; ``keep``: later, where there is no seat now."""
+        if self.connected and self._chair is not None:
+            self._chair.session.publish(topic, payload, retain=retain, qos=qos, keep=keep)
+        elif keep:
+            self._kept.append((topic, payload, retain))
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        if self._chair is not None:
+            await self._chair.session.flush(timeout_s)
+
+    async def say_goodbye(self, state: bytes, timeout_s: float) -> None:
+        """Leave on purpose: the next one need not wait for anything. ``state``: of the cluster, if we led."""
+        if self.connected:
+            self.publish(self._topics.cluster_state, state, retain=True)
+            await self.flush(timeout_s)
+        await self._watch.leave(timeout_s)
+
+    def replicate(self, state: bytes, at: float) -> tuple[int, int]:
+        """Leave the durable state at the broker, before what follows from it; its position."""
+        self.serial += 1
+        copy = JournalCopy(
+            term=self.machine.term,
+            serial=self.serial,
+            wall_s=time.time(),
+            monotonic_s=at,
+            version=self._version,
+            schema=durable.SCHEMA,
+            state=state,
+        )
+        if self.connected:
+            try:
+                self.publish(self._topics.journal, encode_copy(copy), retain=True)
+            except WireError as error:
+                # Nobody is to begin from an older one. The journal on this host has it.
+                _log.error("replicate", problem=str(error), remedy="no standby can take over now")
+                self.publish(self._topics.journal, b"", retain=True)
+        return copy.position
+
+    def public_state(self) -> dict[str, Any]:
+        """Who leads, and who would next."""
+        machine = self.machine
+        waiting = sorted(
+            (peer for peer in machine.peers.values() if peer.incarnation != self._me.incarnation),
+            key=lambda peer: peer.order,
+        )
+        return {
+            "leader": self._me.name,
+            "term": machine.term,
+            "standbys": [peer.name for peer in waiting],
+        }
+
+    def unreachable(self, reason: str, *, graceful: bool) -> bytes:
+        """The cluster's state while we do not lead it, and nobody else does."""
+        return encode_json(
+            {
+                "schema": SCHEMA,
+                "phase": "UNREACHABLE",
+                "reason": reason,
+                "nodes": {},
+                "coordinator": self._me.incarnation,
+                "graceful": graceful,
+            }
+        )
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": self._driver.now(), "cause": self._driver.cause()}
+
+    # --- the seat ------------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        wanted = cast(
+            EmitEvent | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate | SendBeat, effect
+        )  # Timers are the driver's.
+        match wanted:
+            case TakeSeat():
+                self._sit()
+            case LeaveSeat():
+                self._leave()
+            case Reign():
+                self._reign(wanted)
+            case Suspend():
+                if self._reigning:
+                    self._on_lost()
+            case Abdicate():
+                self._abdicate(wanted.leader)
+            case SendBeat():
+                beat = encode_leader(wanted.leader, self._version)
+                self.publish(self._topics.leader_beat, beat, qos=0)
+            case EmitEvent():
+                self._throne.emit(wanted)
+            case _:
+                assert_never(wanted)
+
+    def _sit(self) -> None:
+        self._leave()
+        topics = self._topics
+        session = MqttSession(
+            self._broker,
+            client_id=leader_client_id(topics.cluster, self._broker),
+            subscriptions=(*self._subscriptions, topics.leader, topics.journal, self._own),
+            will=Will(
+                topic=topics.cluster_state,
+                payload=self.unreachable("the coordinator vanished", graceful=False),
+            ),
+            on_message=lambda topic, payload, retained: self._seat_heard(chair, topic, payload, retained),
+            on_connected=lambda: chair.session.publish(
+                self._own, encode_peer(self._me, self._version), retain=True
+            ),
+            on_acknowledged=self._on_acknowledged,
+        )
+        chair = self._chair = _Chair(session=session)
+        chair.task = asyncio.ensure_future(self._hold(chair))
+
+    async def _hold(self, chair: _Chair) -> None:
+        await chair.session.run_once()
+        if self._chair is chair:
+            self._kept.extend(chair.session.take_kept())
+            self._chair = None
+            self._driver.feed(SeatLost(**self._stamp(), why=chair.session.problem))
+
+    def _leave(self) -> None:
+        """Without waiting: whoever has the seat after us ends the session anyway."""
+        chair, self._chair = self._chair, None
+        if chair is not None and chair.task is not None:
+            chair.task.cancel()
+            self._leaving.add(chair.task)
+            chair.task.add_done_callback(self._leaving.discard)
+
+    def _seat_heard(self, chair: _Chair, topic: str, payload: bytes, retained: bool) -> None:
+        topics = self._topics
+        if self._chair is not chair:
+            return
+        if topic == self._own:
+            if not retained and not chair.read:
+                chair.read = True
+                terms = (self._position()[0], chair.copy.term if chair.copy is not None else 0)
+                self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, term=max(terms)))
+        elif topic in (topics.leader, topics.journal):
+            if payload and not chair.read:
+                self._read(chair, topic, payload)
+        elif chair.reigns:
+            self._on_message(topic, payload, retained)
+        else:
+            chair.early.append((topic, payload, retained))
+
+    def _read(self, chair: _Chair, topic: str, payload: bytes) -> None:
+        try:
+            if topic == self._topics.leader:
+                chair.found = decode_leader(payload)
+            else:
+                copy = decode_copy(payload)
+                copy.unpacked()
+                chair.copy = copy
+        except WireError as error:
+            _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
+
+    def _reign(self, order: Reign) -> None:
+        """The journal, then the record, then everything else: in this order they reach the broker."""
+        chair = self._chair
+        if chair is None:
+            return  # Lost again, and said so.
+        topics = self._topics
+        if not order.again or not self._reigning:
+            self._kept.clear()
+            self.serial = 0
+            self._throne.begin(order.leader, chair.copy)
+        _log.info("reign", cluster=topics.cluster, term=order.leader.term, again=order.again)
+        self._reigning = chair.reigns = True
+        self.replicate(self._throne.state(), self._driver.now())
+        self.publish(topics.leader, encode_leader(order.leader, self._version), retain=True)
+        while self._kept:
+            topic, payload, retain = self._kept.popleft()
+            self.publish(topic, payload, retain=retain, keep=True)
+        self._on_connected()
+        early, chair.early = chair.early, []
+        for message in early:
+            self._on_message(*message)
+
+    def _abdicate(self, leader: Leader) -> None:
+        self._kept.clear()
+        if self._reigning:
+            self._reigning = False
+            _log.warning("abdicate", leader=leader.name, term=leader.term)
+            self._throne.end(leader)
+
+
+def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
+    """The one that the leader has at the broker. With a password, nobody else can guess it: a client that
+    connects with it ends the leader's session."""
+    if not broker.password:
+        return f"ftd-{cluster}-coordinator"
+    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
+    return f"ftd-{cluster}-coordinator-{known[:16]}"
+
+
+def role_in_words(seat: Seat) -> str:
+    """For systemd's status line."""
+    machine = seat.machine
+    if seat.leading:
+        return "coordinating"
+    if machine.leader is not None and machine.role is Role.FOLLOWER:
+        return f"standing by for {machine.leader.name}"
+    return "waiting for the broker"

@@ -1,0 +1,34 @@
+"""The cluster's state as the coordinator tells it, and an end to tasks."""
+
+import asyncio
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from ftd.wire.public import SCHEMA, timestamp
+
+
+def told_state(
+    state: dict[str, Any], coordinator: dict[str, Any], progress: tuple[int, int] | None, now: float
+) -> dict[str, Any]:
+    """The machine's public state with who tells it, and how far planning is.
+
+    :param now: on the machine's clock.
+    """
+    if state["snapshot"] is not None:
+        state["snapshot"]["at"] = timestamp(ago_s=max(0.0, now - state["snapshot"]["at"]))
+    return {
+        **state,
+        "planning": progress and {"done": progress[0], "total": progress[1]},
+        "schema": SCHEMA,
+        "version": version("ftd"),
+        **coordinator,
+        "at": timestamp(),
+    }
+
+
+async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel these, and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

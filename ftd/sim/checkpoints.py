@@ -1,0 +1,64 @@
+"""What a simulated coordinator does at the place of checkpoints, which may be full, closed, or hang."""
+
+from typing import TYPE_CHECKING
+
+from ftd.sim.world import World
+from statemachine.cluster import ClusterEvent
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
+from statemachine.events import CheckpointFailed, CheckpointWritten
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+
+
+class CheckpointWork:
+    """A part of ``SimCoordinator``."""
+
+    world: World
+    invariants: "Invariants"
+    _life: int
+
+    def feed(self, event: ClusterEvent) -> None:
+        raise NotImplementedError
+
+    def _commit(self, effect: CommitCheckpoint, life: int) -> None:
+        """A coordinator that dies has committed or has not, and mostly does not hear of it."""
+        if life != self._life:
+            return
+        world, place = self.world, self.invariants.place
+        if place.hangs_s:
+            world.at(place.hangs_s, self._commit, effect, life)
+            return
+        if place.closed or world.chance(place.full):
+            failed = CheckpointFailed(
+                at=world.now, cause=effect.cause, attempt=effect.attempt, step=effect.step, detail="full"
+            )
+            self.feed(failed)
+            return
+        pruned = place.commit(effect)
+        world.at(world.between(0.0, 0.2), self._committed, effect, pruned, life)
+
+    def _committed(self, effect: CommitCheckpoint, pruned: tuple[int, ...], life: int) -> None:
+        if life == self._life:
+            written = CheckpointWritten(
+                at=self.world.now,
+                cause=effect.cause,
+                attempt=effect.attempt,
+                step=effect.step,
+                pruned=pruned,
+            )
+            self.feed(written)
+
+    def _abandon(self, effect: AbandonCheckpoint, life: int) -> None:
+        place = self.invariants.place
+        if life == self._life and place.hangs_s:
+            self.world.at(place.hangs_s + 0.1, self._abandon, effect, life)  # Behind the commit that hangs.
+        elif life == self._life:
+            place.abandon(effect)
+
+    def _find(self, effect: FindCheckpoint, life: int) -> None:
+        place, now = self.invariants.place, self.world.now
+        if life == self._life and place.hangs_s:
+            self.world.at(place.hangs_s, self._find, effect, life)
+        elif life == self._life:
+            self.feed(place.refuses(effect, now) if place.closed else place.find(effect, now))

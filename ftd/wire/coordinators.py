@@ -1,0 +1,122 @@
+"""What coordinators of one cluster tell each other: who leads, who is there, and the leader's journal.
+
+The journal's topic is our own, so it is msgpack; the others are JSON, for people who look.
+"""
+
+import zlib
+
+import msgspec
+
+from ftd.errors import WireError
+from ftd.wire.codec import MAX_COMMAND_BYTES, check_size
+from ftd.wire.public import SCHEMA, decode_json, encode_json
+from statemachine.leadership import Leader, Peer
+
+MAX_COPY_BYTES = MAX_COMMAND_BYTES
+"""Of a journal on its topic, and of what it may unfold to."""
+PACK_FROM_BYTES = 256 * 1024
+"""A larger journal is compressed: it goes out with each step that is told."""
+
+
+class LeaderMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator that leads, on ``coordinator/leader`` and, for as long as it does, on ``…/beat``."""
+
+    term: int
+    name: str
+    incarnation: int
+    version: str = ""
+    schema: int = SCHEMA
+
+
+class PeerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A coordinator that is there, leading or ready to."""
+
+    name: str
+    incarnation: int
+    priority: int = 0
+    position: tuple[int, int] = (0, 0)
+    """Term and number of the newest state that it keeps."""
+    version: str = ""
+    gone: bool = False
+    """It is not there any more: its last will."""
+    schema: int = SCHEMA
+
+
+class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """The leader's durable state, and when it was written on both of its host's clocks."""
+
+    term: int
+    serial: int
+    """Counts the states written under this term."""
+    wall_s: float
+    monotonic_s: float
+    version: str
+    schema: int
+    """Of ``state``."""
+    state: bytes
+    packed: bool = False
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return (self.term, self.serial)
+
+    def unpacked(self) -> bytes:
+        """:raises WireError: it cannot be, or is too large."""
+        if not self.packed:
+            return self.state
+        unfolding = zlib.decompressobj()
+        try:
+            state = unfolding.decompress(self.state, MAX_COPY_BYTES)
+        except zlib.error as error:
+            raise WireError(f"the journal's copy cannot be unpacked: {error}") from None
+        if unfolding.unconsumed_tail or not unfolding.eof:
+            raise WireError(f"the journal's copy is larger than {MAX_COPY_BYTES} bytes, or cut off")
+        return state
+
+
+def encode_leader(leader: Leader, version: str) -> bytes:
+    return encode_json(
+        LeaderMessage(term=leader.term, name=leader.name, incarnation=leader.incarnation, version=version)
+    )
+
+
+def decode_leader(payload: bytes) -> Leader:
+    """:raises WireError: it is no record of a leader."""
+    message = decode_json(payload, LeaderMessage)
+    if message.term < 1:
+        raise WireError(f"a leader's term is {message.term}")
+    return Leader(term=message.term, name=message.name, incarnation=message.incarnation)
+
+
+def encode_peer(peer: Peer, version: str, *, gone: bool = False) -> bytes:
+    return encode_json(
+        PeerMessage(
+            name=peer.name,
+            incarnation=peer.incarnation,
+            priority=peer.priority,
+            position=peer.position,
+            version=version,
+            gone=gone,
+        )
+    )
+
+
+def encode_copy(copy: JournalCopy) -> bytes:
+    """:raises WireError: it is too large to be kept at the broker."""
+    if len(copy.state) > PACK_FROM_BYTES:
+        copy = msgspec.structs.replace(copy, state=zlib.compress(copy.state, 1), packed=True)
+    payload = msgspec.msgpack.encode(copy)
+    check_size(payload, MAX_COPY_BYTES)
+    return payload
+
+
+def decode_copy(payload: bytes) -> JournalCopy:
+    """:raises WireError: it is no journal."""
+    check_size(payload, MAX_COPY_BYTES)
+    try:
+        copy = msgspec.msgpack.decode(payload, type=JournalCopy)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed journal: {error}") from None
+    if copy.term < 0 or copy.serial < 0:
+        raise WireError(f"malformed journal: its position is {copy.position}")
+    return copy

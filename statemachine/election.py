@@ -1,0 +1,322 @@
+"""Which coordinator leads: one pure machine in each of them. ``step(event) -> list[Effect]``.
+
+Every coordinator *watches*, under a client id of its own: the retained record of who leads, its beats, its
+last will, and who else is there. One of them also has *the seat*: a session under the leader's client id. The
+broker allows one session per client id, so that taking the seat throws the holder before out; nothing that
+this one still sends gets through. All commands to nodes, the journal and the record go out through the seat,
+in one stream: what a command follows from is at the broker before it, and who takes the seat reads it all.
+
+Terms number the takings of the seat: one more than any that was read *from the seat*, written before the
+first command. So they rise, no two leaders have the same one, and nodes refuse commands of a lower one.
+
+Who has lost the seat does not take it back: it first looks who has it. It leads again (``Reign.again``) only
+where nobody did in between, since its record is still the newest; otherwise it forgets the cluster.
+
+====================  ======================================================================================
+role                  what ends it
+====================  ======================================================================================
+FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
+CANDIDATE             the seat is taken → LEADER; it cannot be had, or another leads → FOLLOWER
+LEADER                the seat is lost → SUSPENDED; a higher term is seen → FOLLOWER
+SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
+====================  ======================================================================================
+
+A broker that was restarted may have forgotten the record, and the journal with it. Then who led goes on at
+once; who followed leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too
+little, leaves it ``orphan_s``, as does who meets one that knows more.
+
+Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before
+it. Two that stand at once throw each other out until one has written its record, which the other one sees.
+"""
+
+from enum import StrEnum
+from typing import assert_never
+
+from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
+from statemachine.events import TimerFired
+from statemachine.leadership import (
+    Abdicate,
+    BeatHeard,
+    ElectionEvent,
+    Leader,
+    LeaderSeen,
+    LeaderVanished,
+    LeaveSeat,
+    Peer,
+    PeerSeen,
+    PeerVanished,
+    Reign,
+    SeatLost,
+    SeatTaken,
+    SendBeat,
+    Suspend,
+    TakeSeat,
+    WatchBegan,
+    WatchBroke,
+)
+from statemachine.timing import Timing
+
+SILENCE = "silence"
+TURN = "turn"
+SEAT = "seat"
+BEAT = "beat"
+
+MOST_TURNS = 8
+"""How many turns the wait behind failed attempts grows to."""
+
+
+class Role(StrEnum):
+    FOLLOWER = "FOLLOWER"
+    CANDIDATE = "CANDIDATE"
+    LEADER = "LEADER"
+    SUSPENDED = "SUSPENDED"
+
+
+class ElectionMachine:
+    """See the module. The first event is ``WatchBegan``."""
+
+    def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
+        """:param shared: this coordinator has had others beside it, ever."""
+        self.me = me
+        self._shared = shared
+        self._record_there = False
+        """The broker remembers who leads."""
+        self.role = Role.FOLLOWER
+        self.leader: Leader | None = None
+        """The newest that was ever seen."""
+        self.peers: dict[int, Peer] = {me.incarnation: me}
+        """Those that are there, by incarnation."""
+        self._timing = timing
+        self._watching = False
+        self._began_at = 0.0
+        self._lost_how: str | None = None
+        """Why the leader is thought to be gone; ``None``: it is not."""
+        self._lost_at = 0.0
+        self._reigned = False
+        """What we know of the cluster goes on to be true if nobody led since."""
+        self._tries = 0
+        self._at, self._cause = 0.0, ""
+        self._due: dict[str, float] = {}
+        self._out: list[Effect] = []
+
+    @property
+    def term(self) -> int:
+        """The highest term seen."""
+        return self.leader.term if self.leader is not None else 0
+
+    def step(self, event: ElectionEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        self._at, self._cause = event.at, event.cause
+        match event:
+            case WatchBegan():
+                self._watching, self._began_at = True, self._at
+                if len(self.peers) == 1:
+                    self._tries = 0
+                self._look()
+            case WatchBroke():
+                self._watching = self._record_there = False
+                self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
+                self._cancel(SILENCE, TURN)
+            case LeaderSeen():
+                self._record_there = True
+                self._see(event.leader)
+            case BeatHeard():
+                self._hear(event.leader)
+            case LeaderVanished():
+                if self.leader is not None and event.incarnation == self.leader.incarnation:
+                    self._miss("goodbye" if event.graceful else "last_will")
+            case PeerSeen():
+                if event.peer.incarnation == self.me.incarnation:
+                    self.me = event.peer  # As it is at this connection.
+                else:
+                    self._shared = True
+                self.peers[event.peer.incarnation] = event.peer
+            case PeerVanished():
+                if event.incarnation != self.me.incarnation:
+                    self.peers.pop(event.incarnation, None)
+            case SeatTaken():
+                self._seated(event)
+            case SeatLost():
+                self._unseated(event)
+            case TimerFired():
+                self._timer(event)
+            case _:
+                assert_never(event)
+        out, self._out = self._out, []
+        return out
+
+    # --- watching ----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """What is to be done, for one that watches and has no seat."""
+        if not self._watching or self.role in (Role.CANDIDATE, Role.LEADER):
+            return
+        leader = self.leader
+        if (wait_s := self._forgotten_s()) > 0:
+            self._set(SILENCE, wait_s)
+        elif leader is None or self._lost_how is not None:
+            self._wait_turn(self._rank())
+        elif leader.incarnation != self.me.incarnation:
+            self._set(SILENCE, self._timing.leader_silence_s)
+        else:
+            self._wait_turn(0)  # It was us, and nobody since.
+
+    def _forgotten_s(self) -> float:
+        """How long it is left to others to say what a broker without a record does not."""
+        if self._record_there or self._reigned or (self.leader is None and not self._shared):
+            return 0.0
+        others = [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
+        behind = any(peer.position > self.me.position for peer in others)
+        kept_up = self.leader is not None and self.me.position[0] >= self.leader.term
+        lately = kept_up or any(peer.position < self.me.position for peer in others)
+        wait_s = self._timing.leader_silence_s if lately and not behind else self._timing.orphan_s
+        return self._began_at + wait_s - self._at
+
+    def _see(self, leader: Leader) -> None:
+        """A record. An older one than we know of is what a broker kept from before."""
+        if leader.term > self.term:
+            mine = leader.incarnation == self.me.incarnation
+            self.leader, self._lost_how, self._tries = leader, None, 0
+            if not mine:
+                self._follow(leader)
+        elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
+            self._look()
+
+    def _hear(self, leader: Leader) -> None:
+        if leader.term > self.term:
+            self._see(leader)
+        elif leader == self.leader and leader.incarnation != self.me.incarnation:
+            self._lost_how = None
+            if self.role is Role.FOLLOWER:
+                self._cancel(TURN)
+                self._look()
+
+    def _follow(self, leader: Leader) -> None:
+        """Another one leads, under a higher term than we know of."""
+        self._cancel(TURN, SEAT, BEAT)
+        if self.role in (Role.CANDIDATE, Role.LEADER):
+            self._out.append(LeaveSeat(cause=self._cause))
+        if self._reigned:
+            self._reigned = False
+            self._out.append(Abdicate(cause=self._cause, leader=leader))
+        self.role = Role.FOLLOWER
+        self._look()
+
+    def _miss(self, how: str) -> None:
+        """The leader is gone, for all that one can tell."""
+        if self.role is not Role.FOLLOWER:
+            return
+        if self._lost_how is None:
+            self._lost_how, self._lost_at = how, self._at
+        self._cancel(SILENCE)
+        self._look()
+
+    def _rank(self) -> int:
+        """How many that are there stand before us. The leader that is gone does not."""
+        gone = self.leader.incarnation if self.leader is not None else 0
+        return sum(
+            1 for peer in self.peers.values() if peer.order < self.me.order and peer.incarnation != gone
+        )
+
+    def _wait_turn(self, turns: int) -> None:
+        turns += min(self._tries, MOST_TURNS)
+        if turns == 0:
+            self._stand()
+        elif TURN not in self._due:
+            self._set(TURN, turns * self._timing.election_s)
+
+    # --- the seat ------------------------------------------------------------------------------------
+
+    def _stand(self) -> None:
+        self._cancel(SILENCE, TURN)
+        self.role = Role.CANDIDATE
+        self._set(SEAT, self._timing.seat_s)
+        self._out.append(TakeSeat(cause=self._cause))
+
+    def _seated(self, event: SeatTaken) -> None:
+        if self.role is not Role.CANDIDATE:
+            return
+        found = event.found
+        before = found if found is not None and found.term >= self.term else self.leader
+        again = self._reigned and before is not None and before.incarnation == self.me.incarnation
+        term = max(self.term, event.term, found.term if found is not None else 0) + 1
+        leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
+        self._cancel(SEAT)
+        self._out.append(Reign(cause=self._cause, leader=leader, again=again))
+        if before is not None and before.name != self.me.name:
+            self._tell(before, leader)
+        self.role, self.leader, self._reigned = Role.LEADER, leader, True
+        self._lost_how, self._tries = None, 0
+        self._beat()
+
+    def _tell(self, before: Leader, leader: Leader) -> None:
+        how = self._lost_how or "last_will"
+        words = {
+            "last_will": "the broker lost its session",
+            "goodbye": "it was stopped",
+            "silence": f"it was silent for {self._timing.leader_silence_s:g} s",
+        }
+        noticed_at = self._lost_at if self._lost_how is not None else self._at
+        reason = f"{before.name} led the cluster: {words[how]}"
+        details = {"leader": before.name, "term": before.term, "how": how, "detected_at": noticed_at}
+        self._out.append(EmitEvent(cause=self._cause, name="LeaderLost", reason=reason, details=details))
+        took_s = self._at - noticed_at
+        self._out.append(
+            EmitEvent(
+                cause=self._cause,
+                name="LeaderElected",
+                reason=f"{leader.name} leads the cluster in place of {before.name}",
+                details={"leader": leader.name, "term": leader.term, "took_s": took_s},
+            )
+        )
+
+    def _beat(self) -> None:
+        if self.leader is not None:
+            self._out.append(SendBeat(cause=self._cause, leader=self.leader))
+        self._set(BEAT, self._timing.leader_beat_s)
+
+    def _unseated(self, event: SeatLost) -> None:
+        """It could not be had; or it was lost: to another one, by a reset, with the broker."""
+        if self.role not in (Role.CANDIDATE, Role.LEADER):
+            return
+        led = self.role is Role.LEADER
+        self._cancel(SEAT, BEAT)
+        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        if led:
+            self._out.append(Suspend(cause=self._cause))
+            # Somebody else may have taken it: its record, if so, is on its way. Alone, nobody has.
+            self._tries = 1 if len(self.peers) > 1 else 0
+        else:
+            self._tries += 1
+        self._look()
+
+    def _timer(self, event: TimerFired) -> None:
+        late_s = self._at - self._due.pop(event.name, self._at)
+        match event.name:
+            case "silence" if self._forgotten_s() > 0:
+                self._look()
+            case "silence" if late_s > self._timing.leader_silence_s / 2:
+                self._look()  # We were away ourselves: what was said meanwhile is yet to be read.
+            case "silence" if self.leader is None:
+                self._wait_turn(self._rank())
+            case "silence":
+                self._miss("silence")
+            case "turn":
+                if self.role in (Role.FOLLOWER, Role.SUSPENDED) and self._watching:
+                    self._stand()
+            case "seat":
+                if self.role is Role.CANDIDATE:
+                    self._out.append(LeaveSeat(cause=self._cause))
+                    self._unseated(SeatLost(at=self._at, cause=self._cause, why="it takes too long"))
+            case _:
+                if self.role is Role.LEADER:
+                    self._beat()
+
+    def _set(self, name: str, delay_s: float) -> None:
+        self._due[name] = self._at + delay_s
+        self._out.append(SetTimer(cause=self._cause, name=name, delay_s=delay_s))
+
+    def _cancel(self, *names: str) -> None:
+        for name in names:
+            if self._due.pop(name, None) is not None:
+                self._out.append(CancelTimer(cause=self._cause, name=name))

@@ -1,0 +1,254 @@
+"""Places of several coordinators at real brokers: one leads, and only what it says gets through."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunningBroker
+
+from ftd.config.address import BrokerAddress
+from ftd.coordinator.seat import Seat, Throne
+from ftd.coordinator.watch import Following
+from ftd.mqtt.session import MqttSession
+from ftd.wire.coordinators import JournalCopy
+from ftd.wire.topics import Topics
+from statemachine.effects import EmitEvent
+from statemachine.leadership import Leader, Peer
+from statemachine.timing import Timing
+
+PATIENCE_S = 60.0
+TOPICS = Topics(cluster="t")
+TIMING = Timing(leader_beat_s=0.1, leader_silence_s=2.0, election_s=0.2)
+COMMAND = TOPICS.node_command("node-0")
+
+
+class Coordinator:
+    """What is told to one place, and said from it."""
+
+    def __init__(self, name: str, incarnation: int, broker: BrokerAddress) -> None:
+        self.name = name
+        self.state = b"nothing"
+        self.begun: list[tuple[Leader, JournalCopy | None]] = []
+        self.ended: list[Leader] = []
+        self.events: list[str] = []
+        self.connections = 0
+        self.copies: list[JournalCopy] = []
+        self.seat = Seat(
+            broker,
+            TOPICS,
+            Peer(name=name, incarnation=incarnation),
+            TIMING,
+            subscriptions=(TOPICS.node_signal(), TOPICS.cluster_state),
+            throne=Throne(
+                begin=lambda leader, copy: self.begun.append((leader, copy)),
+                state=lambda: self.state,
+                end=self.ended.append,
+                emit=self._emit,
+            ),
+            following=Following(
+                position=lambda: (0, 0),
+                met=lambda: None,
+                keep=self.copies.append,
+                heard=lambda payload: None,
+                seen=lambda state: None,
+            ),
+            shared=False,
+            on_message=lambda topic, payload, retained: None,
+            on_connected=self._connected,
+            on_lost=lambda: None,
+            on_acknowledged=lambda seconds: None,
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.task = asyncio.ensure_future(self.seat.run())
+
+    async def end(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    def _emit(self, event: EmitEvent) -> None:
+        self.events.append(event.name)
+
+    def _connected(self) -> None:
+        self.connections += 1
+
+    def say(self, word: bytes) -> None:
+        """The journal says so, then a node is told."""
+        self.seat.replicate(word, time.monotonic())
+        self.seat.publish(COMMAND, word)
+
+
+async def until(holds: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+class Proxy:
+    """Stands between a coordinator and its broker; ``cut`` lets no byte through, and closes nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._open = port, asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> BrokerAddress:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return BrokerAddress(host="127.0.0.1", port=self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def heal(self) -> None:
+        self._open.set()
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, out = await asyncio.open_connection("127.0.0.1", self._port)
+        for task in (
+            asyncio.ensure_future(self._pass(reader, out)),
+            asyncio.ensure_future(self._pass(there, writer)),
+        ):
+            self._tasks.add(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self._open.wait()
+                writer.write(data)
+                await writer.drain()
+        await self._open.wait()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def listener(broker: BrokerAddress) -> AsyncIterator[list[bytes]]:
+    """A node: what it is told."""
+    told: list[bytes] = []
+    session = MqttSession(
+        broker,
+        client_id="node",
+        subscriptions=[COMMAND],
+        on_message=lambda topic, payload, retained: told.append(payload),
+    )
+    task = asyncio.ensure_future(session.run())
+    await session.wait_connected(PATIENCE_S)
+    yield told
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> None:
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        async with listener(broker.address) as told:
+            anna.start()
+            await until(lambda: anna.connections == 1, "anna leads")
+            bert.start()
+            await until(lambda: "bert" in anna.seat.public_state()["standbys"], "anna sees bert")
+            for number in range(20):
+                anna.say(b"%d" % number)
+            await until(lambda: told and told[-1] == b"19", "the node hears anna")
+            await anna.end()  # Without a goodbye from the coordinator: as a kill, for the others.
+            anna.seat._watch.session.interrupt()
+            bert.seat.machine.peers.pop(1, None)
+            await until(lambda: bert.connections == 1, "bert leads")
+            [(leader, copy)] = bert.begun
+            assert copy is not None and copy.state == b"19" and copy.position == (1, 21)
+            assert leader.term == 2 and bert.events == ["LeaderLost", "LeaderElected"]
+            await bert.end()
+
+    run(play())
+
+
+def test_a_leader_that_was_cut_off_is_not_heard_and_comes_back_to_follow(
+    mosquitto: RunningBroker,
+) -> None:
+    async def play() -> None:
+        proxy = Proxy(mosquitto.port)
+        anna, bert = (
+            Coordinator(name, n, address)
+            for n, name, address in ((1, "anna", await proxy.start()), (2, "bert", mosquitto.address))
+        )
+        async with listener(mosquitto.address) as told:
+            anna.start()
+            await until(lambda: anna.connections == 1, "anna leads")
+            bert.start()
+            await until(lambda: bert.copies, "bert keeps anna's journal")
+            anna.say(b"anna")
+            await until(lambda: told == [b"anna"], "the node hears anna")
+            proxy.cut()
+            await asyncio.sleep(0)
+            anna.say(b"anna, cut off")
+            await until(lambda: bert.connections == 1, "bert leads")
+            bert.say(b"bert")
+            anna.say(b"anna, still cut off")
+            proxy.heal()
+            await until(lambda: anna.ended, "anna hears of bert")
+            anna.say(b"anna, deposed")
+            bert.say(b"bert again")
+            await until(lambda: told and told[-1] == b"bert again", "the node hears bert")
+            assert told == [b"anna", b"bert", b"bert again"]
+            assert bert.begun[0][1] is not None and bert.begun[0][1].state == b"anna"
+            assert anna.seat.machine.leader == bert.seat.machine.leader
+            await asyncio.gather(anna.end(), bert.end())
+        await proxy.close()
+
+    run(play())
+
+
+def test_a_leader_goes_on_behind_a_broker_that_forgot_everything(mosquitto: RunningBroker) -> None:
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, mosquitto.address) for n, name in ((1, "anna"), (2, "bert")))
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.start()
+        await until(lambda: bert.copies, "bert keeps anna's journal")
+        mosquitto.kill()
+        mosquitto.start()
+        await until(lambda: anna.connections + bert.connections == 2, "somebody leads again")
+        assert anna.connections == 2 and len(anna.begun) == 1 and not anna.ended
+        await until(lambda: len(bert.copies) >= 2 and bert.copies[-1].term == 2, "the journal is back")
+        await asyncio.gather(anna.end(), bert.end())
+
+    run(play())
+
+
+@pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
+def test_many_that_come_at_once_agree(
+    kind: str, start_broker: Callable[[str], RunningBroker], tmp_path: Path
+) -> None:
+    async def play() -> None:
+        broker = start_broker(kind)
+        all_of_them = [Coordinator(f"c{n}", n, broker.address) for n in range(1, 6)]
+        for one in all_of_them:
+            one.start()
+
+        def agreed() -> bool:
+            leading = [one for one in all_of_them if one.seat.connected]
+            return len(leading) == 1 and all(
+                one.seat.machine.leader == leading[0].seat.machine.leader for one in all_of_them
+            )
+
+        await until(agreed, "one leads, and all know it")
+        terms = [leader.term for one in all_of_them for leader, _ in one.begun]
+        assert len(terms) == len(set(terms))
+        await asyncio.gather(*(one.end() for one in all_of_them))
+
+    run(play())

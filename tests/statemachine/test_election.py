@@ -1,0 +1,207 @@
+"""Who leads: the election machine, event by event."""
+
+from typing import Any
+
+from statemachine.effects import Effect
+from statemachine.election import ElectionMachine, Role
+from statemachine.events import TimerFired
+from statemachine.leadership import (
+    Abdicate,
+    BeatHeard,
+    ElectionEvent,
+    Leader,
+    LeaderSeen,
+    LeaderVanished,
+    LeaveSeat,
+    Peer,
+    PeerSeen,
+    Reign,
+    SeatLost,
+    SeatTaken,
+    Suspend,
+    TakeSeat,
+    WatchBegan,
+    WatchBroke,
+)
+from statemachine.timing import Timing
+
+TIMING = Timing()
+ANNA = Leader(term=4, name="anna", incarnation=1)
+
+
+class One:
+    """A machine and a clock."""
+
+    def __init__(self, name: str = "bert", incarnation: int = 2, priority: int = 0) -> None:
+        self.machine = ElectionMachine(Peer(name=name, incarnation=incarnation, priority=priority), TIMING)
+        self.at = 0.0
+        self.out: list[Effect] = []
+
+    def feed(self, kind: type[Any], after_s: float = 0.0, **fields: Any) -> list[Effect]:
+        self.at += after_s
+        event: ElectionEvent = kind(at=self.at, cause="c", **fields)
+        self.out = self.machine.step(event)
+        return self.out
+
+    def fire(self, name: str, late_s: float = 0.0) -> list[Effect]:
+        self.at = self.machine._due[name] + late_s
+        return self.feed(TimerFired, name=name)
+
+    def has(self, kind: type[Effect]) -> bool:
+        return any(isinstance(effect, kind) for effect in self.out)
+
+    def names(self) -> list[str]:
+        return [getattr(effect, "name", "") for effect in self.out]
+
+    def follows(self, leader: Leader = ANNA, *others: Peer) -> "One":
+        """It has just come, and there is a leader."""
+        self.feed(LeaderSeen, leader=leader)
+        for peer in others:
+            self.feed(PeerSeen, peer=peer)
+        self.feed(WatchBegan)
+        assert self.machine.role is Role.FOLLOWER
+        return self
+
+    def reigns(self, found: Leader | None = None, term: int = 0) -> Reign:
+        assert self.has(TakeSeat) and self.machine.role is Role.CANDIDATE
+        [reign] = [e for e in self.feed(SeatTaken, found=found, term=term) if isinstance(e, Reign)]
+        assert self.machine.role is Role.LEADER
+        return reign
+
+
+def test_the_first_one_leads_at_once() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    reign = one.reigns()
+    assert (reign.leader.term, reign.leader.name, reign.again) == (1, "bert", False)
+    assert "LeaderElected" not in one.names()
+
+
+def test_the_term_is_above_all_that_was_read_or_kept() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.reigns(found=Leader(term=9, name="cora", incarnation=3), term=11).leader.term == 12
+
+
+def test_a_last_will_of_the_leader_is_enough_and_is_told() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=7, graceful=False)
+    assert not one.out  # Of somebody who led before.
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.reigns(found=ANNA).leader.term == 5
+    assert [name for name in one.names() if name.startswith("Leader")] == ["LeaderLost", "LeaderElected"]
+
+
+def test_silence_deposes_and_beats_do_not() -> None:
+    one = One().follows()
+    for _ in range(10):
+        one.feed(BeatHeard, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
+    one.fire("silence")
+    one.reigns(found=ANNA)
+
+
+def test_who_was_away_itself_listens_first() -> None:
+    one = One().follows()
+    one.fire("silence", late_s=60.0)
+    assert not one.has(TakeSeat)
+    one.fire("silence")
+    assert one.has(TakeSeat)
+
+
+def test_standbys_stand_in_turn() -> None:
+    anna, cora, dora = (Peer(name=n, incarnation=i) for n, i in (("anna", 1), ("cora", 3), ("dora", 4)))
+    last, first = (
+        One("cora", 3).follows(ANNA, anna, Peer(name="dora", incarnation=4, priority=5)),
+        One("dora", 4, priority=5).follows(ANNA, anna, cora),
+    )
+    for one in (last, first):
+        one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert first.has(TakeSeat) and not last.has(TakeSeat)
+    record = first.reigns(found=ANNA).leader
+    last.feed(LeaderSeen, leader=record)
+    assert last.machine.role is Role.FOLLOWER and "turn" not in last.machine._due
+    # And if the first one fails before it wrote its record:
+    other = One("cora", 3).follows(ANNA, anna, dora, Peer(name="bert", incarnation=2))
+    other.feed(LeaderVanished, incarnation=1, graceful=False)
+    other.fire("turn")
+    assert other.has(TakeSeat)
+
+
+def test_a_higher_term_ends_a_reign() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    one.reigns()
+    other = Leader(term=2, name="anna", incarnation=1)
+    one.feed(LeaderSeen, leader=other)
+    assert one.has(LeaveSeat) and one.has(Abdicate) and one.machine.role is Role.FOLLOWER
+    one.feed(SeatLost, why="thrown out")
+    assert not one.out
+
+
+def test_who_was_thrown_out_looks_before_it_stands_again() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    mine = one.reigns().leader
+    one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
+    one.feed(SeatLost, why="thrown out")
+    assert one.has(Suspend) and not one.has(TakeSeat)
+    one.feed(LeaderVanished, incarnation=mine.incarnation, graceful=False)
+    assert not one.has(TakeSeat)
+    one.feed(LeaderSeen, leader=Leader(term=mine.term + 1, name="anna", incarnation=1))
+    assert one.has(Abdicate)
+
+
+def test_a_leader_whose_broker_was_restarted_goes_on() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    mine = one.reigns().leader
+    one.feed(WatchBroke)
+    one.feed(SeatLost, why="the broker")
+    assert one.has(Suspend) and not one.has(TakeSeat)
+    one.feed(WatchBegan, after_s=5.0)
+    reign = one.reigns()  # The broker remembers nothing.
+    assert reign.again and reign.leader.term == mine.term + 1
+
+
+def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_knew() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    mine = one.reigns().leader
+    one.feed(SeatLost, why="reset")
+    assert one.has(TakeSeat)  # Alone, as far as it knows.
+    reign = one.reigns(found=Leader(term=mine.term + 1, name="anna", incarnation=1))
+    assert not reign.again and reign.leader.term == mine.term + 2
+
+
+def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=True)
+    waits = []
+    for _ in range(12):
+        assert one.has(TakeSeat)
+        one.feed(SeatLost, why="refused")
+        waits.append(one.machine._due["turn"] - one.at)
+        one.fire("turn")
+    assert waits == sorted(waits) and waits[0] == TIMING.election_s and waits[-1] == waits[-2]
+
+
+def test_a_seat_that_is_not_had_in_time_is_left() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=True)
+    one.fire("seat")
+    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
+
+
+def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
+    """Who kept up with the leader leaves it time to come back; who did not, much more."""
+    kept_up = One().follows()
+    kept_up.feed(WatchBroke)
+    kept_up.feed(PeerSeen, peer=Peer(name="bert", incarnation=2, position=(4, 9)))
+    kept_up.feed(WatchBegan)
+    assert not kept_up.has(TakeSeat)
+    kept_up.fire("silence")
+    kept_up.reigns()
+    orphan = One()
+    orphan.machine = ElectionMachine(orphan.machine.me, TIMING, shared=True)
+    orphan.feed(WatchBegan)
+    assert orphan.machine._due["silence"] == orphan.at + TIMING.orphan_s
