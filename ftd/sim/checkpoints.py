@@ -1,5 +1,6 @@
 """What a simulated coordinator does at the place of checkpoints, which may be full, closed, or hang."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from ftd.sim.world import World
@@ -11,15 +12,16 @@ if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
 
 
-class CheckpointWork:
+class CheckpointWork(ABC):
     """A part of ``SimCoordinator``."""
 
     world: World
     invariants: "Invariants"
     _life: int
 
+    @abstractmethod
     def feed(self, event: ClusterEvent) -> None:
-        raise NotImplementedError
+        """To the machine."""
 
     def _commit(self, effect: CommitCheckpoint, life: int) -> None:
         """A coordinator that dies has committed or has not, and mostly does not hear of it."""
