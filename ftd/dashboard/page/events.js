@@ -2,7 +2,7 @@
 
 import { SEVERITIES, clock, duration, eventLook, make, moment, say, show } from "./words.js";
 
-const PAGE = 100;
+const PAGE = 60;
 const MOST_IN_STORY = 200;
 const $ = (id) => document.getElementById(id);
 let shown = PAGE;
@@ -59,7 +59,7 @@ function prepend(events, keep) {
   if (!fresh.length) return true;
   const list = $("event-list");
   list.querySelector(":scope > .quiet")?.remove();
-  list.prepend(...fresh.slice(0, shown).map((e) => line(e, events, true)));
+  list.prepend(...fresh.slice(0, shown).map((e) => line(e, events)));
   while (list.childElementCount > shown) list.lastElementChild.remove();
   last = Number(list.lastElementChild?.dataset.n);
   return true;
@@ -87,10 +87,10 @@ function filter(view) {
   };
 }
 
-function line(event, events, fresh = false) {
+function line(event, events) {
   const [kind, mark] = eventLook(event);
   const opened = open === event.n;
-  return make("li", { class: "event", "data-n": event.n, "data-kind": kind, "data-fresh": fresh ? "yes" : null },
+  return make("li", { class: "event", "data-n": event.n, "data-kind": kind },
     make("button", { type: "button", "aria-expanded": opened ? "true" : "false" },
       make("time", { title: moment(event.at), datetime: new Date(event.at * 1000).toISOString() }, clock(event.at)),
       make("span", { class: "mark", "aria-label": event.severity }, mark),

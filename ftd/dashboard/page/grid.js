@@ -3,7 +3,7 @@
 
 import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
 
-const MOST_ROWS = 32;
+const MOST_ROWS = 20;
 const MANY = 8;
 const $ = (id) => document.getElementById(id);
 let drawn = null;
