@@ -27,7 +27,8 @@ from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError, RequestRefused, Unreachable
 from ftd.local.cluster import ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory
+from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.mounts import small_file_system
 from ftd.wire.public import JobData, StopRequest, SubmitRequest
 
 NODES_START_S = 120.0
@@ -54,6 +55,9 @@ class SoakOptions:
     """``None``: by the job's precision."""
     beyond: bool
     """More nodes may be lost at once than the job tolerates."""
+    memory_mib: int | None
+    """Snapshots of all nodes live in a memory file system of this size, which may be filled; ``None``: in
+    the machine's own, which may not."""
     broker: str
     logs: Path | None
 
@@ -65,7 +69,7 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
     :raises FtdError: the cluster could not be brought up, or the job does not even run undisturbed.
     """
     job = load_job_data(options.job, steps=options.steps)
-    with private_directory() as directory:
+    with private_directory() as directory, _memory(options, directory):
         cluster = LocalCluster(directory, ClusterOptions(broker=options.broker, cluster="soak"))
         soak = Soak(options, job, cluster, say)
         kept: Path | None = options.logs
@@ -79,6 +83,12 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
                 shutil.copytree(cluster.fleet.logs, kept, dirs_exist_ok=True)
                 (kept / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in soak.events))
         return soak.report(kept)
+
+
+def _memory(options: SoakOptions, directory: Path) -> contextlib.AbstractContextManager[None]:
+    if options.memory_mib is None:
+        return contextlib.nullcontext()
+    return small_file_system(shared_memory(directory), options.memory_mib, "--memory-mib")
 
 
 def _private(job: JobData, directory: Path, number: int) -> JobData:
@@ -144,6 +154,7 @@ class Soak:
                 self.watch,
                 tolerate=self._job.policy.tolerate,
                 beyond=self._options.beyond,
+                seed=self._options.seed,
             )
             try:
                 await self._wait(self._ready, NODES_START_S, "all nodes with their trainers")
@@ -189,7 +200,13 @@ class Soak:
 
     async def _strike(self, client: ClusterClient, hands: SoakHands) -> None:
         options = self._options
-        strikes = list(draw(options.seed, rate_per_min=options.rate_per_min, until_s=60.0 * options.minutes))
+        drawn = draw(
+            options.seed,
+            rate_per_min=options.rate_per_min,
+            until_s=60.0 * options.minutes,
+            memory=options.memory_mib is not None,
+        )
+        strikes = list(drawn)
         self._faults_s = self._idle_since = self.now_s
         end_s = self._faults_s + 60.0 * options.minutes
         while self.now_s < end_s and not self._hopeless:
@@ -370,6 +387,7 @@ class Soak:
             f"--rate {options.rate_per_min:g} --nodes {options.nodes}",
             f"--steps {options.steps}" if options.steps is not None else "",
             "--beyond" if options.beyond else "",
+            f"--memory-mib {options.memory_mib}" if options.memory_mib is not None else "",
             str(options.job),
         ]
         return " ".join(part for part in parts if part)

@@ -9,8 +9,8 @@ from random import Random
 from typing import Literal
 
 SoakFault = Literal[
-    "kill", "kill_trainer", "term", "stop", "stop_trainer", "hang", "slow", "disconnect", "flip",
-    "kill_coordinator", "kill_broker",
+    "kill", "kill_trainer", "term", "stop", "stop_trainer", "hang", "raise", "slow", "disconnect", "lossy",
+    "flip", "fill_memory", "kill_coordinator", "kill_broker",
 ]  # fmt: skip
 
 CLOSE_SHARE, CLOSE_S = 0.3, 0.6
@@ -42,9 +42,13 @@ KINDS: tuple[Kind, ...] = (
     Kind(do="stop", weight=3, impairs=True, for_s=(0.2, 4.0)),
     Kind(do="stop_trainer", weight=3, impairs=True, for_s=(0.1, 3.0)),
     Kind(do="hang", weight=2, impairs=True, for_s=(0.3, 6.0)),
+    Kind(do="raise", weight=2, impairs=True),
     Kind(do="slow", weight=3, for_s=(3.0, 15.0), factor=(1.5, 5.0)),
     Kind(do="disconnect", weight=3, impairs=True, for_s=(0.2, 5.0)),
+    # How much is lost; as much comes twice, and the rest is late in proportion.
+    Kind(do="lossy", weight=2, impairs=True, for_s=(1.0, 8.0), factor=(0.02, 0.3)),
     Kind(do="flip", weight=1),
+    Kind(do="fill_memory", weight=2, for_s=(1.0, 8.0)),
     Kind(do="kill_coordinator", weight=3, for_s=(0.0, 4.0)),
     Kind(do="kill_broker", weight=2, for_s=(0.0, 4.0)),
 )
@@ -76,13 +80,16 @@ class Strike:
         return sorted(nodes)[int(self.place * len(nodes))]
 
 
-def draw(seed: int, *, rate_per_min: float, until_s: float) -> tuple[Strike, ...]:
+def draw(seed: int, *, rate_per_min: float, until_s: float, memory: bool = False) -> tuple[Strike, ...]:
     """The faults of a soak that lasts ``until_s``, in order: ``rate_per_min`` on average.
 
     Some come close behind another, into the recovery from it. A longer soak of the same seed and rate begins
     with the same faults.
+
+    :param memory: the memory of snapshots may be filled: it is not the machine's own.
     """
     rng = Random(seed)
+    kinds = [kind for kind in KINDS if memory or kind.do != "fill_memory"]
     strikes: list[Strike] = []
     at_s = 0.0
     while True:
@@ -90,8 +97,8 @@ def draw(seed: int, *, rate_per_min: float, until_s: float) -> tuple[Strike, ...
         far_s = min(rng.expovariate(rate_per_min / 60.0 * (1 - CLOSE_SHARE)), LONGEST_S)
         at_s += rng.uniform(0.0, CLOSE_S) if close else far_s
         # Close behind another one mostly come those that the losses tolerated do not hold back.
-        weights = [kind.weight * (4 if close and not kind.impairs else 1) for kind in KINDS]
-        [kind] = rng.choices(KINDS, weights)
+        weights = [kind.weight * (4 if close and not kind.impairs else 1) for kind in kinds]
+        [kind] = rng.choices(kinds, weights)
         strike = Strike(
             number=len(strikes) + 1,
             at_s=round(at_s, 3),

@@ -24,15 +24,20 @@ _ORPHAN_S = 5.0
 """A process whose parent was killed must be gone after this."""
 _LEAVE_S = 60.0
 """A node that was asked to leave must have left by then."""
+_LATE_S = 2.0
+"""Of a lossy session that loses everything: so late comes the rest at most; of others in proportion."""
 _DO: dict[str, tuple[NodeFault, Process]] = {
     "kill_trainer": ("kill", "trainer"),
     "term": ("term", "node"),
     "stop": ("stop", "node"),
     "stop_trainer": ("stop", "trainer"),
     "hang": ("hang", "trainer"),
+    "raise": ("raise", "trainer"),
     "slow": ("slow", "trainer"),
     "disconnect": ("disconnect", "node"),
+    "lossy": ("lossy", "node"),
     "flip": ("flip", "trainer"),
+    "fill_memory": ("fill_memory", "node"),
 }
 """What a node does to itself when it is asked over MQTT."""
 
@@ -41,14 +46,22 @@ class SoakHands:
     """All that strikes, and what may be struck now.
 
     :param tolerate: so many nodes at most are struck and not well again, unless ``beyond``.
+    :param seed: lossy sessions draw from it.
     """
 
     def __init__(
-        self, client: ClusterClient, cluster: LocalCluster, watch: Watch, *, tolerate: int, beyond: bool
+        self,
+        client: ClusterClient,
+        cluster: LocalCluster,
+        watch: Watch,
+        *,
+        tolerate: int,
+        beyond: bool,
+        seed: int,
     ) -> None:
         self._client, self._cluster, self._watch = client, cluster, watch
         self._tolerate, self._beyond = tolerate, beyond
-        self._remote = RemoteInjector(client, layout=lambda: layout_of(watch.state))
+        self._remote = RemoteInjector(client, layout=lambda: layout_of(watch.state), seed=seed)
         self.struck: list[Struck] = []
         self._away: set[str] = set()
         """Processes that ended because we wanted it."""
@@ -204,6 +217,7 @@ class SoakHands:
 
     async def _ask(self, strike: Strike, node: str) -> None:
         do, process = _DO[strike.do]
+        lost = strike.factor if do == "lossy" else 0.0
         fault = Fault(
             id=f"soak-{strike.number}",
             trigger=AfterTime(delay_s=0.0),
@@ -212,6 +226,9 @@ class SoakHands:
             process=process,
             for_s=strike.for_s or None,
             factor=strike.factor if do == "slow" else None,
+            drop=lost,
+            duplicate=lost,
+            late_s=round(_LATE_S * lost, 3),
         )
         await self._remote.inject(fault)
 

@@ -27,6 +27,10 @@ ToleranceOption = Annotated[
 BeyondOption = Annotated[
     bool, typer.Option("--beyond", help="Strike more nodes at once than the job tolerates.")
 ]
+MemoryOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Give snapshots a memory of this size and fill it, too (needs root)."),
+]
 ReportOption = Annotated[Path | None, typer.Option(help="Write what was found here.", metavar="FILE.json")]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Goodput over time as a picture.", metavar="FILE.png|FILE.svg")
@@ -47,6 +51,7 @@ def soak(
     limit: LimitOption = 60.0,
     tolerance: ToleranceOption = None,
     beyond: BeyondOption = False,
+    memory_mib: MemoryOption = None,
     broker: Annotated[str, typer.Option(help="embedded or mosquitto.")] = "mosquitto",
     report: ReportOption = None,
     plot: PlotOption = None,
@@ -79,6 +84,7 @@ def soak(
         limit_s=limit,
         relative=tolerance,
         beyond=beyond,
+        memory_mib=memory_mib,
         broker=broker,
         logs=logs,
     )

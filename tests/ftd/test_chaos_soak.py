@@ -23,7 +23,7 @@ def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> No
 
 
 def test_the_rate_is_kept_and_every_fault_comes_within_its_bounds() -> None:
-    strikes = draw(1, rate_per_min=10, until_s=60.0 * 100)
+    strikes = draw(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
     assert 800 < len(strikes) < 1200
     assert {strike.do for strike in strikes} == {kind.do for kind in KINDS}
     bounds = {kind.do: kind for kind in KINDS}
@@ -35,13 +35,18 @@ def test_the_rate_is_kept_and_every_fault_comes_within_its_bounds() -> None:
     assert close > 200
 
 
+def test_the_machine_s_own_memory_is_not_filled() -> None:
+    drawn = {strike.do for strike in draw(1, rate_per_min=10, until_s=60.0 * 100)}
+    assert drawn == {kind.do for kind in KINDS} - {"fill_memory"}
+
+
 def test_whom_a_fault_strikes_depends_on_who_is_there_alone() -> None:
     strikes = [s for s in draw(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL]
     nodes = ["node-2", "node-0", "node-1"]
     assert {strike.node_of(nodes) for strike in strikes} == set(nodes)
     assert all(strike.node_of(nodes) == strike.node_of(sorted(nodes)) for strike in strikes)
     assert all(strike.node_of([]) is None for strike in strikes)
-    assert {"slow", "flip"}.isdisjoint(IMPAIRING)
+    assert {"slow", "flip", "fill_memory"}.isdisjoint(IMPAIRING)
 
 
 # --- the watch -------------------------------------------------------------------------------------
