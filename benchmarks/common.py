@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
                 model = line.split(":", 1)[1].strip()
                 break
     packages = {}
-    for name in ("torch", "numpy", "scipy"):
+    for name in ("torch", "aiomqtt", "numpy", "scipy"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ftd.mqtt.packets import (
+from benchmarks.packets import (
     PUBLISH,
     SUBACK,
     Splitter,

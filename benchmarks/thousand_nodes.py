@@ -30,8 +30,7 @@ from typing import Any, BinaryIO
 
 from benchmarks.clusters import FTD
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from ftd.mqtt.packets import (
+from benchmarks.packets import (
     PUBLISH,
     Splitter,
     connect_packet,
@@ -40,6 +39,7 @@ from ftd.mqtt.packets import (
     published,
     subscribe_packet,
 )
+from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from ftd.wire.topics import Topics
 
 CLUSTER = "crowd"

@@ -29,7 +29,7 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
 
 
 class _Forwarding(logging.Handler):
-    """What libraries (asyncio, aiohttp) log through the standard module becomes a line like ours."""
+    """What libraries (asyncio, aiohttp, paho) log through the standard module becomes a line like ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger(record.name).log(
@@ -42,6 +42,6 @@ class _Forwarding(logging.Handler):
 
 
 def _is_known(record: logging.LogRecord) -> bool:
-    """uvloop has closed its handle of a broken connection, and says so to whoever watches the socket."""
+    """uvloop has closed its handle of a broken connection (see ``_read_now_and_then`` of ``ftd.mqtt``)."""
     error = record.exc_info[1] if record.exc_info else None
     return record.name == "asyncio" and "the handler is closed" in str(error)

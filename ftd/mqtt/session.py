@@ -9,28 +9,41 @@ returns; the protocol above (Hello, Inquiry, retained state) reconciles instead.
 """
 
 import asyncio
+import contextlib
+import math
 import random
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import aiomqtt
 import structlog
 
 from ftd.config.address import BrokerAddress
-from ftd.config.tls import explained
+from ftd.config.tls import explained, tls_context
 from ftd.errors import Unreachable
-from ftd.mqtt.connection import Connection, Outgoing
-from ftd.mqtt.packets import MqttError
 
 _log = structlog.get_logger("ftd.mqtt")
 
+KEEP_ALIVE_S = 5
+"""Only a vanished host needs it: a closed socket is noticed at once, and liveness has its own heartbeats."""
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+CONNECT_S = 3.0
+"""For the connection itself and for each acknowledgement on the way to a usable session."""
 MAX_KEPT = 10_000
+MAX_SENDING = 64
+"""Messages that wait for the broker's acknowledgement at once; further ones wait for their turn. For each
+message aiomqtt looks through all those that wait."""
+READ_ANYWAY_S = 0.2
 ECHO_S = 5.0
 """Whoever has a last will publishes its state on connecting, and hears it: unless an ACL is in the way, of
 which mosquitto tells nobody."""
+
+# Small packets wait up to 40 ms for the peer's delayed acknowledgement without TCP_NODELAY.
+_SOCKET_OPTIONS = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,15 @@ class Will:
 
 Kept = tuple[str, bytes, bool]
 """Topic, payload, whether it is to be retained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outgoing:
+    topic: str
+    payload: bytes
+    retain: bool
+    qos: int
+    keep: bool
 
 
 def _ignore(*_: float) -> None:
@@ -79,18 +101,23 @@ class MqttSession:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
-        self._connection: Connection | None = None
+        self._client: aiomqtt.Client | None = None
         self._up = asyncio.Event()
         self._problem = "not tried yet"
-        self._kept: deque[Outgoing] = deque(maxlen=MAX_KEPT)
-        self._early: list[tuple[str, bytes, bool]] | None = None
-        """What came with the acknowledgement of subscriptions, before ``on_connected`` was told."""
+        self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
+        self._waiting: deque[_Outgoing] = deque()
+        self._sending: dict[int, _Outgoing] = {}
+        """In the order of the calls: left, and not acknowledged."""
+        self._senders: set[asyncio.Task[None]] = set()
+        self._sent_count = 0
+        self._held: list[aiomqtt.Message] | None = []
+        """What comes before ``on_connected`` was told, or behind the goodbye."""
         self._silent_until = 0.0
         self._heard_itself = False
 
     @property
     def connected(self) -> bool:
-        return self._connection is not None
+        return self._client is not None
 
     @property
     def problem(self) -> str:
@@ -104,7 +131,7 @@ class MqttSession:
             await asyncio.sleep(max(0.0, self._silent_until - asyncio.get_running_loop().time()))
             try:
                 was_up = await self._connect_and_serve()
-            except (MqttError, OSError) as error:
+            except (aiomqtt.MqttError, OSError) as error:
                 was_up = False
                 self._note_problem(error)
             retry_s = FIRST_RETRY_S if was_up else min(2 * retry_s, LAST_RETRY_S)
@@ -114,7 +141,7 @@ class MqttSession:
         """One connection from its first to its last byte; also over when it cannot be had."""
         try:
             await self._connect_and_serve()
-        except (MqttError, OSError) as error:
+        except (aiomqtt.MqttError, OSError) as error:
             self._note_problem(error)
 
     def take_kept(self) -> list[Kept]:
@@ -137,58 +164,67 @@ class MqttSession:
         self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
     ) -> None:
         """Send in the order of the calls. ``keep``: send it after the next connect if there is none now."""
-        message = Outgoing(
-            topic=topic, payload=payload, retain=retain, qos=qos, keep=keep, began=time.monotonic()
-        )
-        if self._connection is not None:
-            self._connection.publish(message)
-        elif keep:
-            self._kept.append(message)
+        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep)
+        if self._client is None:
+            if keep:
+                self._kept.append(message)
+            return
+        self._waiting.append(message)
+        if len(self._senders) < MAX_SENDING:
+            task = asyncio.get_running_loop().create_task(self._send_waiting(self._client))
+            self._senders.add(task)
+            task.add_done_callback(self._senders.discard)
 
     async def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until what was published is acknowledged, or for ``timeout_s``."""
-        if self._connection is not None:
-            await self._connection.flush(timeout_s)
+        if self._senders:
+            await asyncio.wait(tuple(self._senders), timeout=timeout_s)
 
     def interrupt(self, for_s: float = 0.0) -> None:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
-        if self._connection is not None:
-            self._connection.abort()
+        if self._client is not None:
+            paho_socket = self._client._client.socket()
+            if isinstance(paho_socket, socket.socket):
+                with contextlib.suppress(OSError):
+                    paho_socket.shutdown(socket.SHUT_RDWR)
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
-        connection = await Connection.open(
-            self.broker,
-            client_id=self.client_id,
-            will=(self._will.topic, self._will.payload) if self._will is not None else None,
-            on_message=self._deliver,
-            on_acknowledged=self._on_acknowledged,
-        )
+        client = self._new_client()
+        guard: asyncio.Task[None] | None = None
         echo: asyncio.TimerHandle | None = None
-        up = False
+        up, self._held = False, []
         try:
-            self._early = []
-            if self._subscriptions:
-                await connection.subscribe(self._subscriptions)
-            self._connection = connection
-            up, self._heard_itself = True, False
-            if self._will is not None and self._will.topic in self._subscriptions:
-                echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
-            self._announce_up()
-            await connection.lost
-        except (MqttError, OSError) as error:
+            async with client:
+                guard = asyncio.create_task(_read_now_and_then(client))
+                if self._subscriptions:
+                    await client.subscribe([(topic, 1) for topic in self._subscriptions])
+                self._client = client
+                up, self._heard_itself = True, False
+                if self._will is not None and self._will.topic in self._subscriptions:
+                    echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
+                self._announce_up()
+                try:
+                    async for _ in client.messages:
+                        pass  # Never: see ``_new_client``. This waits for the end of the connection.
+                finally:
+                    self._held = []
+        except (aiomqtt.MqttError, OSError) as error:
             if not up:
                 raise
             self._note_problem(error)
+            self._announce_lost()
         finally:
-            self._connection = None
+            self._client = None
             self._up.clear()
-            connection.close()
+            for sender in self._senders:
+                sender.cancel()
+            if guard is not None:
+                guard.cancel()
             if echo is not None:
                 echo.cancel()
-        self._announce_lost(connection)
-        return True
+        return up
 
     def _miss_echo(self, topic: str) -> None:
         if not self._heard_itself:
@@ -196,17 +232,46 @@ class MqttSession:
             remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
             _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
-    def _deliver(self, topic: str, payload: bytes, retained: bool) -> None:
-        if self._early is not None:
-            self._early.append((topic, payload, retained))
+    def _deliver(self, message: aiomqtt.Message) -> None:
+        if self._held is not None:
+            self._held.append(message)
             return
-        if self._will is not None and topic == self._will.topic:
+        payload = message.payload
+        if self._will is not None and message.topic.value == self._will.topic:
             self._heard_itself = True
         try:
-            self._on_message(topic, payload, retained)
+            self._on_message(message.topic.value, payload, message.retain)
         except Exception:
             # One message must not cost the connection; that this happened at all is a bug of ours.
-            _log.exception("deliver", topic=topic, size_bytes=len(payload))
+            _log.exception("deliver", topic=str(message.topic), size_bytes=len(payload))
+
+    def _new_client(self) -> aiomqtt.Client:
+        will, deliver = self._will, self._deliver
+
+        class Mailbox(asyncio.Queue[aiomqtt.Message]):
+            """Hands on at once: waiting for each message costs aiomqtt a task and three turns of the loop."""
+
+            def put_nowait(self, item: aiomqtt.Message) -> None:
+                deliver(item)
+
+        client = aiomqtt.Client(
+            self.broker.host,
+            self.broker.port,
+            username=self.broker.username,
+            password=self.broker.password,
+            identifier=self.client_id,
+            clean_session=True,
+            keepalive=KEEP_ALIVE_S,
+            timeout=CONNECT_S,
+            will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
+            socket_options=_SOCKET_OPTIONS,
+            tls_context=tls_context(self.broker.tls) if self.broker.tls else None,
+            queue_type=Mailbox,
+            max_inflight_messages=2 * MAX_SENDING,
+        )
+        client.pending_calls_threshold = MAX_KEPT
+        client._client.connect_timeout = CONNECT_S
+        return client
 
     def _announce_up(self) -> None:
         _log.info("connected", broker=self.broker.url)
@@ -217,13 +282,17 @@ class MqttSession:
         self._kept.clear()
         for message in kept:
             self.publish(message.topic, message.payload, retain=message.retain, qos=message.qos, keep=True)
-        early, self._early = self._early or [], None
-        for arrived in early:
-            self._deliver(*arrived)
+        held, self._held = self._held or [], None
+        for arrived in held:
+            self._deliver(arrived)
 
-    def _announce_lost(self, connection: Connection) -> None:
+    def _announce_lost(self) -> None:
+        self._client = None
+        self._up.clear()
         # An acknowledgement that has not come never will. Twice is what QoS 1 allows.
-        self._kept.extend(message for message in connection.unacknowledged() if message.keep)
+        self._kept.extend(message for message in (*self._sending.values(), *self._waiting) if message.keep)
+        self._sending.clear()
+        self._waiting.clear()
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
@@ -231,3 +300,36 @@ class MqttSession:
         if problem != self._problem:
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem
+
+    async def _send_waiting(self, client: aiomqtt.Client) -> None:
+        """One of up to ``MAX_SENDING`` that do this at once, in order: a message leaves before any await."""
+        while self._waiting:
+            message = self._waiting.popleft()
+            self._sent_count = number = self._sent_count + 1
+            self._sending[number] = message
+            began = time.monotonic()
+            try:
+                await client.publish(
+                    message.topic, message.payload, qos=message.qos, retain=message.retain, timeout=math.inf
+                )
+            except aiomqtt.MqttError as error:
+                # The connection just broke: ``_announce_lost`` follows, and sees to it.
+                _log.debug("publish_failed", topic=message.topic, problem=str(error))
+                return
+            except ValueError as error:
+                _log.error("unpublishable", topic=message.topic, problem=str(error))
+            self._sending.pop(number, None)
+            if message.qos > 0:
+                self._on_acknowledged(time.monotonic() - began)
+
+
+async def _read_now_and_then(client: aiomqtt.Client) -> None:
+    """Notice a reset connection that the event loop does not report.
+
+    libuv turns a socket's POLLERR into an error of the poll handle, upon which uvloop closes the handle
+    without telling its reader (seen in about 1 of 20 kills of a broker): until the keep-alive ran out, 7 s
+    later, the connection would look alive, and silent. A read of a sound connection costs microseconds.
+    """
+    while True:
+        await asyncio.sleep(READ_ANYWAY_S)
+        client._client.loop_read()

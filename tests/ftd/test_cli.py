@@ -299,7 +299,7 @@ def test_our_processes_do_not_load_torch(module: str) -> None:
 
 
 def test_the_command_line_starts_without_what_only_daemons_need() -> None:
-    heavy = {"pyomo", "numpy", "scipy", "rich", "uvloop", "torch", "amqtt"}
+    heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
     script = "import sys, ftd.cli.main; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60

@@ -191,8 +191,8 @@ def test_a_callback_that_raises_does_not_cost_the_connection(broker: RunningBrok
 def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a") as a:
-            assert a.session._connection is not None and a.session._connection._transport is not None
-            connection: Any = a.session._connection._transport.get_extra_info("socket")
+            assert a.session._client is not None
+            connection: Any = a.session._client._client.socket()
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(scene())
