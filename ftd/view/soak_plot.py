@@ -15,9 +15,10 @@ from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
 
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("node killed or left", RED, ("kill", "term")),
-    ("trainer killed", ORANGE, ("kill_trainer",)),
+    ("trainer killed, raises", ORANGE, ("kill_trainer", "raise")),
     ("stopped, hung, slow", BLUE, ("stop", "stop_trainer", "hang", "slow")),
-    ("cut off, bit flipped", GREEN, ("disconnect", "flip")),
+    ("cut off, messages lost", GREEN, ("disconnect", "lossy")),
+    ("bit flipped, memory full", FAINT, ("flip", "fill_memory")),
     ("coordinator, broker", INK, ("kill_coordinator", "kill_broker")),
 )
 """Name, colour, faults."""

@@ -1,5 +1,6 @@
 """The pure parts of a soak: what is drawn, what is watched, what is reported."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from ftd.chaos.soak_draw import CENTRAL, IMPAIRING, KINDS, draw
 from ftd.chaos.soak_report import Goodput, SoakReport, Struck, by_cause, by_kind, goodput, lines
 from ftd.chaos.soak_watch import RecoverySeen, Violation, Watch
 from ftd.errors import ConfigurationError
-from ftd.view.soak_plot import plot_soak, require_picture
+from ftd.view.soak_plot import _ROWS, plot_soak, require_picture
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
@@ -303,6 +304,12 @@ def test_the_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
     place = tmp_path / f"soak.{suffix}"
     plot_soak(found(held=False), place)
     assert place.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_every_fault_has_a_row_in_the_plot(tmp_path: Path) -> None:
+    faults = [replace(found().faults[0], fault=kind.do) for kind in KINDS]
+    plot_soak(replace(found(), faults=tuple(faults)), tmp_path / "soak.svg")
+    assert {fault for _, _, kinds in _ROWS for fault in kinds} == {kind.do for kind in KINDS}
 
 
 def test_a_plot_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
