@@ -32,7 +32,7 @@ it. Two that stand at once throw each other out until one has written its record
 from enum import StrEnum
 from typing import assert_never
 
-from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
+from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
 from statemachine.events import TimerFired
 from statemachine.leadership import (
     Abdicate,
@@ -130,10 +130,11 @@ class ElectionMachine:
                     self.me = event.peer  # As it is at this connection.
                 else:
                     self._shared = True
+                self._show(event.peer.incarnation not in self.peers)
                 self.peers[event.peer.incarnation] = event.peer
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
-                    self.peers.pop(event.incarnation, None)
+                    self._show(self.peers.pop(event.incarnation, None) is not None)
             case SeatTaken():
                 self._seated(event)
             case SeatLost():
@@ -224,6 +225,11 @@ class ElectionMachine:
             self._stand()
         elif TURN not in self._due:
             self._set(TURN, turns * self._timing.election_s)
+
+    def _show(self, changed: bool) -> None:
+        """Who would lead next is in the cluster's state, which the leader publishes."""
+        if changed and self.role is Role.LEADER:
+            self._out.append(PublishCluster(cause=self._cause))
 
     # --- the seat ------------------------------------------------------------------------------------
 

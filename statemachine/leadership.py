@@ -6,7 +6,7 @@ the broker gives to one client at a time: whoever takes it throws the one before
 
 from dataclasses import dataclass
 
-from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
+from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
 from statemachine.events import Event, TimerFired
 
 # --- values --------------------------------------------------------------------------------------
@@ -146,5 +146,6 @@ class SendBeat(Effect):
 
 
 ElectionEffect = (
-    SetTimer | CancelTimer | EmitEvent | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate | SendBeat
+    SetTimer | CancelTimer | EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate
+    | SendBeat
 )  # fmt: skip

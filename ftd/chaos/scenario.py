@@ -75,6 +75,7 @@ class ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     devices_per_node: int = 1
     steps: int | None = None
     broker: Literal["embedded", "mosquitto"] = "mosquitto"
+    coordinators: int = 1
     network: bool = False
     memory_mib: int | None = None
     disk_mib: int | None = None
@@ -298,7 +299,7 @@ def _check_ids(faults: tuple[v.Fault, ...], origin: str) -> None:
 
 
 def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
-    for name in ("nodes", "devices_per_node", "steps", "memory_mib", "disk_mib"):
+    for name in ("nodes", "coordinators", "devices_per_node", "steps", "memory_mib", "disk_mib"):
         require_at_least(1, getattr(table, name), f"{where}.{name}")
     if table.network and table.broker != "mosquitto":
         raise ConfigurationError(
@@ -316,6 +317,7 @@ def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup
         devices_per_node=table.devices_per_node,
         steps=table.steps,
         broker=table.broker,
+        coordinators=table.coordinators,
         network=table.network,
         memory_mib=table.memory_mib,
         disk_mib=table.disk_mib,

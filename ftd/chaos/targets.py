@@ -25,6 +25,8 @@ class Layout:
     pipelines: tuple[tuple[StagePlace, ...], ...]
     alive: tuple[str, ...]
     """Every node that is not OFFLINE, sorted."""
+    leader: str = ""
+    """The coordinator that leads, or led last."""
 
 
 def layout_of(state: Mapping[str, Any]) -> Layout:
@@ -44,6 +46,7 @@ def layout_of(state: Mapping[str, Any]) -> Layout:
         alive=tuple(
             sorted(name for name, node in (state.get("nodes") or {}).items() if node["state"] != "OFFLINE")
         ),
+        leader=str(state.get("leader") or ""),
     )
 
 

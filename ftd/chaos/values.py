@@ -146,7 +146,7 @@ class RandomNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Central:
-    """The one coordinator, or the one broker."""
+    """The coordinator that leads, or the broker."""
 
     part: Part
 
@@ -343,6 +343,8 @@ class ClusterSetup:
     steps: int | None = None
     """Instead of the job file's."""
     broker: Literal["embedded", "mosquitto"] = "mosquitto"
+    coordinators: int = 1
+    """One leads, the others stand by; ``role = "coordinator"`` is the one that leads."""
     network: bool = False
     """Each node on a network of its own (namespaces), so that it can be cut off."""
     memory_mib: int | None = None

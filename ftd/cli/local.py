@@ -29,6 +29,9 @@ def local(
     broker: Annotated[
         str, typer.Option(help="embedded, mosquitto, or mqtt://host:port of one that runs.")
     ] = "embedded",
+    coordinators: Annotated[
+        int, typer.Option(min=1, max=9, help="One leads, the others stand by to take over.")
+    ] = 1,
     view: Annotated[bool, typer.Option(help="Show the run while it lasts.")] = True,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs of all processes here.", metavar="DIR")
@@ -60,6 +63,7 @@ def local(
         chaos=chaos,
         report=report,
         broker=broker,
+        coordinators=coordinators,
         view=view,
         logs=logs,
     )

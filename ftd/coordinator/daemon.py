@@ -198,6 +198,7 @@ class Coordinator:
                 state=lambda: msgspec.msgpack.encode(self._machine.durable_state()),
                 end=self._end_reign,
                 emit=self._emit,
+                show=self._publish_state_soon,
             ),
             following=Following(
                 position=lambda: self._journal.position,

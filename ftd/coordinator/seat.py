@@ -32,7 +32,7 @@ from ftd.wire.coordinators import (
 from ftd.wire.public import SCHEMA, encode_json
 from ftd.wire.topics import Topics
 from statemachine import durable
-from statemachine.effects import Effect, EmitEvent
+from statemachine.effects import Effect, EmitEvent, PublishCluster
 from statemachine.election import ElectionMachine, Role
 from statemachine.leadership import (
     Abdicate,
@@ -80,6 +80,8 @@ class Throne:
     end: Callable[[Leader], None]
     """Another one leads: forget the cluster."""
     emit: Callable[[EmitEvent], None]
+    show: Callable[[], None]
+    """Publish the cluster's state: what is in it of the coordinators has changed."""
 
 
 class Seat:
@@ -229,7 +231,7 @@ class Seat:
 
     def _perform(self, effect: Effect) -> None:
         wanted = cast(
-            EmitEvent | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate | SendBeat, effect
+            EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate | SendBeat, effect
         )  # Timers are the driver's.
         match wanted:
             case TakeSeat():
@@ -248,6 +250,8 @@ class Seat:
                 self.publish(self._topics.leader_beat, beat, qos=0)
             case EmitEvent():
                 self._throne.emit(wanted)
+            case PublishCluster():
+                self._throne.show()
             case _:
                 assert_never(wanted)
 

@@ -33,6 +33,8 @@ class ClusterOptions:
     cluster: str = "local"
     dashboard: bool = False
     """The coordinator serves its page, on a free port."""
+    coordinators: int = 1
+    """One leads, the others stand by."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
     network: Network | None = None
@@ -78,7 +80,13 @@ class LocalCluster:
     @property
     def central(self) -> tuple[str, ...]:
         """The processes without which there is no cluster to follow."""
-        return (BROKER, COORDINATOR) if self.owns_broker else (COORDINATOR,)
+        return (BROKER, *self.coordinators) if self.owns_broker else self.coordinators
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """Names of their processes, which are their own."""
+        others = range(2, self.options.coordinators + 1)
+        return (COORDINATOR, *(f"{COORDINATOR}-{number}" for number in others))
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -138,21 +146,28 @@ class LocalCluster:
         network.add(host)
         return network.command(host, *command)
 
-    async def start_coordinator(self) -> Child:
-        """Start it, or start it again upon the same journal."""
+    async def start_coordinators(self) -> None:
+        """Start all of them."""
+        for name in self.coordinators:
+            await self.start_coordinator(name)
+
+    async def start_coordinator(self, name: str = COORDINATOR) -> Child:
+        """Start it, or start it again upon the same journal; the first one serves the page."""
+        page = self._page if name == COORDINATOR else ""
         tables = (
-            f'[coordinator]\nstate_dir = "{self.directory / "state"}"\n[dashboard]\nlisten = "{self._page}"\n'
+            f'[coordinator]\nname = "{name}"\nstate_dir = "{self.directory / f"state-{name}"}"\n'
+            f'[dashboard]\nlisten = "{page}"\n'
         )
-        config = self._write(COORDINATOR, tables)
+        config = self._write(name, tables)
         command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
-        return await self.fleet.start(COORDINATOR, self._placed(HUB, command))
+        return await self.fleet.start(name, self._placed(HUB, command))
 
     async def start_node(self, name: str) -> Child:
         """Start a daemon of this name, known or new.
 
         :raises PeerError: it runs already.
         """
-        if name in (BROKER, COORDINATOR, RELAY, HUB):
+        if name in (BROKER, *self.coordinators, RELAY, HUB):
             raise PeerError(f"{name!r} is not free as a node's name here")
         child = await self.fleet.start(name, self.node_command(name))
         if name not in self._node_names:
@@ -180,7 +195,7 @@ class LocalCluster:
         return self.fleet.children[name].pid
 
     async def kill(self, name: str) -> None:
-        """SIGKILL the broker, the coordinator or a node's daemon (whose trainers die with it).
+        """SIGKILL the broker, a coordinator or a node's daemon (whose trainers die with it).
 
         :raises PeerError: it does not run.
         """

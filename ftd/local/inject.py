@@ -11,7 +11,7 @@ from ftd.chaos.targets import Layout
 from ftd.chaos.values import Central, Fault, Part, Scenario
 from ftd.client import ClusterClient
 from ftd.errors import PeerError
-from ftd.local.cluster import LocalCluster
+from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.wire.catalogue import severity_of
 from ftd.wire.public import EventMessage, new_event_id, timestamp
 
@@ -36,9 +36,10 @@ class LocalInjector:
         self._client = client
         self._cluster = cluster
         self._on_start = on_start
+        self._layout = layout
         self._remote = RemoteInjector(client, layout=layout, seed=seed)
         self.absent: set[str] = set()
-        """Parts that are away on purpose."""
+        """Processes that are away on purpose."""
 
     async def check(self, scenario: Scenario) -> None:
         """See ``RemoteInjector.check``."""
@@ -62,15 +63,23 @@ class LocalInjector:
         return self._remote.struck(fault)
 
     async def _outage(self, fault: Fault, part: Part) -> None:
-        self.absent.add(part)
+        name = self._process(part)
+        self.absent.add(name)
         await self._announce(fault, part)
-        await self._cluster.kill(part)
+        await self._cluster.kill(name)
         await asyncio.sleep(fault.restart_after_s)
         if part == "broker":
             await self._cluster.start_broker()
         else:
-            await self._cluster.start_coordinator()
-        self.absent.discard(part)
+            await self._cluster.start_coordinator(name)
+        self.absent.discard(name)
+
+    def _process(self, part: Part) -> str:
+        """Of several coordinators, the one that leads."""
+        if part == "broker":
+            return BROKER
+        leader = self._layout().leader
+        return leader if leader in self._cluster.coordinators else COORDINATOR
 
     async def _cut(self, fault: Fault) -> tuple[str, ...]:
         """Pull the nodes' cables, and plug them in again."""
@@ -90,8 +99,8 @@ class LocalInjector:
 
     async def _freeze(self, fault: Fault, part: Part) -> None:
         """SIGSTOP, and SIGCONT when the time is over, whatever happens to us meanwhile."""
+        pid = self._cluster.pid(self._process(part))
         await self._announce(fault, part)
-        pid = self._cluster.pid(part)
         os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(fault.for_s or 0.0)

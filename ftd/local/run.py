@@ -56,6 +56,7 @@ class LocalOptions:
     chaos: Path | None = None
     report: Path | None = None
     broker: str = "embedded"
+    coordinators: int = 1
     view: bool = True
     logs: Path | None = None
     """Keep the logs of all processes in this directory."""
@@ -83,6 +84,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
                 devices_per_node=options.devices_per_node,
                 broker=options.broker,
                 dashboard=True,
+                coordinators=options.coordinators,
                 cluster=_cluster_name(options.broker),
             ),
         )
@@ -126,7 +128,7 @@ class LocalRun:
 
     async def run(self, names: list[str]) -> int:
         await self._cluster.start_broker()
-        await self._cluster.start_coordinator()
+        await self._cluster.start_coordinators()
         self._console.print(f"dashboard: {self._cluster.dashboard}", markup=False, highlight=False)
         for name in names:
             self._report.on_process(name, (await self._cluster.start_node(name)).pid)

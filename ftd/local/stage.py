@@ -17,7 +17,7 @@ from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
-from ftd.local.cluster import BROKER, COORDINATOR, HUB, ClusterOptions, LocalCluster
+from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import small_file_system
@@ -124,12 +124,13 @@ class Stage:
             devices_per_node=setup.devices_per_node,
             broker=setup.broker,
             timing=dict(setup.timing),
+            coordinators=setup.coordinators,
             network=undo.enter_context(Network([HUB, *self._home])) if setup.network else None,
         )
         self._cluster = LocalCluster(directory, options)
         undo.push_async_callback(self._end)
         await self._cluster.start_broker()
-        await self._cluster.start_coordinator()
+        await self._cluster.start_coordinators()
         address = ClusterAddress(broker=self._cluster.broker, cluster=options.cluster)
         self._client = await undo.enter_async_context(
             ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
@@ -257,7 +258,7 @@ class Stage:
 
     def _central_live(self, injector: LocalInjector) -> None:
         """:raises PeerError: the broker or the coordinator has ended by itself."""
-        for name in (BROKER, COORDINATOR):
+        for name in self._cluster.central:
             if not self._cluster.fleet.running(name) and name not in injector.absent:
                 raise self._death(name, f"the {name} has ended")
 

@@ -8,7 +8,7 @@ when it thaws.
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.sim.world import World
-from statemachine.effects import CancelTimer, EmitEvent, SetTimer
+from statemachine.effects import CancelTimer, EmitEvent, PublishCluster, SetTimer
 from statemachine.election import ElectionMachine
 from statemachine.events import TimerFired
 from statemachine.leadership import (
@@ -157,6 +157,8 @@ class SimSeat:
                 self.network.from_seat(self, self.network.beat, effect.leader)
             case EmitEvent():
                 self.coordinator.tell(effect)
+            case PublishCluster():
+                pass  # Nobody here reads who stands by.
             case _:
                 assert_never(effect)
 

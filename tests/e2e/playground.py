@@ -25,7 +25,7 @@ from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
-from ftd.local.cluster import BROKER, COORDINATOR, ClusterOptions, LocalCluster
+from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
@@ -90,9 +90,9 @@ class Playground:
 
     async def _open(self) -> None:
         await self.cluster.start_broker()
-        await self.cluster.start_coordinator()
+        await self.cluster.start_coordinators()
         address = ClusterAddress(broker=self.cluster.broker, cluster=self.cluster.options.cluster)
-        self.client = ClusterClient(address, listen=True, on_state=self._on_state)
+        self.client = ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
         await self.client.__aenter__()
         self._injector = LocalInjector(
             self.client, self.cluster, lambda _name, _pid: None, layout=lambda: layout_of(self.state)
@@ -128,6 +128,10 @@ class Playground:
     def _on_state(self, state: Json) -> None:
         self.state = state
         self._loop.create_task(self._tell())
+
+    def _on_node(self, node: str, state: str) -> None:
+        if self._conductor is not None:
+            self._conductor.on_node(node, state)
 
     async def _tell(self) -> None:
         async with self._news:
@@ -305,7 +309,7 @@ class Playground:
             if self.state.get("job") and self.state["phase"] not in ("FINISHED", "FAILED"):
                 self.stop_job()
         self.run = None
-        for name in (BROKER, COORDINATOR):
+        for name in self.cluster.central:
             assert self.cluster.fleet.running(name), f"{name} is gone\n{self.describe()}"
         strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.fleet.running(n)]
         self.on_loop(self.cluster.fleet.terminate(strangers, grace_s=10.0))

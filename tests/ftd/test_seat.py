@@ -36,6 +36,8 @@ class Coordinator:
         self.ended: list[Leader] = []
         self.events: list[str] = []
         self.connections = 0
+        self.told: list[list[str]] = []
+        """What the cluster's state says of who stands by, as often as it was published for that."""
         self.copies: list[JournalCopy] = []
         self.seat = Seat(
             broker,
@@ -48,6 +50,7 @@ class Coordinator:
                 state=lambda: self.state,
                 end=self.ended.append,
                 emit=self._emit,
+                show=self._shown,
             ),
             following=Following(
                 position=lambda: (0, 0),
@@ -74,6 +77,9 @@ class Coordinator:
 
     def _emit(self, event: EmitEvent) -> None:
         self.events.append(event.name)
+
+    def _shown(self) -> None:
+        self.told.append(self.seat.public_state()["standbys"])
 
     def _connected(self) -> None:
         self.connections += 1
@@ -161,7 +167,7 @@ def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> N
             anna.start()
             await until(lambda: anna.connections == 1, "anna leads")
             bert.start()
-            await until(lambda: "bert" in anna.seat.public_state()["standbys"], "anna sees bert")
+            await until(lambda: ["bert"] in anna.told, "anna sees bert, and tells it")
             for number in range(20):
                 anna.say(b"%d" % number)
             await until(lambda: told and told[-1] == b"19", "the node hears anna")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from statemachine.effects import Effect
+from statemachine.effects import Effect, PublishCluster
 from statemachine.election import ElectionMachine, Role
 from statemachine.events import TimerFired
 from statemachine.leadership import (
@@ -15,6 +15,7 @@ from statemachine.leadership import (
     LeaveSeat,
     Peer,
     PeerSeen,
+    PeerVanished,
     Reign,
     SeatLost,
     SeatTaken,
@@ -90,6 +91,22 @@ def test_a_last_will_of_the_leader_is_enough_and_is_told() -> None:
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     assert one.reigns(found=ANNA).leader.term == 5
     assert [name for name in one.names() if name.startswith("Leader")] == ["LeaderLost", "LeaderElected"]
+
+
+def test_the_leader_publishes_who_stands_by() -> None:
+    cora = Peer(name="cora", incarnation=3)
+    one = One().follows()
+    one.feed(PeerSeen, peer=cora)
+    assert not one.has(PublishCluster)  # The leader does.
+    one = One()
+    one.feed(WatchBegan)
+    one.reigns()
+    one.feed(PeerSeen, peer=cora)
+    assert one.has(PublishCluster)
+    one.feed(PeerSeen, peer=cora)
+    assert not one.has(PublishCluster)
+    one.feed(PeerVanished, incarnation=3)
+    assert one.has(PublishCluster)
 
 
 def test_silence_deposes_and_beats_do_not() -> None:

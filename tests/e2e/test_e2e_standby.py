@@ -1,0 +1,164 @@
+"""A standby takes over from a leader that is killed, frozen or cut off: all processes are real."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.node.processes import module_command
+from tests.e2e.playground import Playground, Run, playground, tiny_job, write_job
+
+SameLosses = Callable[[Run], None]
+SILENCE_S = 2.0
+FROZEN_S = 6.0
+"""Longer than a takeover takes, so that it wakes up deposed."""
+SNAPSHOTS = '[snapshot]\nevery_steps = 8\nprotection = "aec"\n'
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Playground]:
+    """A cluster of its own with two coordinators."""
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    with playground(coordinators=2, timing={"leader_silence_s": SILENCE_S}) as ground:
+        yield ground
+
+
+@pytest.fixture
+def ground(pair: Playground) -> Iterator[Playground]:
+    """One leads, the other one follows; four idle nodes."""
+    pair.until(lambda: len(pair.state.get("standbys", [])) == 1, "one stands by")
+    pair.tidy()
+    yield pair
+    pair.contract_is_kept()
+
+
+def elected(ground: Playground, before: str, times: int = 1) -> str:
+    """Who leads now; not the one before."""
+    event = ground.until_event("LeaderElected", times=times)
+    leader = str(event["details"]["leader"])
+    assert leader != before
+    return leader
+
+
+def deposed(ground: Playground, before: str) -> None:
+    """The one that led follows, and is seen to."""
+    ground.until(lambda: before in ground.state.get("standbys", []), f"{before} follows")
+
+
+def as_if_nothing_was(ground: Playground, same_losses: SameLosses) -> None:
+    """Every step once, with the loss of an undisturbed run; no generation twice."""
+    ground.fill_gaps()
+    run = ground.stop_job()
+    same_losses(run)
+    generations = [event["generation"] for event in run.named("GenerationStarted")]
+    assert len(generations) == len(set(generations))
+
+
+@pytest.mark.parametrize("fault", [{"do": "kill"}, {"do": "stop", "for_s": FROZEN_S}], ids=["kill", "stop"])
+def test_a_leader_that_dies_while_training_is_replaced_and_no_trainer_notices(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, fault: dict[str, Any]
+) -> None:
+    run = ground.submit(tiny_job(tmp_path))
+    trainers, first = dict(ground.pids), ground.state["leader"]
+    ground.until_step(5)
+    ground.play({"after_s": 0, "role": "coordinator", **fault})
+    second = elected(ground, first)
+    ground.further()
+    deposed(ground, first)
+    assert ground.state["leader"] == second
+    ground.further()
+    assert ground.pids == trainers
+    assert [r["cause"] for r in run.recoveries] == ["start"]
+    # A failure is the new one's to mend, as if it had led from the start.
+    ground.inject(do="kill", node="node-2")
+    ground.until_recovery("node_lost")
+    ground.further()
+    as_if_nothing_was(ground, same_losses)
+
+
+@pytest.mark.parametrize("phase", ["quiescing", "recovering"])
+@pytest.mark.parametrize("fault", [{"do": "kill"}, {"do": "stop", "for_s": FROZEN_S}], ids=["kill", "stop"])
+def test_a_leader_that_dies_in_a_recovery_leaves_it_to_the_standby(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, fault: dict[str, Any], phase: str
+) -> None:
+    run = ground.submit(tiny_job(tmp_path))
+    trainers, first = dict(ground.pids), ground.state["leader"]
+    ground.until_step(5)
+    ground.play(
+        {"in_phase": phase, "role": "coordinator", **fault},
+        {"after_s": 0, "do": "kill", "node": "node-1"},
+    )
+    elected(ground, first)
+    ground.until(lambda: len(run.recoveries) > 1, "training goes on")
+    ground.further()
+    deposed(ground, first)
+    assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-2", "node-3"))
+    as_if_nothing_was(ground, same_losses)
+
+
+@pytest.mark.parametrize("fault", [{"do": "kill"}, {"do": "stop", "for_s": FROZEN_S}], ids=["kill", "stop"])
+def test_a_leader_that_dies_in_a_snapshot_costs_that_snapshot_at_most(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, fault: dict[str, Any]
+) -> None:
+    path = write_job(tmp_path)
+    path.write_text(path.read_text() + SNAPSHOTS)
+    run = ground.submit(load_job_data(path))
+    trainers, first = dict(ground.pids), ground.state["leader"]
+    ground.play({"in_phase": "snapshotting", "role": "coordinator", **fault})
+    elected(ground, first)
+    known = len(run.named("SnapshotCompleted"))
+    ground.until(lambda: len(run.named("SnapshotCompleted")) > known + 1, "snapshots are complete again")
+    deposed(ground, first)
+    assert ground.pids == trainers
+    as_if_nothing_was(ground, same_losses)
+
+
+def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_back(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    run = ground.submit(tiny_job(tmp_path))
+    trainers = dict(ground.pids)
+    cluster = ground.cluster
+    # A third one behind a cable that can be pulled: a stopped relay passes nothing and closes nothing.
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        relay = module_command(
+            "ftd.local.relay", str(listening.fileno()), "127.0.0.1", str(cluster.broker.port)
+        )
+        cable = ground.on_loop(cluster.fleet.start("cable", relay, inherit=[listening.fileno()]))
+    text = (cluster.directory / "coordinator.toml").read_text()
+    config = cluster.directory / "far.toml"
+    config.write_text(
+        text.replace(f":{cluster.broker.port}", f":{port}")
+        .replace('name = "coordinator"', 'name = "far"\npriority = 1')
+        .replace("state-coordinator", "state-far")
+        .replace('listen = "', 'listen = "" # "')
+    )
+    config.chmod(0o600)
+    command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
+    ground.on_loop(cluster.fleet.start("far", command))
+    deposed(ground, "far")
+    ground.play({"after_s": 0, "do": "kill", "role": "coordinator"})
+    assert ground.until_event("LeaderElected")["details"]["leader"] == "far"  # By its priority.
+    ground.further()
+
+    ground.until(lambda: len(ground.state.get("standbys", [])) == 2, "both others follow")
+    os.kill(cable.pid, signal.SIGSTOP)
+    ground.inject(do="kill", node="node-3")
+    elected(ground, "far", times=2)
+    ground.until_recovery("node_lost")
+    ground.further()
+    os.kill(cable.pid, signal.SIGCONT)
+    deposed(ground, "far")
+    ground.further()
+    assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-1", "node-2"))
+    assert [r["cause"] for r in run.recoveries] == ["start", "node_lost"]
+    as_if_nothing_was(ground, same_losses)
+    ground.on_loop(cluster.fleet.terminate(["far", "cable"], grace_s=10.0))
