@@ -26,12 +26,8 @@ def local(
     report: Annotated[
         Path | None, typer.Option(help="Write the report of the run here.", metavar="FILE.json")
     ] = None,
-    broker: Annotated[
-        str, typer.Option(help="embedded, mosquitto, or mqtt://host:port of one that runs.")
-    ] = "embedded",
-    coordinators: Annotated[
-        int, typer.Option(min=1, max=9, help="One leads, the others stand by to take over.")
-    ] = 1,
+    broker: Annotated[str, typer.Option(help="embedded, mosquitto, or mqtt://host:port.")] = "embedded",
+    coordinators: Annotated[int, typer.Option(min=1, max=9, help="One leads, others stand by.")] = 1,
     view: Annotated[bool, typer.Option(help="Show the run while it lasts.")] = True,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs of all processes here.", metavar="DIR")

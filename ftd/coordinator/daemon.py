@@ -110,7 +110,7 @@ class Coordinator:
         self._metrics = ClusterMetrics(
             state=self._state,
             clock=self._driver.now,
-            connected=lambda: self._session.connected,
+            connected=lambda: self._session.online,
             internal_errors=lambda: self._driver.bugs,
         )
         self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.own.registry)

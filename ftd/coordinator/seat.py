@@ -139,6 +139,11 @@ class Seat:
         return self._reigning and chair is not None and chair.reigns and chair.session.connected
 
     @property
+    def online(self) -> bool:
+        """It has a session with the broker, leading or not."""
+        return self._watch.session.connected
+
+    @property
     def leading(self) -> bool:
         """It leads, as far as it knows."""
         return self._reigning
