@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup mosquitto promtool chromium check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 clean:
 	rm -rf $(VENV)
