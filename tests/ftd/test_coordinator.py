@@ -420,8 +420,8 @@ def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: P
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client:
             request = SubmitRequest(**client.envelope(), job=job_data(tmp_path))
-            first = await client.request(request)
-            again = await client.request(request)
+            first = await client.request(request, timeout_s=PATIENCE_S)
+            again = await client.request(request, timeout_s=PATIENCE_S)
             assert first.detail == again.detail
             assert (await events_of(client)).count("JobSubmitted") == 1
             with pytest.raises(RequestRefused, match="under way"):
