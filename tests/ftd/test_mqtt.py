@@ -5,6 +5,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,46 @@ def test_kept_messages_reach_a_listener_that_never_left(broker: RunningBroker) -
             b.session.publish("t", b"dropped")
             assert [(await a.next())[1] for _ in range(3)] == [b"0", b"1", b"2"]
             assert await a.silent()
+
+    asyncio.run(scene())
+
+
+def test_what_was_under_way_when_the_connection_broke_comes_in_order(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
+            for index in range(300):
+                b.session.publish("t", str(index).encode(), keep=True)
+            await asyncio.sleep(0)
+            b.session.interrupt(0.1)
+            got: list[int] = []
+            while 299 not in got or not await a.silent():
+                got.append(int((await a.next())[1]))
+            assert sorted(set(got)) == list(range(300))
+            # Twice is allowed, once for all that was not acknowledged.
+            assert sum(later <= earlier for earlier, later in pairwise(got)) <= 1
+
+    asyncio.run(scene())
+
+
+def test_nothing_is_handed_on_before_the_session_is_up(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "b") as b:
+            for index in range(20):
+                b.session.publish(f"t/{index}", b"x", retain=True)
+            await b.session.flush()
+        told: list[str] = []
+        session = MqttSession(
+            broker.address,
+            client_id="a",
+            subscriptions=["t/#"],
+            on_message=lambda topic, *_: told.append(topic),
+            on_connected=lambda: told.append("up"),
+        )
+        task = asyncio.create_task(session.run())
+        await until(lambda: len(told) == 21)
+        assert told[0] == "up"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scene())
 
