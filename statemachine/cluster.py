@@ -334,7 +334,7 @@ class ClusterMachine:
         ):
             c.ignore("a plan of an older generation")
             return
-        lost = recovery.no_plan(c, attempt, event.reason, too_few=event.too_few, needed=event.needed)
+        lost = recovery.no_plan(c, attempt, event)
         if lost is not None and not rollback.check(c, attempt, lost, event.lost_layers):
             self._lost(rollback.wait_or_lose(c, lost))
 

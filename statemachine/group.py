@@ -108,6 +108,28 @@ def release_drained(c: Cluster) -> None:
             release(c, node)
 
 
+def kept(c: Cluster) -> frozenset[str]:
+    """Nodes that wait for their release and that the plan under way cannot do without.
+
+    Where they were kept for layers that nobody else had, its transfers may have brought these to others:
+    then it can by now. Under ZeRO-1 an owner has but a part of a layer, which the plan does not tell.
+    """
+    attempt, resumption = c.attempt, c.resumption
+    if attempt is None or resumption is None or c.job is None:
+        return frozenset()
+    if not attempt.kept_for or c.job.policy.zero1:
+        return attempt.kept
+    elsewhere = {
+        layer
+        for pipeline in resumption.plan.pipelines
+        for stage in pipeline.stages
+        if not {device.node for device in stage.devices} & attempt.kept
+        for layer in range(stage.first_layer, stage.end_layer)
+    }
+    everything = max(pipeline.stages[-1].end_layer for pipeline in resumption.plan.pipelines)
+    return attempt.kept if len(elsewhere) < everything else frozenset()
+
+
 def release(c: Cluster, node: NodeMachine) -> None:
     node.released = True
     node.prepared = False

@@ -7,7 +7,7 @@ from statemachine import persisting, snapshots
 from statemachine.buddies import lost_buddies, present_buddies
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.group import follow_group, release, release_drained
+from statemachine.group import follow_group, kept, release, release_drained
 from statemachine.keeping import Keeping, Persisting
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
@@ -341,10 +341,10 @@ def newcomers(c: Cluster) -> list[NodeMachine]:
 
 
 def leavers(c: Cluster) -> list[NodeMachine]:
-    """Draining nodes, planned or a buddy, that this generation did not try to do without."""
+    """Draining nodes, planned or a buddy, that this generation did not try to do without, or could by now."""
     if c.phase is not ClusterPhase.RUNNING or c.attempt is None:
         return []
-    planned = {*c.planned, *present_buddies(c).values()} - c.attempt.kept
+    planned = {*c.planned, *present_buddies(c).values()} - kept(c)
     return [node for node in c.alive() if node.draining is not None and node.name in planned]
 
 

@@ -12,7 +12,7 @@ commit. A failure at any moment starts it again with the next generation. Which 
 from planner.values import Device, Situation, StatePart
 from statemachine.buddies import able, buddies_of
 from statemachine.effects import ComputePlan
-from statemachine.events import PlanReady
+from statemachine.events import PlanImpossible, PlanReady
 from statemachine.horizon import failed, horizon_s, plan_began, plan_ended
 from statemachine.ledger import learn, tell
 from statemachine.membership import fence, lose
@@ -260,15 +260,17 @@ def parts_of(
     return {device: parts for device, parts in decision.parts.items() if device.node in usable}
 
 
-def no_plan(c: Cluster, attempt: Attempt, reason: str, *, too_few: bool, needed: int | None) -> str | None:
+def no_plan(c: Cluster, attempt: Attempt, event: PlanImpossible) -> str | None:
     """There is no plan for these nodes now. Returns what state is lost, if that is why."""
+    reason = event.reason
     waiting = [name for name in sorted(attempt.members) if c.nodes[name].draining is not None]
     if waiting and not attempt.kept:
         c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
+        attempt.kept_for = event.lost_layers
         ask_plan(c, attempt, with_draining=True)
         return None
-    if too_few:
-        pause(c, reason, needed=needed)
+    if event.too_few:
+        pause(c, reason, needed=event.needed)
         return None
     return reason
 

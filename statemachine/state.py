@@ -77,6 +77,8 @@ class Attempt:
     """The protection that the planner is asked for: a scheme, or ``auto``."""
     kept: frozenset[str] = frozenset()
     """Nodes that wait for their release and that the plan had to use nevertheless."""
+    kept_for: tuple[int, ...] = ()
+    """Layers that nobody but them had then; empty where that was not the reason."""
     why_lost: str = ""
     """Why live replicas are not enough, in the planner's words."""
     sources: tuple[str, ...] = ()

@@ -482,6 +482,56 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
     assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
 
 
+def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> None:
+    s = running(4)
+    assert layers_of(s) == {"node-0": (0, 2), "node-1": (2, 4), "node-2": (0, 2), "node-3": (2, 4)}
+    s.say("node-2", Leaving(reason="SIGTERM"))
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    for name, held in (("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(0, 1))
+    s.plan()
+    for name in ("node-1", "node-2", "node-3"):
+        s.resumed(name, 2)
+    s.stepped("node-1", 2, 2)
+    assert set(sent(s, Released)) == set()
+    s.fire("join", 0.1)  # node-4 comes; the layers of node-2 are nowhere else yet
+    held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
+    for name in ("node-1", "node-2", "node-3"):
+        s.quiesced(name, 3, report(2, held=held.get(name, ())))
+    s.quiesced("node-4", 3, report())
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="lost", lost_layers=(0, 1))
+    s.plan()
+    for name in ("node-1", "node-2", "node-3", "node-4"):
+        s.resumed(name, 3)
+    s.stepped("node-1", 3, 3)
+    assert "join" in s.machine._c.due
+    s.fire("join", 0.1)
+    assert set(sent(s, Quiesce)) == {"node-1", "node-2", "node-3", "node-4"}
+    held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
+    for name, layers in held.items():
+        s.quiesced(name, 4, report(3, held=layers))
+    s.plan()
+    s.resumed("node-1", 4)
+    s.resumed("node-3", 4)
+    s.resumed("node-4", 4)
+    s.stepped("node-1", 4, 4)
+    assert set(sent(s, Released)) == {"node-2"}
+
+
+def layers_of(s: Coordination) -> dict[str, tuple[int, int]]:
+    """First and end layer of each planned node."""
+    resumption = s.machine._c.resumption
+    assert resumption is not None
+    return {
+        stage.devices[0].node: (stage.first_layer, stage.end_layer)
+        for pipeline in resumption.plan.pipelines
+        for stage in pipeline.stages
+    }
+
+
 def test_drain_of_nobody_is_refused_with_who_is_there() -> None:
     s = running(2)
     s.feed(DrainRequested, request="d", node="node-7")
