@@ -56,6 +56,10 @@ def _node(node: NodeMachine) -> dict[str, Any]:
     }
 
 
+MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
+"""Of a recovery: between them lie its phases."""
+
+
 def _recovery(record: Recovery) -> dict[str, Any]:
     return {
         "cause": record.cause,
@@ -67,6 +71,7 @@ def _recovery(record: Recovery) -> dict[str, Any]:
         "rolled_back_steps": record.rolled_back_steps,
         "tier": record.tier,
         "pipelines_before": record.pipelines_before,
+        **{name: getattr(record, name) for name in MOMENTS},
     }
 
 
@@ -165,6 +170,7 @@ def write(c: Cluster) -> dict[str, Any]:
             "expected": list(attempt.expected),
             "members": sorted(attempt.members),
             "kept": sorted(attempt.kept),
+            "kept_for": list(attempt.kept_for),
             "resume_sent": attempt.resume_sent,
             "sources": list(attempt.sources),
         }
@@ -178,7 +184,8 @@ def write(c: Cluster) -> dict[str, Any]:
 def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     """The same on another clock: of a host whose monotonic clock is so much ahead of the writer's."""
     state = dict(durable)
-    for name, field in (("recovery", "detected_at"), ("exposure", "since"), ("snapshot", "at")):
+    recovery = [("recovery", field) for field in ("detected_at", *MOMENTS)]
+    for name, field in (*recovery, ("exposure", "since"), ("snapshot", "at")):
         part = state.get(name)
         if isinstance(part, dict) and isinstance(part.get(field), float):
             state[name] = {**part, field: part[field] + by_s}
@@ -258,6 +265,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             expected=past.expected,
             members=set(past.members),
             kept=frozenset(past.kept),
+            kept_for=past.kept_for,
             resume_sent=past.resume_sent,
             sources=past.sources,
         )
@@ -273,7 +281,14 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             rolled_back_steps=old.rolled_back_steps,
             tier=old.tier,
             pipelines_before=old.pipelines_before,
+            quiesced_at=_past(old.quiesced_at, at),
+            planned_at=_past(old.planned_at, at),
+            resumed_at=_past(old.resumed_at, at),
         )
+
+
+def _past(moment: float | None, at: float) -> float | None:
+    return None if moment is None else min(moment, at)
 
 
 def _given(journal: Journal) -> str:

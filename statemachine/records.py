@@ -50,6 +50,7 @@ class AttemptRecord:
     kept: tuple[str, ...]
     resume_sent: bool
     sources: tuple[str, ...] = ()
+    kept_for: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,9 @@ class RecoveryRecord:
     pipelines_before: list[dict[str, Any]]
     rolled_back_steps: int = 0
     tier: str | None = None
+    quiesced_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -482,6 +482,27 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
     assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
 
 
+def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() -> None:
+    s = running(4)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.wait(1.0)
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.wait(0.5)
+    s.plan()
+    back = restarted(s)
+    back.feed(BrokerConnected)
+    back.wait(2.0)
+    for name in ("node-0", "node-1", "node-2"):
+        back.resumed(name, 2)
+    back.wait(0.25)
+    back.stepped("node-0", 2, 2)
+    [told] = [e.details["recovery"] for e in back.all(EmitEvent) if e.name == "RecoveryCompleted"]
+    phases = {name: told[name] for name in ("quiesce_ms", "plan_ms", "state_ms", "resume_ms")}
+    assert phases == {"quiesce_ms": 1000.0, "plan_ms": 500.0, "state_ms": 2000.0, "resume_ms": 250.0}
+    assert told["total_ms"] == sum(phases.values())
+
+
 def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> None:
     s = running(4)
     assert layers_of(s) == {"node-0": (0, 2), "node-1": (2, 4), "node-2": (0, 2), "node-3": (2, 4)}
@@ -508,6 +529,9 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
         s.resumed(name, 3)
     s.stepped("node-1", 3, 3)
     assert "join" in s.machine._c.due
+    attempt = restarted(s).machine._c.attempt
+    assert attempt is not None
+    assert attempt.kept_for == (0, 1)
     s.fire("join", 0.1)
     assert set(sent(s, Quiesce)) == {"node-1", "node-2", "node-3", "node-4"}
     held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
