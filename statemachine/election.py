@@ -5,9 +5,14 @@ last will, and who else is there. One of them also has *the seat*: a session und
 broker allows one session per client id, so that taking the seat throws the holder before out; nothing that
 this one still sends gets through. All commands to nodes, the journal and the record go out through the seat,
 in one stream: what a command follows from is at the broker before it, and who takes the seat reads it all.
+That is the whole fence; commands carry no term. One that a deposed leader got to the broker at all follows
+from a journal that its successor begins with, so its generation is known there, is never used again, and a
+node that hears it late ignores it as older. Without the fence that would not hold: two leaders could use one
+generation for two plans (the simulator's mutants show it), so the broker must be one that takes a client id
+over by ending the session before: mosquitto, the embedded one; not a bridged or sharded cluster of brokers.
 
 Terms number the takings of the seat: one more than any that was read *from the seat*, written before the
-first command. So they rise, no two leaders have the same one, and nodes refuse commands of a lower one.
+first command. So they rise, and no two leaders have the same one; coordinators go by them, nodes need not.
 
 Who has lost the seat does not take it back: it first looks who has it. It leads again (``Reign.again``) only
 where nobody did in between, since its record is still the newest; otherwise it forgets the cluster.

@@ -111,6 +111,7 @@ class Coordinator:
             state=self._state,
             clock=self._driver.now,
             connected=lambda: self._session.online,
+            leading=lambda: self._session.connected,
             internal_errors=lambda: self._driver.bugs,
         )
         self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.own.registry)

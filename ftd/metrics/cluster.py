@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
 
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
 from ftd.metrics.goodput import Goodput
@@ -18,11 +19,13 @@ from statemachine.effects import EmitEvent
 PHASES = ("quiesce", "plan", "state", "resume")
 JOB_ENDS = frozenset({"JobFinished", "JobFailed", "JobStopped"})
 _MOST_HELD_BACK = 1_000_000
+LEADING = "1: this coordinator leads the cluster. 0: it stands by, or waits for the broker."
 
 
 class ClusterMetrics:
     """Hand ``emitted`` every event of the coordinator, and ``heard`` those of the nodes.
 
+    :param leading: whether this coordinator does.
     :param state: the machine's ``public_state``. :param clock: that its times and the events' are on.
     """
 
@@ -32,12 +35,16 @@ class ClusterMetrics:
         state: Callable[[], dict[str, Any]],
         clock: Callable[[], float],
         connected: Callable[[], bool],
+        leading: Callable[[], bool],
         internal_errors: Callable[[], int],
     ) -> None:
         self.own = Own("coordinator", connected=connected, internal_errors=internal_errors)
         self._clock = clock
         self._goodput = Goodput()
         self._checkpoint_at: float | None = None
+        self.own.registry.register(
+            AtScrape(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
+        )
         self._make_training()
         self._make_keeping()
         self._make_trouble()
@@ -111,6 +118,9 @@ class ClusterMetrics:
         )
 
     def _make_trouble(self) -> None:
+        self._takeovers = self._counter(
+            "ftd_takeovers", "How often this coordinator took over from another one that led."
+        )
         self._nodes_lost = self._counter(
             "ftd_nodes_lost", "Nodes that went OFFLINE, by how it was noticed.", "how"
         )
@@ -133,6 +143,8 @@ class ClusterMetrics:
         self.own.said(event.name)
         details = event.details
         match event.name:
+            case "LeaderElected":
+                self._takeovers.inc()
             case "StepCommitted":
                 self._committed(event.step or 0, details)
             case "RecoveryCompleted":

@@ -20,6 +20,7 @@ from ftd.view.text import (
     clock,
     duration,
     is_failure,
+    leader_words,
     number,
     planning_words,
     plural,
@@ -189,7 +190,13 @@ class Picture:
             Text(f"global batch {job['global_batch']}" if "global_batch" in job else "", style="dim"),
         )
         title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
-        return Panel(grid, title=title, title_align="left", border_style=style)
+        return Panel(
+            grid,
+            title=title,
+            title_align="left",
+            subtitle=leader_words(self._state) if self._state.get("standbys") else None,
+            border_style=style,
+        )
 
     def _current_loss(self) -> float | None:
         return self._loss if self._loss is not None else self._state.get("loss")

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, node_table
-from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, number, size
+from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, leader_words, number, size
 
 _MEANINGS = {
     "WAITING": "no job is running",
@@ -51,6 +51,8 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("job", Text("none; submit one with: ftd submit JOB.toml", style="dim"))
     if state.get("generation") is not None:
         grid.add_row("plan", f"generation {state['generation']}")
+    if leader := leader_words(state):
+        grid.add_row("coordinator", leader)
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
     if checkpoint := state.get("checkpoint"):

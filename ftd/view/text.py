@@ -143,6 +143,15 @@ def planning_words(state: JsonMap) -> str:
     return f"planning {planning['done']} of {planning['total']}" if planning else ""
 
 
+def leader_words(state: JsonMap) -> str:
+    """Which coordinator leads, and who would next; empty where nobody does."""
+    if not (leader := state.get("leader")):
+        return ""
+    standbys = [str(name) for name in state.get("standbys") or ()]
+    behind = f"standing by: {', '.join(standbys)}" if standbys else "nobody stands by"
+    return f"{leader} leads, {behind}"
+
+
 def layer_range(first_layer: int, end_layer: int) -> str:
     """The half-open range as people read it, both ends included: ``0–3``."""
     return str(first_layer) if end_layer - first_layer == 1 else f"{first_layer}–{end_layer - 1}"

@@ -73,7 +73,11 @@ def cluster(clock: Clock) -> ClusterMetrics:
     """Of a coordinator that has just started."""
     machine = ClusterMachine(Timing())
     return ClusterMetrics(
-        state=machine.public_state, clock=clock, connected=lambda: True, internal_errors=lambda: 2
+        state=machine.public_state,
+        clock=clock,
+        connected=lambda: True,
+        leading=lambda: False,
+        internal_errors=lambda: 2,
     )
 
 
@@ -94,6 +98,9 @@ def test_a_coordinator_that_has_just_started_tells_what_is_so(cluster: ClusterMe
     assert value(cluster, "ftd_cluster_phase", phase="RUNNING") == 0
     assert value(cluster, "ftd_nodes", state="HEALTHY") == 0
     assert value(cluster, "ftd_broker_connected", component="coordinator") == 1
+    assert value(cluster, "ftd_leading") == 0 and value(cluster, "ftd_takeovers_total") == 0
+    emit(cluster, "LeaderElected", leader="b", term=2, took_s=0.1)
+    assert value(cluster, "ftd_takeovers_total") == 1
     assert value(cluster, "ftd_internal_errors_total") == 2
     assert value(cluster, "ftd_snapshot_interval_steps") == 0
     for absent in ("ftd_loss", "ftd_goodput_ratio", "ftd_snapshot_age_seconds", "ftd_job_steps"):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ftd.sim import damage, faults, plans
+from ftd.sim.coordinator import SimCoordinator
+from ftd.sim.network import Network
 from ftd.sim.run import Leaning, run_seed
 from planner.parts import part_needs
 from statemachine import (
@@ -103,6 +105,21 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         recovery, "next_generation", lambda c: c.generation if c.changing else c.generation + 1
     )
     found("was used twice")
+
+
+def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Network, "fences", property(lambda _: False, lambda _, value: None), raising=False)
+    blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
+    strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
+    found("generation", leaning=Leaning(coordinators=3, strikes=strikes))
+
+
+def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(self: SimCoordinator, real: Callable[[SimCoordinator], None] = SimCoordinator.replicate) -> None:
+        self.world.at(0.02, real, self)
+
+    monkeypatch.setattr(SimCoordinator, "replicate", late)
+    found("published before it was persisted", leaning=Leaning(coordinators=2))
 
 
 def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
