@@ -14,9 +14,14 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         renderers = [structlog.dev.ConsoleRenderer()]
     else:
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+
+    def bind(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        # No context variables: what the broker's socket calls back has a context of its own.
+        return {**bound, **line}
+
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            bind,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *renderers,
@@ -24,7 +29,6 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    structlog.contextvars.bind_contextvars(**bound)
     logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()], force=True)
 
 

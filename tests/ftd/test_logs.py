@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 SCRIPT = """
+import contextvars
 import logging
 from ftd.logs import configure_logs
 
 configure_logs(daemon="node", node="host-a", verbose={verbose})
-logging.getLogger("aiohttp").warning("strange %s", "header")
+contextvars.Context().run(logging.getLogger("aiohttp").warning, "strange %s", "header")
 logging.getLogger("aiohttp").info("not asked for")
 for problem in ("disk on fire", "unable to perform operation; the handler is closed"):
     try:
