@@ -89,7 +89,7 @@ def kind_of(example: dict[str, Any]) -> str:
     return "job" if "training" in example else "daemon"
 
 
-EXAMPLES = ("README.md", "configuration.md", "two-hosts.md", "chaos.md")
+EXAMPLES = ("training-function.md", "configuration.md", "two-hosts.md", "chaos.md")
 """Pages whose TOML is read as it stands."""
 
 
@@ -178,9 +178,9 @@ def test_the_reference_of_all_keys_is_the_schema_s() -> None:
     assert PAGES["reference.md"] == markdown()
 
 
-def test_the_readmes_training_function_is_one(tmp_path: Path) -> None:
-    (script,) = blocks("README.md", "python")
-    job = next(t for t in blocks("README.md", "toml") if "[training]" in t)
+def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> None:
+    (script,) = blocks("training-function.md", "python")
+    job = next(t for t in blocks("training-function.md", "toml") if "[training]" in t)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "train.toml").write_text(job)
     loaded = load_job(tmp_path / "train.toml")
@@ -194,7 +194,7 @@ def test_the_readmes_training_function_is_one(tmp_path: Path) -> None:
 def test_the_commands_of_the_readme_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     used = re.findall(r"^(?:[AB]\$ )?ftd ([a-z]+)(.*?)(?:#.*)?$", PAGES["README.md"], re.MULTILINE)
-    assert {name for name, _ in used} >= {"local", "status", "submit", "node", "coordinator", "plan"}
+    assert {name for name, _ in used} >= {"local", "top", "report", "submit", "node", "coordinator", "plan"}
     for name, rest in used:
         assert name in commands
         known = {option for parameter in commands[name].params for option in parameter.opts}
@@ -205,11 +205,41 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert given <= known, f"ftd {name}{rest}"
 
 
+def path_of(page: str) -> Path:
+    return ROOT / page if (ROOT / page).exists() else ROOT / "docs" / page
+
+
+def links(page: str) -> list[tuple[Path, str]]:
+    """Where links within the project lead: file, and the heading's anchor or nothing."""
+    made = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            made.append(((path_of(page).parent / name).resolve() if name else path_of(page), anchor))
+    return made
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings, made as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {title.replace(" ", "-") for title in plain}
+
+
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_links_lead_somewhere(page: str) -> None:
-    folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
-    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in t]
-    assert [t for t in targets if t and not (folder / t).exists()] == []
+    assert [str(file) for file, _ in links(page) if not file.exists()] == []
+    dead = [f"{file.name}#{anchor}" for file, anchor in links(page) if anchor and anchor not in anchors(file)]
+    assert dead == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = {"README.md"}, ["README.md"]
+    while new:
+        found = {file.name for file, _ in links(new.pop()) if file.name in PAGES} - reached
+        reached |= found
+        new += found
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - reached == set()
 
 
 def test_the_file_map_names_every_module() -> None:

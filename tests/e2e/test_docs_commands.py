@@ -1,9 +1,12 @@
 """Every command block of the README and of docs/: sound shell, options that exist, and run where possible.
 
-Blocks are run page by page and in order, against a cluster that trains. What one machine cannot do is
-in ``NOT_RUN``, with its reason; those are checked like all others for syntax and options.
+A reader's directory has the files that pages name, made small, and a cluster of ``ftd local`` that trains
+in another terminal. What needs that cluster is run page by page; what needs none, beside it. What one machine
+cannot do is in ``NOT_RUN``, with its reason, and is checked for syntax and options like all others.
 """
 
+import contextlib
+import json
 import os
 import re
 import shlex
@@ -11,7 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,81 +27,64 @@ import pytest
 from typer.main import get_command
 
 from ftd.cli.main import app
-from tests.e2e.playground import Playground, tiny_job
+from tests.e2e.docs_pages import ALL, PAGES, ROOT, blocks
+from tests.e2e.playground import write_job
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
-PROGRAMS = (
-    "ftd", "make", "curl", "sudo", "mosquitto_sub", "jq", "python", "source", "for", "kubectl", "sbatch",
-    "torchrun", "export", "head", "squeue", "scancel", "git", "pip", "export",
-)  # fmt: skip
-PATIENCE_S = 60.0
-ENDLESS_S = 2.0
+PATIENCE_S = 180.0
 
 NOT_RUN = {
     r"^make ": "sets up the very environment that runs this test, or runs all tests",
     r"^source ": "of the reader's terminal; here the same programs are on PATH",
-    r"^(sudo|for user in)\b": "changes the system's services and accounts",
-    r"^kubectl |kubernetes": "needs a cluster of Kubernetes; its files are held against the schema elsewhere",
-    r"^(sbatch|squeue|scancel|salloc)": "needs Slurm",
-    r"^torchrun|^export ": "two hosts with a script of the reader's",
-    r"host-a:|10\.0\.0\.|\$FIRST|broker ": "another host",
-    r"^ftd plan examples/gpt.toml": "measures layers; test_cli_plan does with a smaller model",
-    r"ftd-1234|^printf |umask 077": "another host, as told in the lines before",
-    r"/checkpoints/": "a shared disk of the reader's",
-    r"^ftd (coordinator|node|submit)\b|/etc/ftd|--snapshots-only": "of several hosts",
-    r"^ftd (local|profile)\b": "minutes of training; test_e2e_local and test_cli run these commands",
-    r"^ftd (bridge|trace|reliability)\b": "has tests of its own, with the ends that it needs",
-    r"dead-letters|subscriber\.py": "test_recipes runs it",
-    r"^ftd (chaos (run|soak)|sim|checkpoint|snapshot)\b": "has tests of its own with the files that it names",
-    r"layers\.json|profile\.json|gpt\.json|mlp\.json|train\.toml": "a file that the reader makes",
-    r"^ftd report\b": "of a job that is over; its own tests make the same page",
+    r"systemctl|systemd-|^sudo chown": "changes the system's services",
+    r"\bkubectl\b|kubernetes|> ftd\.toml|^ftd submit /train": "needs Kubernetes; test_kubernetes runs "
+    "the pods' own commands as processes",
+    r"^sbatch": "needs Slurm; test_slurm runs the script with stand-ins for Slurm's commands",
+    r"^torchrun|^export |--snapshots-only": "of two hosts that run a script; the tests of Snapshotter's "
+    "protection start keepers and torchrun",
+    r"^ftd (coordinator|node)\b|^ftd submit train": "of several hosts; test_security_daemons starts "
+    "them from such files, test_kubernetes and test_slurm train so",
+    r"host-a:9641": "a daemon with a port for metrics; test_e2e_metrics asks it",
+    r"^python examples/subscriber": "listens at the standard port; test_recipes gives it another",
 }  # fmt: skip
 
+INSTEAD = (
+    # What takes minutes, and the other host, shared disk or service of the reader's.
+    (r"(local examples/gpt.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 100000"),
+    (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
+    (r"--seeds 50", "--seeds 2"),
+    (r"(?<= )/checkpoints/", "checkpoints/"),
+    (r"/etc/ftd/ftd\.toml|ftd-1234/ftd\.toml", "ftd.toml"),
+    (r"-h broker ", ""),
+    (r"sudo mosquitto_passwd", "mosquitto_passwd"),
+    (r"/etc/mosquitto/", "mosquitto/"),
+    (r"\nsudo systemctl restart mosquitto\n", "\n"),
+    (r"^sudo (ftd install node)", r"\1 --dry-run"),
+    (r"http://127\.0\.0\.1:9095", "$WEBHOOK"),
+    (r"http://host-a:9650", "$DASHBOARD"),
+)
 
-def is_commands(language: str, text: str) -> bool:
-    if language in ("sh", "bash", "console"):
-        return True
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    word = re.sub(r"^([A-Z]?\$ )", "", first).split(" ")[0]
-    return not language and word in PROGRAMS
-
-
-def blocks(page: Path) -> list[str]:
-    """Where prompts tell commands from what they print, the commands alone."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    made = []
-    for language, text in found:
-        if is_commands(language, text):
-            prompted = re.findall(r"^[A-Z]?\$ (.*\n)", text, re.MULTILINE)
-            made.append("".join(prompted) or text)
-    return made
-
-
-def commands(block: str) -> list[str]:
-    """Each on its own; a loop, or what goes on behind a backslash, stays whole."""
-    if re.match(r"(for|while|if)\b", block):
-        return [block]
-    joined = block.replace("\\\n", " ")
-    if re.search(r"^\s+\S", joined, re.M) or "| while" in joined:
-        return [joined]
-    return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
-
-
-ALL = [(page.name, command) for page in PAGES for block in blocks(page) for command in commands(block)]
+ENDLESS = r"^ftd bridge|--follow|^ftd top|^mosquitto_sub (?!-C)"
+"""These go on for ever, beside all others: each must have said or done something by the end."""
+ALONE = r"^ftd (plan|profile|sim|local|chaos (run --local|soak))\b"
+"""These need no cluster that runs."""
+LAST = (r"dead-letters", r"^ftd stop")
+"""These come behind all others."""
 
 
 def reason_not_to_run(command: str) -> str | None:
-    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
+    made = as_run(command)
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, made)), None)
+
+
+def as_run(command: str) -> str:
+    for pattern, instead in INSTEAD:
+        command = re.sub(pattern, instead, command)
+    return command
 
 
 def test_the_blocks_are_sound_shell_and_all_are_found() -> None:
-    assert len(ALL) > 60 and {name for name, _ in ALL} >= {
-        "README.md",
-        "first-run.md",
-        "recipes.md",
-        "deploying.md",
-    }
+    pages = {name for name, _ in ALL}
+    assert len(ALL) > 60 and pages >= {"README.md", "first-run.md", "recipes.md", "deploying.md"}
     for page in PAGES:
         text = "\n".join(f"( {block}\n)" for block in blocks(page))
         done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
@@ -138,73 +129,193 @@ def options_of(words: list[str], where: str) -> None:
     assert [option for option in given if option not in {*known, "--help"}] == [], where
 
 
-def test_what_is_not_run_has_a_reason_that_is_used() -> None:
-    for pattern in NOT_RUN:
-        assert any(re.search(pattern, command) for _, command in ALL), f"{pattern}: of no use"
-    run = [command for _, command in ALL if reason_not_to_run(command) is None]
-    assert len(run) >= 18, run
+def test_every_entry_of_the_tables_is_of_use() -> None:
+    written = [command for _, command in ALL]
+    for pattern in (*NOT_RUN, *(pattern for pattern, _ in INSTEAD), ENDLESS, ALONE, *LAST):
+        assert any(re.search(pattern, command) for command in written), f"{pattern}: of no use"
+    run = {as_run(command) for command in written if reason_not_to_run(command) is None}
+    assert len(run) > 50, run
+
+
+class Webhook:
+    """Refuses the first alert, so that there is a dead letter, and takes all others."""
+
+    def __init__(self) -> None:
+        self.alerts: list[dict[str, Any]] = []
+        webhook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                alert = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                webhook.alerts.append(alert)
+                self.send_response(400 if len(webhook.alerts) == 1 else 200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,)).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+SMALL_SCENARIO = """
+[cluster]
+job = "../mlp.toml"
+nodes = 2
+steps = 100000
+[[fault]]
+at_step = 2
+do = "kill"
+node = "node-1"
+[expect]
+phase = "RUNNING"
+"""
+
+
+def furnish(place: Path) -> None:
+    """The files that pages name, small, and what a broker's host has."""
+    shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("chaos", "gpt.*"))
+    job = write_job(place, delay_s=0.01).read_text().replace('name = "tiny"', 'name = "gpt"')
+    (place / "examples" / "gpt.toml").write_text(
+        f'{job}[snapshot]\nevery_steps = 10\n[checkpoint]\nurl = "{place}/checkpoints/gpt"\n'
+        "every_steps = 40\nkeep = 1000\n"
+    )
+    chaos = place / "examples" / "chaos"
+    chaos.mkdir()
+    (chaos / "node-killed.toml").write_text(SMALL_SCENARIO)
+    (place / "my-scenario.toml").write_text(
+        '[[fault]]\nafter_s = 0\ndo = "slow"\nnode = "node-0"\nfactor = 1.1\nfor_s = 0.2\n'
+    )
+    [layers] = re.findall(r"^```json\n(.*?)^```", (ROOT / "docs" / "planning.md").read_text(), re.M | re.S)
+    (place / "layers.json").write_text(layers)
+    (place / "dashboard-token").write_text("none is asked for on loopback\n")
+    (place / "mosquitto").mkdir()
+    (place / "mosquitto" / "ftd.passwd").touch(mode=0o600)
+    (place / ".config").mkdir()
+
+
+class Reader:
+    """Somebody with a directory, an environment, and a first terminal in which ``ftd local`` trains."""
+
+    def __init__(self, place: Path, webhook: str) -> None:
+        self.place = place
+        self.runtime = place / "run"
+        self.runtime.mkdir()
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("FTD_")},
+            "HOME": str(place), "XDG_CONFIG_HOME": str(place / ".config"), "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WEBHOOK": webhook,
+            "XDG_RUNTIME_DIR": str(self.runtime), "PYTHONUNBUFFERED": "1", "COLUMNS": "110",
+        }  # fmt: skip
+        self.beside: list[tuple[str, subprocess.Popen[str], Path]] = []
+
+    def begin(self, command: str) -> subprocess.Popen[str]:
+        said = self.place / f"said-{len(self.beside)}.txt"
+        with said.open("w") as file:
+            process = subprocess.Popen(
+                ["bash", "-e", "-o", "pipefail", "-c", command], cwd=self.place, stdin=subprocess.DEVNULL,
+                env=self.environment, stdout=file, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        self.beside.append((command, process, said))
+        return process
+
+    def said(self, command: str) -> str:
+        return next(said.read_text(errors="replace") for known, _, said in self.beside if known == command)
+
+    def train(self, command: str) -> None:
+        """Start the cluster, wait for its first steps, and note where it is, as its users do."""
+        self.begin(command)
+        address = self.runtime / "ftd" / "local.json"
+        self.until(address.exists, command)
+        found = json.loads(address.read_text())
+        url, port = found["broker"], found["broker"].rsplit(":", 1)[1]
+        (self.place / ".config" / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {port}\n")
+        config = self.place / "ftd.toml"
+        config.write_text(f'cluster = "{found["cluster"]}"\nsecret = "s"\n[broker]\nurl = "{url}"\n')
+        config.chmod(0o600)
+        self.until((self.place / "checkpoints" / "gpt").exists, command)
+        self.until(lambda: any((self.place / "checkpoints" / "gpt").glob("step-*")), command)
+        [page] = re.findall(r"^dashboard: (\S+)/$", self.said(command), re.M)
+        self.environment["DASHBOARD"] = page
+
+    def until(self, holds: Any, command: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline, f"{command}: {self.said(command)[-2000:]}"
+            time.sleep(0.1)
+
+    def run(self, commands: list[tuple[str, str]]) -> list[str]:
+        """One after the other; what went wrong."""
+        problems = []
+        for page, command in commands:
+            done = subprocess.run(
+                ["bash", "-e", "-o", "pipefail", "-c", command], cwd=self.place, timeout=PATIENCE_S,
+                env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            if done.returncode != 0:
+                said = (done.stdout + done.stderr)[-1500:]
+                problems.append(f"{page}: {command}\n  exit code {done.returncode}: {said}")
+        return problems
+
+    def end(self) -> None:
+        for _, process, _ in self.beside:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for _, process, _ in self.beside:
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture
-def reader(ground: Playground, tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A directory and an environment as a reader has them, beside a cluster that trains."""
-    run = ground.submit(tiny_job(tmp_path))
-    assert run.losses
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name, text in (("secret", "s"), ("password", "p")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o600)
-    (tmp_path / "ftd.toml").write_text('cluster = "local"\nsecret_file = "secret"\n')
-    home = tmp_path / ".config"
-    home.mkdir()
-    port = ground.cluster.broker.port
-    (home / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {port}\n")
-    yield (
-        tmp_path,
-        {
-            **os.environ,
-            "HOME": str(tmp_path),
-            "XDG_CONFIG_HOME": str(home),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "FTD_BROKER": f"mqtt://127.0.0.1:{port}",
-            "FTD_CLUSTER": ground.cluster.options.cluster,
-            "OMP_NUM_THREADS": "1",
-        },
-    )
-    ground.tidy()
+def webhook() -> Iterator[Webhook]:
+    webhook = Webhook()
+    yield webhook
+    webhook.close()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
-def test_commands_do_what_the_pages_say(reader: tuple[Path, dict[str, str]], ground: Playground) -> None:
-    directory, environment = reader
-    done_already: set[str] = set()
-    problems = []
-    for page, command in ALL:
-        if reason_not_to_run(command) is not None or command in done_already:
-            continue
-        done_already.add(command)
-        here = command.replace("ftd/v1/ftd/", f"ftd/v1/{ground.cluster.options.cluster}/").replace(
-            "stop gpt", "stop tiny"
-        )
-        code, said = shell(here, directory, environment)
-        if code != 0:
-            problems.append(f"{page}: {command}\n  exit code {code}: {said[-400:]}")
+@pytest.fixture
+def readers(webhook: Webhook) -> Iterator[tuple[Reader, Reader]]:
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as name:  # Short, as sockets lie below it.
+        made = []
+        for place in (Path(name) / "1", Path(name) / "2"):
+            place.mkdir()
+            furnish(place)
+            made.append(Reader(place, f"http://127.0.0.1:{webhook.server.server_port}"))
+        try:
+            yield made[0], made[1]
+        finally:
+            for reader in made:
+                reader.end()
+
+
+@pytest.mark.timeout(900)
+def test_commands_do_what_the_pages_say(readers: tuple[Reader, Reader], webhook: Webhook) -> None:
+    reader, other = readers
+    for program in ("jq", "curl", "mosquitto"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    todo = {as_run(command): page for page, command in ALL if reason_not_to_run(command) is None}
+    training = next(command for command in todo if "local examples/gpt.toml" in command)
+    todo.pop(training)
+    alone = [(page, command) for command, page in todo.items() if re.search(ALONE, command)]
+    endless = [command for command in todo if re.search(ENDLESS, command)]
+    rest = {c: p for c, p in todo.items() if c not in endless and (p, c) not in alone}
+    last = [(p, c) for pattern in LAST for c, p in rest.items() if re.search(pattern, c)]
+    first = [(p, c) for c, p in rest.items() if (p, c) not in last]
+    with ThreadPoolExecutor(1) as beside:
+        without = beside.submit(other.run, alone)
+        reader.train(training)
+        for command in endless:
+            reader.begin(command)
+        problems = reader.run(first)
+        [bridge] = [command for command in endless if command.startswith("ftd bridge")]
+        reader.until(lambda: len(webhook.alerts) > 1, bridge)
+        problems += reader.run(last) + without.result()
+    problems += [f"{c}: said nothing" for c in endless if c != bridge and not reader.said(c)]
     assert problems == [], "\n".join(problems)
-
-
-def shell(command: str, directory: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output; 0 for what would go on for ever, and did so for a while."""
-    endless = re.search(r"--follow|^ftd top|mosquitto_sub (?!-C)", command) is not None
-    process = subprocess.Popen(
-        ["bash", "-e", "-o", "pipefail", "-c", command],
-        cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=ENDLESS_S if endless else PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        return (0 if endless else -1), said
-    return process.returncode, said
