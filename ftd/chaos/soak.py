@@ -117,7 +117,7 @@ class Soak:
         self, options: SoakOptions, job: JobData, cluster: LocalCluster, say: Callable[[str], None]
     ) -> None:
         self._options, self._job, self._cluster, self._say = options, job, cluster, say
-        relative = options.relative or (1e-9 if job.training.get("dtype") == "float64" else 1e-3)
+        relative = options.relative or (1e-9 if job.training.get("dtype") == "float64" else 1e-2)
         self.watch = Watch(limit_s=options.limit_s, relative=relative)
         self.events: list[dict[str, Any]] = []
         """All but steps, for whoever looks for what went wrong."""

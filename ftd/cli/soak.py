@@ -21,7 +21,7 @@ ToleranceOption = Annotated[
     typer.Option(
         min=0,
         help="How much of itself a step's loss may differ from the undisturbed run's; default: 1e-9 in "
-        "float64, otherwise 1e-3.",
+        "float64, otherwise 1e-2.",
     ),
 ]
 BeyondOption = Annotated[
