@@ -46,6 +46,9 @@ class _Forwarding(logging.Handler):
 
 
 def _is_known(record: logging.LogRecord) -> bool:
-    """uvloop has closed its handle of a broken connection (see ``_read_now_and_then`` of ``ftd.mqtt``)."""
+    """Of a broken connection to the broker, which ``ftd.mqtt`` tells by itself: what its library says of it,
+    and that uvloop has closed the handle (see ``_read_now_and_then`` there).
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return record.name == "asyncio" and "the handler is closed" in str(error)
+    broken = record.name == "mqtt" and "on socket" in record.getMessage()
+    return broken or (record.name == "asyncio" and "the handler is closed" in str(error))

@@ -12,6 +12,7 @@ from ftd.logs import configure_logs
 configure_logs(daemon="node", node="host-a", verbose={verbose})
 contextvars.Context().run(logging.getLogger("aiohttp").warning, "strange %s", "header")
 logging.getLogger("aiohttp").info("not asked for")
+logging.getLogger("mqtt").error("failed to receive on socket: [Errno 104] Connection reset by peer")
 for problem in ("disk on fire", "unable to perform operation; the handler is closed"):
     try:
         raise RuntimeError(problem)
@@ -39,5 +40,5 @@ def test_what_libraries_log_is_a_line_like_any_other() -> None:
     assert "disk on fire" in error["exception"]
 
 
-def test_a_handle_that_uvloop_has_closed_is_no_error() -> None:
-    assert [line["level"] for line in lines(verbose=True)] == ["warning", "error", "debug"]
+def test_a_connection_that_broke_is_told_once_and_not_by_the_libraries() -> None:
+    assert [line["level"] for line in lines(verbose=True)] == ["warning", "debug", "error", "debug"]
