@@ -47,8 +47,12 @@ def elected(ground: Playground, before: str, times: int = 1) -> str:
     return leader
 
 
-def deposed(ground: Playground, before: str) -> None:
-    """The one that led follows, and is seen to."""
+def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
+    """The one that led follows, and is seen to; one that did not die has noticed."""
+    child = ground.cluster.fleet.children[before]
+    if thawed:
+        ground.until(lambda: "abdicate" in child.log.read_text(), f"{before} knows that it does not lead")
+        child.log.write_text("")
     ground.until(lambda: before in ground.state.get("standbys", []), f"{before} follows")
 
 
@@ -71,7 +75,7 @@ def test_a_leader_that_dies_while_training_is_replaced_and_no_trainer_notices(
     ground.play({"after_s": 0, "role": "coordinator", **fault})
     second = elected(ground, first)
     ground.further()
-    deposed(ground, first)
+    deposed(ground, first, thawed=fault["do"] == "stop")
     assert ground.state["leader"] == second
     ground.further()
     assert ground.pids == trainers
@@ -98,7 +102,7 @@ def test_a_leader_that_dies_in_a_recovery_leaves_it_to_the_standby(
     elected(ground, first)
     ground.until(lambda: len(run.recoveries) > 1, "training goes on")
     ground.further()
-    deposed(ground, first)
+    deposed(ground, first, thawed=fault["do"] == "stop")
     assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-2", "node-3"))
     as_if_nothing_was(ground, same_losses)
 
@@ -115,7 +119,7 @@ def test_a_leader_that_dies_in_a_snapshot_costs_that_snapshot_at_most(
     elected(ground, first)
     known = len(run.named("SnapshotCompleted"))
     ground.until(lambda: len(run.named("SnapshotCompleted")) > known + 1, "snapshots are complete again")
-    deposed(ground, first)
+    deposed(ground, first, thawed=fault["do"] == "stop")
     assert ground.pids == trainers
     as_if_nothing_was(ground, same_losses)
 
@@ -156,7 +160,7 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     ground.until_recovery("node_lost")
     ground.further()
     os.kill(cable.pid, signal.SIGCONT)
-    deposed(ground, "far")
+    deposed(ground, "far", thawed=True)
     ground.further()
     assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-1", "node-2"))
     assert [r["cause"] for r in run.recoveries] == ["start", "node_lost"]

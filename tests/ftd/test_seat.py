@@ -236,6 +236,26 @@ def test_a_leader_goes_on_behind_a_broker_that_forgot_everything(mosquitto: Runn
     run(play())
 
 
+def test_a_coordinator_of_another_version_is_named_with_the_remedy(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("ftd.coordinator.watch._log.warning", lambda event, **words: said.append(words))
+
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        bert.seat._watch._version = "0.0.1"
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.start()
+        await until(lambda: len(said) >= 2, "each complains of the other one")
+        await asyncio.gather(anna.end(), bert.end())
+
+    run(play())
+    assert {(words["peer"], words["there"] == "0.0.1") for words in said} >= {("anna", False), ("bert", True)}
+    assert all("the same version" in words["remedy"] for words in said)
+
+
 @pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
 def test_many_that_come_at_once_agree(
     kind: str, start_broker: Callable[[str], RunningBroker], tmp_path: Path

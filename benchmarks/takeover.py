@@ -1,0 +1,135 @@
+"""From a signal to the leading coordinator until its standby leads, and until it answers a client.
+
+    python -m benchmarks.takeover --times 10
+
+``kill`` is SIGKILL, which the broker's last will tells; ``stop`` is SIGSTOP, which shows as silence
+(``timing.leader_silence_s``, 2.5 s). Real processes, mosquitto, default settings. Between two signals the
+one that was struck is back and follows.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+from benchmarks.common import Limit, Result, Summary, command_line, main
+from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
+from ftd.errors import Unreachable
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory
+from ftd.wire.public import StatusRequest
+from statemachine.timing import Timing
+
+PATIENCE_S = 60.0
+ASK_S = 0.1
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+DEPOSED = "abdicate"
+"""A coordinator's word for it in its log."""
+MARGIN_S = 1.0
+"""Beyond what the settings make a takeover wait, at most."""
+
+
+class Pair:
+    """Two coordinators and a client."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.state: dict[str, Any] = {}
+        self.elected: asyncio.Queue[float] = asyncio.Queue()
+
+    def on_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    async def follow(self, client: ClusterClient) -> None:
+        async for event in client.events():
+            if event["event"] == "LeaderElected":
+                self.elected.put_nowait(time.monotonic())
+
+    async def whole(self) -> str:
+        """Wait until one leads and the other one follows; who leads."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.state.get("leader") and self.state.get("standbys")):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no leader with a standby within {PATIENCE_S:g} s: {self.state}")
+            await asyncio.sleep(0.02)
+        return str(self.state["leader"])
+
+    async def strike(self, client: ClusterClient, what: str) -> tuple[float, float]:
+        """Seconds from the signal to LeaderElected, and to the first answer."""
+        leader = await self.whole()
+        pid = self.cluster.pid(leader)
+        began = time.monotonic()
+        os.kill(pid, SIGNALS[what])
+        elected_at, answered_at = await asyncio.gather(
+            asyncio.wait_for(self.elected.get(), PATIENCE_S), self.answered(client)
+        )
+        if what == "stop":
+            log = self.cluster.fleet.children[leader].log
+            before = log.read_text().count(DEPOSED)
+            os.kill(pid, signal.SIGCONT)
+            deadline = time.monotonic() + PATIENCE_S
+            while log.read_text().count(DEPOSED) == before:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{leader} does not know that it leads no more")
+                await asyncio.sleep(0.05)
+        else:
+            self.state = {}
+            await self.cluster.fleet.children[leader].process.wait()
+            await self.cluster.start_coordinator(leader)
+        return elected_at - began, answered_at - began
+
+    async def answered(self, client: ClusterClient) -> float:
+        while True:
+            envelope = client.envelope()
+            with contextlib.suppress(Unreachable):
+                request = StatusRequest(request=envelope["request"], reply=envelope["reply"])
+                await client.request(request, timeout_s=ASK_S)
+                return time.monotonic()
+
+
+async def measure(times: int) -> Result:
+    result = Result(
+        name="takeover",
+        what=f"Milliseconds from the signal, {times} times each: minimum / median / maximum",
+        columns=("leader", "standby elected", "next request accepted"),
+    )
+    waits_s = {"kill": 0.0, "stop": Timing().leader_silence_s}
+    with private_directory() as directory:
+        cluster = LocalCluster(directory, ClusterOptions(broker="mosquitto", coordinators=2))
+        try:
+            await cluster.start_broker()
+            await cluster.start_coordinators()
+            pair = Pair(cluster)
+            address = ClusterAddress(broker=cluster.broker, cluster=cluster.options.cluster)
+            async with ClusterClient(address, listen=True, on_state=pair.on_state) as client:
+                following = asyncio.ensure_future(pair.follow(client))
+                for what in SIGNALS:
+                    found = [await pair.strike(client, what) for _ in range(times)]
+                    elected, answered = (
+                        Summary(values=tuple(1000 * value for value in column))
+                        for column in zip(*found, strict=True)
+                    )
+                    result.rows.append((what, str(elected), str(answered)))
+                    result.data[what] = {"elected_ms": elected.values, "answered_ms": answered.values}
+                    limit_ms = 1000 * (waits_s[what] + MARGIN_S)
+                    name = f"{what}: next request accepted, median, ms"
+                    result.limits.append(Limit(name=name, measured=answered.median, limit=limit_ms))
+                following.cancel()
+        finally:
+            await cluster.end()
+    return result
+
+
+def parse() -> argparse.Namespace:
+    parser = command_line(__doc__)
+    parser.add_argument("--times", type=int, default=10)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parsed = parse()
+    main(asyncio.run(measure(parsed.times)), parsed.out)
