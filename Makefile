@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup mosquitto promtool chromium check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV)

@@ -6,18 +6,19 @@ import pytest
 
 from ftd.wire import checking
 
-SERVICE = ("tests/e2e/", "tests/ftd/", "tests/security/")
-"""Tests of running daemons."""
+SERVICES = (("tests/e2e/",), ("tests/ftd/", "tests/security/"))
+"""Tests of running daemons, in two halves."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n 2`` one worker takes all tests of running daemons, one by one, the others take the rest."""
+    """With ``-n 2`` each worker takes half of the tests of running daemons, one by one, then of the rest."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneServiceAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "service" if nodeid.startswith(SERVICE) else nodeid.partition("::")[0]
+            half = next((part[0] for part in SERVICES if nodeid.startswith(part)), None)
+            return half or nodeid.partition("::")[0]
 
     return OneServiceAtATime(config, log)
 

@@ -58,8 +58,9 @@ def leftovers(home: dict[str, str]) -> list[str]:
     return [path.name for path in Path(home["TMPDIR"]).rglob("*") if path.name != "ftd"]
 
 
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").iterdir())
+def shared_memory(home: dict[str, str]) -> list[Path]:
+    """Where the nodes of a cluster that runs keep snapshots: below the name of its directory."""
+    return [path for own in Path(home["TMPDIR"]).iterdir() if (path := Path("/dev/shm", own.name)).exists()]
 
 
 def until(holds: Callable[[], Any], what: str) -> None:
@@ -70,7 +71,10 @@ def until(holds: Callable[[], Any], what: str) -> None:
 
 
 def test_a_run_with_a_kill_and_a_new_node(
-    tmp_path: Path, home: dict[str, str], reference: Callable[[int], list[float]]
+    tmp_path: Path,
+    home: dict[str, str],
+    start: Callable[..., subprocess.Popen[str]],
+    reference: Callable[[int], list[float]],
 ) -> None:
     job = write_job(tmp_path, steps=160, delay_s=0.003, two_node_replicas=True)
     scenario = tmp_path / "scenario.toml"
@@ -79,11 +83,13 @@ def test_a_run_with_a_kill_and_a_new_node(
         '[[fault]]\nat_step = 12\ndo = "start"\nnode = "node-4"\n'
         '[[fault]]\nat_step = 100000\ndo = "term"\nnode = "node-0"\n'
     )
-    shm = shared_memory()
     path, logs = tmp_path / "report.json", tmp_path / "logs"
     options = ["--chaos", scenario, "--report", path, "--logs", logs]
-    done = ftd("local", job, "--nodes", 4, *options, home=home)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run = start("local", job, "--nodes", 4, *options)
+    until(lambda: shared_memory(home), "nodes have memory for snapshots")
+    memory = shared_memory(home)
+    printed, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, printed
     report = Report.from_json(json.loads(path.read_text()))
     assert report.outcome == "finished"
     assert [step.step for step in report.steps] == list(range(1, 161))
@@ -95,11 +101,11 @@ def test_a_run_with_a_kill_and_a_new_node(
     assert sum(r.rolled_back_steps for r in report.recoveries) == 0
     assert report.processes["node-0"].trainers["0"] == report.processes["node-0"].trainers["0"][:1]
     assert report.final.checksum
-    assert "node-2" in done.stdout
-    assert "never happened: at step 100000: term node-0" in done.stdout
+    assert "node-2" in printed
+    assert "never happened: at step 100000: term node-0" in printed
     assert (logs / "coordinator.log").exists()
     assert leftovers(home) == []
-    assert shared_memory() <= shm
+    assert not any(path.exists() for path in memory)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -109,17 +115,18 @@ def test_nothing_is_left_however_it_ends(
     start: Callable[..., subprocess.Popen[str]],
     how: signal.Signals,
 ) -> None:
-    shm = shared_memory()
     path = tmp_path / "report.json"
     run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view", "--report", path)
     until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
     below = descendants(run.pid)
     assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
+    memory = shared_memory(home)
+    assert memory
     run.send_signal(how)
     printed, _ = run.communicate(timeout=LIMIT_S)
     until(lambda: not any(alive(pid) for pid in below), "every process has ended")
     until(lambda: set(leftovers(home)) <= {"local.json"}, "the directory is gone")
-    assert shared_memory() <= shm
+    assert not any(path.exists() for path in memory)
     if how is not signal.SIGKILL:
         assert run.returncode == 128 + how
         assert "cleaned up" in printed
