@@ -36,9 +36,15 @@ class Setting:
 def setting_of(scenario: Scenario, job: Path | None, nodes: int | None, origin: str) -> Setting:
     """The scenario's own ``[cluster]``, or what is given instead.
 
-    :raises ConfigurationError: there is neither, or the job makes no sense.
+    :raises ConfigurationError: there is neither, the job makes no sense, or several coordinators are wanted.
     """
     cluster = scenario.cluster
+    if cluster is not None and cluster.coordinators > 1:
+        raise ConfigurationError(
+            f"a scenario is simulated with one coordinator, not with {cluster.coordinators}",
+            field=f"{origin}: cluster.coordinators",
+            remedy="ftd chaos run --local plays it; ftd sim without a scenario strikes several on its own",
+        )
     path = job if job is not None else cluster.job if cluster is not None else None
     count = nodes if nodes is not None else cluster.nodes if cluster is not None else None
     if path is None or count is None:

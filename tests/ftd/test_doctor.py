@@ -29,7 +29,7 @@ def write_config(directory: Path, broker: SecureBroker, port: int, *, name: str,
         f'cluster = "lab"\nsecret_file = "secret"\n'
         f'[broker]\nurl = "mqtts://localhost:{port}"\nca_file = "{broker.directory}/ca.pem"\n'
         f'username = "{user}"\npassword_file = "password"\n'
-        f'[node]\nname = "{name}"\nhost = "127.0.0.1"\nruntime_dir = "run"\n'
+        f'[node]\nname = "{name}"\nhost = "127.0.0.1"\nruntime_dir = "r"\n'
         f'snapshot_dir = "/dev/shm/ftd-test-{os.getpid()}"\n'
         '[coordinator]\nstate_dir = "state"\n'
     )
@@ -59,7 +59,7 @@ def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @needs_mosquitto
 @pytest.mark.timeout(300)
-def test_daemons_work_within_their_rights_and_the_doctor_sees_it(
+def test_daemons_in_their_rights(
     secure: SecureBroker, port: int, tmp_path: Path, daemons: list[subprocess.Popen[bytes]]
 ) -> None:
     def configured(name: str, user: str) -> Path:

@@ -23,19 +23,21 @@ class Wire:
 def wire() -> Wire:
     heard = Wire()
     with pytest.MonkeyPatch.context() as patch:
-        cluster, agent = ClusterMachine.step, AgentMachine.step
+        cluster, agent = ClusterMachine.steps, AgentMachine.step
 
-        def signalled(self: ClusterMachine, event: Any) -> Any:
-            if isinstance(event, SignalArrived):
-                heard.signals[type(event.message.signal).__name__] = codec.encode_from_node(event.message)
-            return cluster(self, event)
+        def signalled(self: ClusterMachine, events: Any) -> Any:
+            for event in events:
+                if isinstance(event, SignalArrived):
+                    name = type(event.message.signal).__name__
+                    heard.signals[name] = codec.encode_from_node(event.message)
+            return cluster(self, events)
 
         def commanded(self: AgentMachine, event: Any) -> Any:
             if isinstance(event, CommandArrived):
                 heard.commands[type(event.message.command).__name__] = codec.encode_to_node(event.message)
             return agent(self, event)
 
-        patch.setattr(ClusterMachine, "step", signalled)
+        patch.setattr(ClusterMachine, "steps", signalled)
         patch.setattr(AgentMachine, "step", commanded)
         for seed in range(12):
             run_seed(seed)

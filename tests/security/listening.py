@@ -32,8 +32,10 @@ class Door:
 
 
 def doors_of(pid: int) -> list[Door]:
-    """All listening sockets that this process has open."""
+    """All listening sockets that this process has open; none when it has ended."""
     inodes = set()
+    if not Path(f"/proc/{pid}").exists():
+        return []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if found := re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink())):

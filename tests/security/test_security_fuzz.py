@@ -82,7 +82,11 @@ def test_a_hostile_node_and_a_hostile_coordinator_confuse_nobody(monkeypatch: py
     and it goes on with what comes next."""
     rng = next(seeded(SEED, 1))
     told = {"cluster": 0, "agent": 0}
-    steps: dict[str, Callable[[Any, Any], Any]] = {"cluster": ClusterMachine.step, "agent": AgentMachine.step}
+    together = ClusterMachine.steps
+    steps: dict[str, Callable[[Any, Any], Any]] = {
+        "cluster": lambda machine, event: together(machine, [event]),
+        "agent": AgentMachine.step,
+    }
 
     def sound(twin: Any, effects: list[Any]) -> None:
         if not isinstance(twin, ClusterMachine):
@@ -130,8 +134,12 @@ def test_a_hostile_node_and_a_hostile_coordinator_confuse_nobody(monkeypatch: py
 
         return both
 
-    hostile = beside("cluster", SignalArrived, codec.encode_from_node, codec.decode_from_node)
-    monkeypatch.setattr(ClusterMachine, "step", hostile)
+    hostile_step = beside("cluster", SignalArrived, codec.encode_from_node, codec.decode_from_node)
+    monkeypatch.setattr(
+        ClusterMachine,
+        "steps",
+        lambda machine, events: [effect for event in events for effect in hostile_step(machine, event)],
+    )
     hostile = beside("agent", CommandArrived, codec.encode_to_node, codec.decode_to_node)
     monkeypatch.setattr(AgentMachine, "step", hostile)
     for seed in range(30 * EFFORT):

@@ -30,7 +30,14 @@ def played(path: Path, seed: int) -> Played:
 
 def supported(path: Path) -> bool:
     scenario = load_scenario(path)
+    if scenario.cluster is not None and scenario.cluster.coordinators > 1:
+        return False
     return not unsupported(scenario, setting_of(scenario, None, None, path.name))
+
+
+def test_a_scenario_with_a_standby_is_for_the_real_service() -> None:
+    with pytest.raises(ConfigurationError, match=r"cluster.coordinators.*one coordinator, not with 2"):
+        played(EXAMPLES / "chaos" / "leader-killed.toml", 0)
 
 
 @pytest.mark.parametrize("path", [path for path in SCENARIOS if supported(path)], ids=lambda path: path.stem)
