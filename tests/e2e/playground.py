@@ -234,6 +234,8 @@ class Playground:
         return self._leave()
 
     def _leave(self) -> Run:
+        # The state comes a moment behind the events.
+        self.until(lambda: self.state.get("phase") in ("FINISHED", "FAILED"), "the state tells of the end")
         run = self._current
         self._conductor = None
         assert self._failures == []

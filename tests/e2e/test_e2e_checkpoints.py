@@ -200,7 +200,7 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     run = ground.submit(checkpoint_job(tmp_path, steps=newest + 12, arguments="tied = true"))
     resumed = ground.until_event("JobResumed")
     assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
-    assert len(ground.state["pipelines"]) == 2
+    ground.until(lambda: len(ground.state["pipelines"]) == 2, "two pipelines in the state")
     check(ground.finish(), tied_reference)
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 

@@ -105,7 +105,7 @@ def test_a_node_that_was_cut_off_comes_back_as_somebody_new(
     ground.until_recovery("node_joined")
     ground.further()
     assert ground.pids["node-2", 0] != stale
-    assert ground.state["nodes"]["node-2"]["incarnation"] > incarnation
+    ground.until(lambda: ground.state["nodes"]["node-2"]["incarnation"] > incarnation, "it began anew")
     assert run.named("NodeFenced", "node-2")
     same_losses(ground.stop_job())
 
@@ -140,7 +140,7 @@ def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: 
     ground.on_loop(ground.cluster.kill("node-1"))
     ground.until_recovery("node_lost")
     ground.until_recovery("node_joined")  # The second one takes over.
-    assert ground.state["nodes"]["node-1"]["incarnation"] > first
+    ground.until(lambda: ground.state["nodes"]["node-1"]["incarnation"] > first, "it is another daemon")
     ground.further()
     same_losses(ground.stop_job())
     ground.on_loop(ground.cluster.fleet.kill("impostor"))

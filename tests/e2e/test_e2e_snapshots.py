@@ -119,7 +119,7 @@ def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
     completed = ground.until_event("SnapshotCompleted", times=2)
     assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
     assert completed["details"]["unprotected"] == []
-    assert len(ground.state["pipelines"]) == 1
+    ground.until(lambda: len(ground.state["pipelines"]) == 1, "one pipeline in the state")
     assert len(list(ground.snapshot_directory.glob("*/*/copy-0-*"))) == 2
     ground.inject(do="kill", node="node-1")
     [memory] = ground.snapshot_directory.glob("*node-1")

@@ -101,7 +101,7 @@ def test_the_last_pipeline_s_state_is_at_its_buddies(
     run = ground.submit(sharded_job(tmp_path, "aor+buddy", every_steps=5, two_node_replicas=True, failures=0))
     completed = ground.until_event("SnapshotCompleted", times=2)
     assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
-    assert len(ground.state["pipelines"]) == 1
+    ground.until(lambda: len(ground.state["pipelines"]) == 1, "one pipeline in the state")
     ground.inject(do="kill", node="node-1")
     [memory] = ground.snapshot_directory.glob("*node-1")
     shutil.rmtree(memory)

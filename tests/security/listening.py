@@ -33,9 +33,13 @@ class Door:
 
 def doors_of(pid: int) -> list[Door]:
     """All listening sockets that this process has open; none when it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _doors_of(pid)
+    return []
+
+
+def _doors_of(pid: int) -> list[Door]:
     inodes = set()
-    if not Path(f"/proc/{pid}").exists():
-        return []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if found := re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink())):
