@@ -314,6 +314,8 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
             deadline = time.monotonic() + PATIENCE_S
             while not any(e["details"].get("held_back", 0) > 1 for e in history):
                 assert time.monotonic() < deadline, "refusals are told one by one"
+                # How many were held back is told with the next one.
+                session.publish(T.request, b"\x91")
                 await asyncio.sleep(0.2)
                 history = await client.history()
 
