@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
-from ftd.complaints import Complaints, http_log
+from ftd.complaints import Complaints
 from ftd.config.dashboard import DashboardPlace
 from ftd.dashboard.access import HEADERS, Access
 from ftd.dashboard.assets import PLOTLY, Asset, Plotly, pages
 from ftd.dashboard.feed import Feed, Gone
 from ftd.dashboard.model import Model
+from ftd.doorway import Doorway
 from ftd.errors import ConfigurationError
 from ftd.wire.public import encode_json, timestamp
 
@@ -46,17 +47,14 @@ class DashboardServer:
         self._silence_s = silence_s
         self._access = Access(place, cluster)
         self._plotly = Plotly()
-        self._silent: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
-        """Connections that were not let in yet."""
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
         self._making = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._doorway: Doorway | None = None
 
     @property
     def port(self) -> int:
         """Where it listens; 0: it does not."""
-        return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
+        return self._doorway.port if self._doorway is not None else 0
 
     async def start(self) -> None:
         """Without the port, and where nobody named it, there is no page: a page must not keep a cluster down.
@@ -74,20 +72,17 @@ class DashboardServer:
         }.items():
             app.router.add_get(path, handler, allow_head=False)
         app.router.add_post("/login", self._login)
-        self._runner = web.AppRunner(
+        self._doorway = Doorway(
             app,
-            access_log=None,
-            handle_signals=False,
-            shutdown_timeout=0.0,
+            Complaints(_log, "no_http"),
+            most_connections=MOST_CONNECTIONS,
+            header_bytes=_HEADER_BYTES,
+            patience_s=self._silence_s,
             keepalive_timeout=15.0,
-            logger=http_log(Complaints(_log, "no_http")),
-            max_line_size=_HEADER_BYTES,
-            max_field_size=_HEADER_BYTES,
         )
-        await self._runner.setup()
-        place, loop = self._place, asyncio.get_running_loop()
+        place = self._place
         try:
-            self._server = await loop.create_server(self._accept, place.host, place.port)
+            await self._doorway.open(place.host, place.port)
         except OSError as error:
             await self.close()
             problem = f"the dashboard cannot be served on {place.host}:{place.port}: {error.strerror}"
@@ -104,31 +99,11 @@ class DashboardServer:
     async def close(self) -> None:
         """Nobody is served any more."""
         self._feed.close()
-        if self._server is not None:
-            self._server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._server = self._runner = None
+        if self._doorway is not None:
+            await self._doorway.close()
+        self._doorway = None
 
     # --- who is let in ---------------------------------------------------------------------------------
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server if self._runner is not None else None
-        if server is None or len(server.connections) >= MOST_CONNECTIONS:
-            return _Turned()
-        connection = server()
-        loop = asyncio.get_running_loop()
-        self._silent[connection] = loop.call_later(self._silence_s, self._close_silent, connection)
-        return connection
-
-    def _let_in(self, connection: asyncio.BaseProtocol) -> None:
-        if (timer := self._silent.pop(connection, None)) is not None:
-            timer.cancel()
-
-    def _close_silent(self, connection: web.RequestHandler) -> None:
-        del self._silent[connection]
-        if connection.transport is not None:
-            connection.transport.abort()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -137,7 +112,8 @@ class DashboardServer:
             answer: web.StreamResponse = self._refused(request)
         else:
             if handler != self._login:
-                self._let_in(request.protocol)
+                assert self._doorway is not None, "it came through it"
+                self._doorway.let_in(request.protocol)
             try:
                 answer = await handler(request)
             except web.HTTPException as refusal:
@@ -276,10 +252,3 @@ def _json(packed: bytes) -> web.Response:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-class _Turned(asyncio.Protocol):
-    """Too many connections: this one is closed at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()

@@ -4,7 +4,6 @@ A request is answered and its connection closed; one that takes longer than ``LI
 with it, is cut off, and beyond ``MOST_CONNECTIONS`` at a time new ones are closed at once.
 """
 
-import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -14,8 +13,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from ftd.complaints import Complaints, http_log
+from ftd.complaints import Complaints
 from ftd.config.metrics import MetricsPlace
+from ftd.doorway import Doorway
 from ftd.errors import ConfigurationError
 
 log = structlog.get_logger("ftd.metrics")
@@ -47,8 +47,7 @@ class MetricsServer:
         )
         self._complaints = Complaints(log, "unauthorised")
         self._rendered: dict[bool, tuple[float, bytes]] = {}
-        self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._doorway: Doorway | None = None
 
     async def start(self) -> None:
         """:raises ConfigurationError: the address cannot be bound."""
@@ -56,19 +55,15 @@ class MetricsServer:
             return
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/metrics", self._metrics, allow_head=False)
-        self._runner = web.AppRunner(
+        self._doorway = Doorway(
             app,
-            access_log=None,
-            handle_signals=False,
-            shutdown_timeout=0.0,
-            logger=http_log(self._complaints),
-            max_line_size=_HEADER_BYTES,
-            max_field_size=_HEADER_BYTES,
+            self._complaints,
+            most_connections=MOST_CONNECTIONS,
+            header_bytes=_HEADER_BYTES,
+            patience_s=self._lifetime_s,
         )
-        await self._runner.setup()
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._accept, self._place.host, self._place.port)
+            await self._doorway.open(self._place.host, self._place.port)
         except OSError as error:
             await self.close()
             raise ConfigurationError(
@@ -80,19 +75,9 @@ class MetricsServer:
 
     async def close(self) -> None:
         """Nobody is served any more."""
-        if self._server is not None:
-            self._server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._server = self._runner = None
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server if self._runner is not None else None
-        if server is None or len(server.connections) >= MOST_CONNECTIONS:
-            return _Turned()
-        connection = server()
-        asyncio.get_running_loop().call_later(self._lifetime_s, _cut, connection)
-        return connection
+        if self._doorway is not None:
+            await self._doorway.close()
+        self._doorway = None
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -119,15 +104,3 @@ class MetricsServer:
             self._rendered[wanted] = (time.monotonic(), body)
         kind = openmetrics.CONTENT_TYPE_LATEST if wanted else _PLAIN
         return web.Response(body=body, headers={"Content-Type": kind})
-
-
-class _Turned(asyncio.Protocol):
-    """Too many connections: this one is closed at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-def _cut(connection: web.RequestHandler) -> None:
-    if connection.transport is not None:
-        connection.transport.abort()

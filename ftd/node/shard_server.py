@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 from aiohttp import web
 
-from ftd.complaints import Complaints, http_log
+from ftd.complaints import Complaints
+from ftd.doorway import Doorway, close
 from ftd.node.arenas import Arenas, Held
 from ftd.node.copies import Copies
 from ftd.node.copy_server import CopyServer
@@ -79,7 +80,6 @@ class ShardServer:
         self._greeting_s = greeting_s
         self._routes = tuple(routes)
         self._streams = 0
-        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._verifying = asyncio.Lock()
         self._verified: tuple[float, tuple[Held, ...], tuple[str, ...]] = (0.0, (), ())
         self._complaints = Complaints(log, "unauthorised")
@@ -101,49 +101,26 @@ class ShardServer:
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
         if self._copies is not None:
             self._copies.add_to(app)
-        self._runner = web.AppRunner(
+        self._doorway = Doorway(
             app,
-            access_log=None,
-            handle_signals=False,
-            shutdown_timeout=0.0,
+            self._complaints,
+            most_connections=MOST_CONNECTIONS,
+            header_bytes=_HEADER_BYTES,
+            patience_s=self._greeting_s,
+            part_with=close,
+            # With TLS a connection is one only when both sides are content; until then it is a stranger.
+            strangers_count=True,
             lingering_time=_LINGER_S,
-            logger=http_log(self._complaints),
-            max_line_size=_HEADER_BYTES,
-            max_field_size=_HEADER_BYTES,
         )
-        await self._runner.setup()
-        loop = asyncio.get_running_loop()
         limit = self._greeting_s if self._tls is not None else None
-        self._server = await loop.create_server(
-            self._accept, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit
-        )
-        self._port = self._server.sockets[0].getsockname()[1]
+        await self._doorway.open(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
+        self._port = self._doorway.port
 
     async def close(self) -> None:
         """Streams that are under way are cut."""
-        self._server.close()
-        for timer in self._strangers.values():
-            timer.cancel()
-        await self._runner.cleanup()
+        await self._doorway.close()
 
     # --- who is let in ---------------------------------------------------------------------------
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server
-        assert server is not None, "made by setup()"
-        # With TLS a connection is one only when both sides are content; until then it is a stranger.
-        if max(len(server.connections), len(self._strangers)) >= MOST_CONNECTIONS:
-            return _Turned()
-        connection = server()
-        loop = asyncio.get_running_loop()
-        self._strangers[connection] = loop.call_later(self._greeting_s, self._part_with, connection)
-        return connection
-
-    def _part_with(self, connection: web.RequestHandler) -> None:
-        """It made no valid request in time."""
-        del self._strangers[connection]
-        if connection.transport is not None:
-            connection.transport.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -151,8 +128,7 @@ class ShardServer:
         if not hmac.compare_digest(given, self._authorization):
             self._complaints.note(peer=request.remote, path=request.path[:200])
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
-        if (timer := self._strangers.pop(request.protocol, None)) is not None:
-            timer.cancel()
+        self._doorway.let_in(request.protocol)
         return await handler(request)
 
     # --- what is asked for -----------------------------------------------------------------------
@@ -229,13 +205,6 @@ class ShardServer:
             log.warning("stalled_reader", peer=request.remote, path=request.path[:200])
             if request.transport is not None:
                 request.transport.abort()
-
-
-class _Turned(asyncio.Protocol):
-    """Too many connections: this one is closed at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
