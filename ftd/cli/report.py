@@ -40,17 +40,18 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
+    from ftd.view.files import write
     from ftd.view.report_page import report_page
     from ftd.view.report_plot import plot_report
     from ftd.view.summary import render_summary
 
     found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
     if html is not None:
-        _write(html, report_page(found).encode(), "--html")
+        write(html, report_page(found).encode(), "--html")
     if plot is not None:
         plot_report(found, plot)
     if out is not None:
-        _write(out, found.to_bytes(), "--json")
+        write(out, found.to_bytes(), "--json")
     if html is plot is out is None:
         print_rich(render_summary(found))
 
@@ -81,10 +82,3 @@ def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Pat
             return report_of(job, await client.history(), await client.history(what="steps"))
 
     return run_async(ask())
-
-
-def _write(path: Path, content: bytes, field: str) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field=field) from None

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ftd.errors import ConfigurationError
+from ftd.view.files import write
 from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, named_templates
 from ftd.view.text import layer_range, plural
@@ -97,10 +98,7 @@ def plot_plan(told: Description, path: Path, *, name: str, other: Description | 
         picture = io.BytesIO()
         draw_plan(told, name=name, other=other).savefig(picture, format="png", dpi=150)
         data = picture.getvalue()
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--plot") from None
+    write(path, data, "--plot")
 
 
 def drawn_svg(told: Description, *, name: str, other: Description | None = None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftd.errors import ConfigurationError
 from ftd.view.document import Report
+from ftd.view.files import require_format, write
 from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.rates import goodput, throughput
 from ftd.view.text import is_failure
@@ -34,16 +35,10 @@ def plot_report(report: Report, path: Path) -> None:
     :raises ConfigurationError: no step was committed, a format that is not offered, or a place that cannot be
         written.
     """
-    if path.suffix not in FORMATS:
-        raise ConfigurationError(
-            f"{path.name} names no format", field="--plot", remedy=f"end it in {' or '.join(FORMATS)}"
-        )
+    require_format(path, FORMATS, "--plot")
     if not report.steps:
         raise ConfigurationError("no step was committed: there is nothing to draw", field="--plot")
-    try:
-        path.write_bytes(drawn(report, path.suffix[1:]))
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--plot") from None
+    write(path, drawn(report, path.suffix[1:]), "--plot")
 
 
 def drawn(report: Report, kind: str) -> bytes:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from ftd.chaos.soak_report import SoakReport, Struck
 from ftd.errors import ConfigurationError
+from ftd.view.files import require_format, write
 from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
 
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -30,10 +31,7 @@ def require_picture(path: Path | None) -> None:
     """Before minutes of work. :raises ConfigurationError: a format that is not offered, or no such place."""
     if path is None:
         return
-    if path.suffix not in {".svg", ".png"}:
-        raise ConfigurationError(
-            f"{path.name} names no format", field="--plot", remedy="end it in .svg or .png"
-        )
+    require_format(path, (".svg", ".png"), "--plot")
     if not path.parent.is_dir():
         raise ConfigurationError(f"there is no directory {path.parent}", field="--plot")
 
@@ -46,10 +44,7 @@ def plot_soak(report: SoakReport, path: Path) -> None:
         _draw(report).savefig(
             picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
         )
-    try:
-        path.write_bytes(picture.getvalue())
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--plot") from None
+    write(path, picture.getvalue(), "--plot")
 
 
 def _draw(report: SoakReport) -> Figure:

@@ -6,16 +6,14 @@ import numpy as np
 
 from ftd.config.reliability_file import ReliabilityQuestion
 from ftd.errors import ConfigurationError
+from ftd.view.files import require_format
 from ftd.view.palette import BLUE, RED
 from planner.reliability import safe_days
 
 
 def plot_survival(question: ReliabilityQuestion, path: Path) -> None:
     """:raises ConfigurationError: a format that is not offered, or a place that cannot be written."""
-    if path.suffix not in {".svg", ".png"}:
-        raise ConfigurationError(
-            f"{path.name} names no format", field="--plot", remedy="end it in .svg or .png"
-        )
+    require_format(path, (".svg", ".png"), "--plot")
     from matplotlib.figure import Figure
 
     protection, threshold = question.protection, question.threshold

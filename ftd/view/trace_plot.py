@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ftd.errors import ConfigurationError
+from ftd.view.files import write
 from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.text import plural, size
 from ftd.view.trace import WAITS, Copied, Row, Span, copied
@@ -44,10 +44,7 @@ def plot_trace(rows: Sequence[Row], path: Path, *, name: str) -> None:
     with mpl.rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
         metadata = {"Date": None} if kind == "svg" else None
         draw_trace(rows, name=name).savefig(picture, format=kind, dpi=150, metadata=metadata)
-    try:
-        path.write_bytes(picture.getvalue())
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--out") from None
+    write(path, picture.getvalue(), "--out")
 
 
 def draw_trace(rows: Sequence[Row], *, name: str) -> Figure:
