@@ -90,12 +90,14 @@ def _on_one_clock(events: Sequence[JsonMap], steps: Sequence[JsonMap]) -> Iterat
 def _shifted(event: JsonMap, by: float) -> dict[str, Any]:
     if not by:
         return dict(event)
-    details = {k: v + by if k in _NESTED and v is not None else v for k, v in _details(event).items()}
+    details = _moved(_details(event), by)
     if recovery := details.get("recovery"):
-        details["recovery"] = {
-            k: v + by if k in _NESTED and v is not None else v for k, v in recovery.items()
-        }
+        details["recovery"] = _moved(recovery, by)
     return {**event, "monotonic": event["monotonic"] + by, "details": details}
+
+
+def _moved(details: JsonMap, by: float) -> dict[str, Any]:
+    return {k: v + by if k in _NESTED and v is not None else v for k, v in details.items()}
 
 
 def _wall(event: JsonMap) -> float:
