@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftd.chaos.conductor import Conductor
+from ftd.chaos.ending import Ending
 from ftd.chaos.record import Record
 from ftd.chaos.values import Fault, Scenario
-from ftd.chaos.verdicts import Verdict, broken, judge, open_ones
+from ftd.chaos.verdicts import Verdict, judge
 from ftd.errors import FtdError
 
-GRACE_S = 10.0
-"""When the job is over, states and events may still be under way for so long."""
 _LOOK_S = 0.1
-_DEFAULT_FOR_S: dict[str, float] = {
-    "disconnect": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +72,7 @@ class Player:
         self.record = Record(baseline=baseline or {})
         self.conductor = Conductor(scenario, inject=self._strike, on_failure=self._failed)
         self._news = asyncio.Event()
-        self._satisfied_steps: int | None = None
-        self._ended_at_s: float | None = None
+        self._ending = Ending(scenario, self.record)
 
     def begin(self) -> None:
         """The scenario's time runs from here; events before do not count."""
@@ -123,38 +118,15 @@ class Player:
 
     def _over(self) -> str:
         """Why nothing more is to be seen; empty while there is."""
-        now_s = self._now_s()
-        if now_s > self._scenario.limit_s:
-            return f"the limit of {self._scenario.limit_s:g} s"
-        if self.record.ended:
-            self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
-            if self._all_happened(now_s) and not open_ones(self._scenario, self.record):
-                return f"the job's end ({self.record.ended})"
-            return f"the job's end ({self.record.ended})" if now_s > self._ended_at_s + GRACE_S else ""
-        if any(one.problem for one in self.record.struck.values()) and not self.conductor.busy:
-            return "a fault that could not be done"
-        if broken(self._scenario, self.record):
-            return "an expectation that cannot be met any more"
-        if not self._all_happened(now_s) or open_ones(self._scenario, self.record):
-            self._satisfied_steps = None
-            return ""
-        if self._satisfied_steps is None:
-            self._satisfied_steps = self.record.steps
-        enough = self.record.steps >= self._satisfied_steps + self._scenario.steps_after
-        paused = self.record.state.get("phase") in ("PAUSED", "WAITING")
-        return "everything has come" if enough or paused else ""
-
-    def _all_happened(self, now_s: float) -> bool:
-        struck = self.record.struck.values()
-        done = not self.conductor.waiting and not self.conductor.busy
-        return done and all(one.over_at_s <= now_s for one in struck)
+        conductor = self.conductor
+        return self._ending.why(self._now_s(), under_way=conductor.busy, to_come=bool(conductor.waiting))
 
     async def _strike(self, fault: Fault) -> None:
         struck = self.record.on_struck(fault, self._now_s())
         self._tell(f"{struck.at_s:7.2f} s  ↯ {fault}")
         struck.nodes = await self._inject(fault)
         # What a node does for a while is over later than it was asked for.
-        struck.over_at_s = struck.at_s + (fault.for_s or _DEFAULT_FOR_S.get(fault.do, 0.0))
+        struck.over_at_s = struck.at_s + fault.lasts_s
 
     def _failed(self, fault: Fault, error: FtdError) -> None:
         struck = self.record.struck.get(fault.id) or self.record.on_struck(fault, self._now_s())

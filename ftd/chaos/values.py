@@ -34,6 +34,10 @@ PHASE_EVENTS: dict[str, str] = {
     "persisting": "CheckpointStarted",
 }
 """The event that begins a phase. ``snapshotting`` has none: a node's state is SNAP while it lasts."""
+DEFAULT_FOR_S: dict[str, float] = {
+    "disconnect": 5.0, "cut": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0,
+}  # fmt: skip
+"""Of faults that end by themselves even if nobody says when."""
 
 
 # --- when ------------------------------------------------------------------------------------------
@@ -319,6 +323,11 @@ class Fault:
     restart_after_s: float = 0.0
     expect: tuple[Expectation, ...] = ()
     """Of what follows this fault, until the next one strikes or the scenario ends."""
+
+    @property
+    def lasts_s(self) -> float:
+        """Until nothing of it is to come any more; 0: it is done at once, or stays."""
+        return self.for_s or self.restart_after_s or DEFAULT_FOR_S.get(self.do, 0.0)
 
     def __str__(self) -> str:
         what = f"{self.do} {self.target}"

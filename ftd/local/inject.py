@@ -15,8 +15,6 @@ from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.wire.catalogue import severity_of
 from ftd.wire.public import EventMessage, new_event_id, timestamp
 
-DEFAULT_CUT_S = 5.0
-
 
 class LocalInjector:
     """Faults of processes that are ours: broker, coordinator, nodes to start; and all the others.
@@ -91,7 +89,7 @@ class LocalInjector:
         for node in nodes:
             network.cut(node)
         try:
-            await asyncio.sleep(fault.for_s or DEFAULT_CUT_S)
+            await asyncio.sleep(fault.lasts_s)
         finally:
             for node in nodes:
                 network.heal(node)

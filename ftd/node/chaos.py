@@ -15,6 +15,7 @@ from typing import Any, Protocol, assert_never
 
 import structlog
 
+from ftd.chaos.values import DEFAULT_FOR_S
 from ftd.node.disturbance import Disturbance, Weather
 from ftd.node.filling import Filler
 from ftd.node.processes import die_with_parent, kill_group
@@ -30,9 +31,6 @@ ANNOUNCE_TIMEOUT_S = 1.0
 _REMEMBERED = 100
 """Requests that are not obeyed a second time when they come again."""
 DEFAULT_HANG_S = 3600.0
-DEFAULT_DISCONNECT_S = 5.0
-DEFAULT_LOSSY_S = 10.0
-DEFAULT_FILL_S = 10.0
 DEFAULT_FACTOR = 3.0
 MOST_FACTOR = 1000.0
 MOST_LATE_S = 60.0
@@ -192,6 +190,7 @@ class Chaos:
         self._do(request)
 
     def _do(self, request: ChaosRequest) -> None:
+        for_s = request.for_s or DEFAULT_FOR_S.get(request.do, 0.0)
         match request.do:
             case "kill":
                 for pid in self._pids(request):
@@ -212,17 +211,15 @@ class Chaos:
             case "flip":
                 self._memory.flip(request.device)
             case "disconnect":
-                self._hands.disconnect(request.for_s or DEFAULT_DISCONNECT_S)
+                self._hands.disconnect(for_s)
             case "raise":
                 for device in self._struck(request):
                     self._hands.send(device, Raise(detail=f"ftd chaos raise ({request.reply})"))
             case "lossy":
-                self.disturbance.begin(
-                    _weather(request), seed=request.seed, for_s=request.for_s or DEFAULT_LOSSY_S
-                )
+                self.disturbance.begin(_weather(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":
                 if (directory := self._fillable(request)) is not None:
-                    self._filler.fill(directory, request.for_s or DEFAULT_FILL_S)
+                    self._filler.fill(directory, for_s)
             case _:
                 assert_never(request.do)
 

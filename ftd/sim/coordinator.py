@@ -1,7 +1,7 @@
 """A simulated coordinator: the real cluster machine, its journal, and the real planner."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never, cast
@@ -383,3 +383,10 @@ class SimCoordinator(CheckpointWork):
             return
         assert self.planner is not None, "a plan is asked for after TemplatesReady"
         self.feed(plan_event(self.planner, effect, self.world.now))
+
+
+def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
+    """The one that leads; or that did, as far as it knows."""
+    if network.seat is not None:
+        return network.seat.coordinator
+    return max(coordinators, key=lambda one: (one.leading, one.up, one.position))

@@ -4,7 +4,7 @@ import traceback
 from dataclasses import dataclass
 
 from ftd.sim import faults
-from ftd.sim.coordinator import SimCoordinator
+from ftd.sim.coordinator import SimCoordinator, leader_of
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
 from ftd.sim.node import Pace, SimNode
@@ -160,9 +160,7 @@ class Simulation:
     @property
     def coordinator(self) -> SimCoordinator:
         """The one that leads; or that did, as far as it knows."""
-        if self.network.seat is not None:
-            return self.network.seat.coordinator
-        return max(self.coordinators, key=lambda one: (one.leading, one.up, one.position))
+        return leader_of(self.network, self.coordinators)
 
     def _command(self, message: ToNode) -> None:
         self.nodes[message.node].command(message)

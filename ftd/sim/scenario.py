@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from ftd.chaos.conductor import Cues
+from ftd.chaos.ending import Ending
 from ftd.chaos.player import Played, Simulated
 from ftd.chaos.record import Record
 from ftd.chaos.targets import Layout, layout_of
 from ftd.chaos.values import AfterTime, Fault, Scenario
-from ftd.chaos.verdicts import broken, judge, open_ones
+from ftd.chaos.verdicts import judge
 from ftd.errors import PeerError
-from ftd.sim.coordinator import ClusterEffect, SimCoordinator
+from ftd.sim.coordinator import ClusterEffect, SimCoordinator, leader_of
 from ftd.sim.damage import SimScrubber
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
@@ -28,14 +29,13 @@ from ftd.sim.world import Violation, World
 from ftd.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishCluster, PublishNode
 from statemachine.messages import ToNode
-from statemachine.values import CheckpointPolicy
+from statemachine.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
 """The nodes and their trainers are up by then."""
 START_S = 60.0
 """Training must have begun by then."""
 _LOOK_S = 0.1
-_STANDSTILLS = frozenset({"PAUSED", "WAITING", "FINISHED", "FAILED"})
 _AT = "2000-01-01T00:00:00.000Z"
 
 
@@ -46,7 +46,7 @@ class _Coordinator(SimCoordinator):
 
     def _perform(self, effect: ClusterEffect) -> None:
         super()._perform(effect)
-        if isinstance(effect, PublishCluster) and self.network.up:
+        if isinstance(effect, PublishCluster) and self.network.hears(self.seat):
             self.told.on_state(self.machine.public_state())
 
 
@@ -114,9 +114,7 @@ class ScenarioWorld:
         self.invariants = Invariants(world, self.versions, setting.job.policy, setting.profile)
         self.network = Network(world)
         self.place = self.invariants.place = SimPlace(invariants=self.invariants, full=0.0)
-        self.coordinator = _Coordinator(world, self.network, self.invariants, "coordinator-0")
-        self.coordinator.told = self
-        self.coordinator.on_event = self.on_event
+        self.coordinators = [self._coordinator(name) for name in setting.coordinators]
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
         self.layout = Layout(pipelines=(), alive=())
@@ -125,9 +123,7 @@ class ScenarioWorld:
         """Why it was looked at no longer."""
         self._pending = 0
         """Faults that are due and have not struck."""
-        self._over_s = 0.0
-        """When the last fault that lasts for a while is over."""
-        self._satisfied_steps: int | None = None
+        self._ending = Ending(scenario, self.record)
         self._serial = 0
         self.network.take_command = self._command
 
@@ -135,6 +131,16 @@ class ScenarioWorld:
     def now_s(self) -> float:
         """Since the scenario began."""
         return self.world.now - (self.begun_s or 0.0)
+
+    @property
+    def leader(self) -> SimCoordinator:
+        """The one that leads, or that did, as far as it knows."""
+        return leader_of(self.network, self.coordinators)
+
+    def _coordinator(self, name: str) -> SimCoordinator:
+        made = _Coordinator(self.world, self.network, self.invariants, name)
+        made.told, made.on_event = self, self.on_event
+        return made
 
     def _command(self, message: ToNode) -> None:
         self.nodes[message.node].command(message)
@@ -144,7 +150,8 @@ class ScenarioWorld:
     def run(self) -> None:
         """:raises Violation: an invariant of the simulator does not hold."""
         world, setting = self.world, self.setting
-        self.coordinator.start()
+        for coordinator in self.coordinators:
+            coordinator.start()
         for name in setting.nodes:
             self.start(name)
         job = setting.job
@@ -152,9 +159,12 @@ class ScenarioWorld:
             job = replace(job, checkpoint=replace(job.checkpoint, url="/simulated"))
         else:
             job = replace(job, checkpoint=CheckpointPolicy())
-        world.at(SUBMIT_S, self.coordinator.submit, job, None)
+        world.at(SUBMIT_S, self._submit, job)
         world.at(SUBMIT_S, self._look)
         world.run(SUBMIT_S + START_S + self.scenario.limit_s)
+
+    def _submit(self, job: Job) -> None:
+        self.leader.submit(job, None)
 
     def start(self, name: str) -> None:
         """A daemon of this name, known or new. :raises PeerError: it runs already."""
@@ -239,22 +249,10 @@ class ScenarioWorld:
         self.world.at(_LOOK_S, self._look)
 
     def _over(self) -> str:
-        record, scenario = self.record, self.scenario
         if self.begun_s is None:
             return ""
-        if self.now_s > scenario.limit_s:
-            return f"the limit of {scenario.limit_s:g} s"
-        happened = not self._cues.waiting and not self._pending and self.now_s >= self._over_s
-        if happened and not open_ones(scenario, record):
-            if self._satisfied_steps is None:
-                self._satisfied_steps = record.steps
-            enough = record.steps >= self._satisfied_steps + scenario.steps_after
-            standstill = record.state.get("phase") in _STANDSTILLS
-            return "everything has come" if enough or standstill else ""
-        self._satisfied_steps = None
-        if record.ended:
-            return f"the job's end ({record.ended})"
-        return "an expectation that cannot be met any more" if broken(scenario, record) else ""
+        waiting = self._cues.waiting
+        return self._ending.why(self.now_s, under_way=self._pending > 0, to_come=bool(waiting))
 
     # --- faults ------------------------------------------------------------------------------------
 
@@ -278,7 +276,7 @@ class ScenarioWorld:
         if self.world.tracing:
             self.world.note("FAULT", fault)
         struck = self.record.on_struck(fault, self.now_s)
-        self._over_s = max(self._over_s, self.now_s + (fault.for_s or 0.0))
+        struck.over_at_s = self.now_s + fault.lasts_s
         try:
             struck.nodes = strike(self, fault)
         except PeerError as error:
@@ -313,7 +311,7 @@ def play(
         where = traceback.extract_tb(error.__traceback__)[-1]
         problems.append(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
     if world.begun_s is None and not problems:
-        state = world.coordinator.machine.public_state()
+        state = world.leader.machine.public_state()
         problems.append(
             f"training did not begin: {state['outcome'] or state['waiting_for'] or state['phase']}"
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 from ftd.chaos.targets import nodes_struck
 from ftd.chaos.values import Central, Fault
 from ftd.errors import PeerError
-from ftd.sim.network import COORDINATOR, Line
+from ftd.sim.network import Line
 from statemachine.timing import Timing
 
 if TYPE_CHECKING:
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from ftd.sim.scenario import ScenarioWorld
 
 FOR_EVER_S = 1e6
-DEFAULT_CUT_S = 5.0
-"""As long as a node stays away from the broker unless it is told how long."""
-DEFAULT_LOSSY_S = 10.0
 DEFAULT_FACTOR = 3.0
 
 
@@ -57,19 +54,20 @@ def _strike_central(world: "ScenarioWorld", fault: Fault, part: str) -> None:
     for_s = fault.for_s or FOR_EVER_S
     match part, fault.do:
         case "coordinator", "kill":
-            world.coordinator.crash()
-            world.world.at(fault.restart_after_s, world.coordinator.restart)
+            leader = world.leader
+            leader.crash()
+            world.world.at(fault.restart_after_s, leader.restart)
         case "coordinator", _:
-            world.coordinator.freeze(for_s)
+            world.leader.freeze(for_s)
         case "broker", "kill":
             world.network.stop_broker(fault.restart_after_s)
         case _:  # A broker that stands still: nobody hears anybody.
-            for name in (COORDINATOR, *world.nodes):
+            for name in (*world.setting.coordinators, *world.nodes):
                 world.network.cut(name, for_s)
 
 
 def _strike_node(world: "ScenarioWorld", fault: Fault, node: "SimNode") -> None:
-    clock, for_s = world.world, fault.for_s or FOR_EVER_S
+    clock, for_s = world.world, fault.lasts_s or FOR_EVER_S
     match fault.do:
         case "kill" if fault.process == "node":
             node.crash()
@@ -89,7 +87,7 @@ def _strike_node(world: "ScenarioWorld", fault: Fault, node: "SimNode") -> None:
             if fault.for_s is not None:
                 clock.at(fault.for_s, _quicken, node)
         case "disconnect":
-            world.network.cut(node.name, fault.for_s or DEFAULT_CUT_S)
+            world.network.cut(node.name, for_s)
             world.network.drop(node.name)
         case "cut":
             _cut(world, node, for_s)
@@ -102,7 +100,7 @@ def _strike_node(world: "ScenarioWorld", fault: Fault, node: "SimNode") -> None:
         case "lossy":
             line = Line(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
             world.network.lines[node.name] = line
-            clock.at(fault.for_s or DEFAULT_LOSSY_S, _mend, world, node)
+            clock.at(for_s, _mend, world, node)
         case "flip":
             _flip(world, fault, node)
         case "start":

@@ -29,6 +29,8 @@ class Setting:
     job: Job
     profile: ModelProfile
     nodes: tuple[str, ...]
+    coordinators: tuple[str, ...]
+    """The first to start leads, most likely; the others stand by."""
     devices: int
     timing: Timing
 
@@ -36,15 +38,9 @@ class Setting:
 def setting_of(scenario: Scenario, job: Path | None, nodes: int | None, origin: str) -> Setting:
     """The scenario's own ``[cluster]``, or what is given instead.
 
-    :raises ConfigurationError: there is neither, the job makes no sense, or several coordinators are wanted.
+    :raises ConfigurationError: there is neither, or the job makes no sense.
     """
     cluster = scenario.cluster
-    if cluster is not None and cluster.coordinators > 1:
-        raise ConfigurationError(
-            f"a scenario is simulated with one coordinator, not with {cluster.coordinators}",
-            field=f"{origin}: cluster.coordinators",
-            remedy="ftd chaos run --local plays it; ftd sim without a scenario strikes several on its own",
-        )
     path = job if job is not None else cluster.job if cluster is not None else None
     count = nodes if nodes is not None else cluster.nodes if cluster is not None else None
     if path is None or count is None:
@@ -69,6 +65,9 @@ def setting_of(scenario: Scenario, job: Path | None, nodes: int | None, origin: 
         job=made,
         profile=profile,
         nodes=tuple(f"node-{number}" for number in range(count)),
+        coordinators=tuple(
+            f"coordinator-{number}" for number in range(cluster.coordinators if cluster is not None else 1)
+        ),
         devices=devices,
         timing=Timing(**cast(Any, dict(cluster.timing))) if cluster is not None else Timing(),
     )
