@@ -18,9 +18,13 @@ MAX_DEVICES = 1024
 """Of one stage."""
 
 # The upper limits keep every sum that the planner makes finite and every size inside 64 bits.
-TimeMs = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+MOST_MS = 1e9
+MOST_BYTES = 2**50
+MOST_COUNT = 2**31
+MOST_BYTES_PER_S = 1e18
+TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
+SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
 Devices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
 Text = Annotated[str, msgspec.Meta(max_length=1000)]
 
@@ -80,7 +84,7 @@ class LinkEntry(_Entry, frozen=True, kw_only=True):
     """Moving s bytes takes latency_ms + 1000 · s / bytes_per_s."""
 
     latency_ms: TimeMs
-    bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=1e18)]
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=MOST_BYTES_PER_S)]
 
 
 class PointToPointEntry(_Entry, frozen=True, kw_only=True):
@@ -132,7 +136,7 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
     microbatch_rows: Count
     """Samples of the microbatch that times, activations and outputs are of."""
     layers: Annotated[tuple[LayerEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
-    device_memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**50)] | None = None
+    device_memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)] | None = None
     """Memory of one device; null applies no memory limit."""
     stage_devices: Annotated[tuple[Devices, ...], msgspec.Meta(min_length=1)] | None = None
     """How many devices a stage can have, ascending; null: any number up to microbatch_rows."""

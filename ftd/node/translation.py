@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 import msgspec
 
+from ftd.wire.profiles import problem_of_profile
 from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
 from runtime import protocol
 from statemachine import messages
@@ -157,9 +158,7 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
         case protocol.Attached():
             return TrainerUp(**base, device=device, pid=report.pid)
         case protocol.Prepared():
-            return TrainerPrepared(
-                **base, device=device, job_id=report.job_id, profile=_profile(report.profile)
-            )
+            return _prepared(report, device, pid, base)
         case protocol.Quiesced():
             return TrainerQuiesced(
                 **base, generation=report.generation, report=_device_report(device, report)
@@ -184,6 +183,21 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
             )
         case _:
             assert_never(report)
+
+
+def _prepared(report: protocol.Prepared, device: int, pid: int, base: dict[str, Any]) -> Event:
+    """A profile that cannot be is no preparation: its trainer failed, and the job says why."""
+    profile = _profile(report.profile)
+    problem = problem_of_profile(profile) if profile is not None else None
+    if problem is not None:
+        return TrainerFailed(
+            **base,
+            device=device,
+            pid=pid,
+            cause_of_failure="unprepared",
+            detail=f"the model was measured, but the profile's {problem}",
+        )
+    return TrainerPrepared(**base, device=device, job_id=report.job_id, profile=profile)
 
 
 def _training_event(report: protocol.TrainingReport, base: dict[str, Any]) -> Event:

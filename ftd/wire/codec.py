@@ -18,7 +18,8 @@ import msgspec
 from ftd.config.reading import NAME
 from ftd.errors import WireError
 from ftd.wire.plans import pack, unpack
-from statemachine.messages import Command, FromNode, Hello, Resume, Signal, ToNode
+from ftd.wire.profiles import problem_of_profile
+from statemachine.messages import Command, FromNode, Hello, Prepared, Resume, Signal, ToNode
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
@@ -213,6 +214,9 @@ def _check_numbers(message: Any) -> None:
         for held in report.parts:
             if held.layer < 0 or not 0 <= held.part < held.parts:
                 raise WireError(f"malformed {type(message).__name__}: there is no {held}")
+    profile = message.profile if isinstance(message, Prepared) else None
+    if profile is not None and (problem := problem_of_profile(profile)) is not None:
+        raise WireError(f"malformed Prepared: its profile's {problem}")
     if isinstance(message, Hello):
         facts = message.facts
         if not 1 <= facts.devices <= 4096:

@@ -1,6 +1,7 @@
 """The wire: every message comes back as it was; nothing else gets in."""
 
 import dataclasses
+import re
 import zlib
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftd.config.profile_document import MAX_DEVICES, MOST_BYTES, MOST_BYTES_PER_S, MOST_COUNT, MOST_MS
 from ftd.errors import WireError
 from ftd.wire.codec import (
     MAX_COMMAND_BYTES,
@@ -53,6 +55,7 @@ from statemachine.messages import (
     Heartbeat,
     Hello,
     Prepare,
+    Prepared,
     Quiesced,
     Resume,
     Signal,
@@ -96,23 +99,22 @@ reports = st.builds(
     lineage=numbers,
     parts=st.lists(parts, max_size=3).map(tuple),
 )
-splits = st.builds(SplitTime, devices=numbers, forward_ms=reals, backward_ms=reals)
+LAYER_NUMBERS = [f.name for f in dataclasses.fields(LayerProfile) if f.name != "split"]
+times, sizes = st.floats(0, MOST_MS), st.integers(0, MOST_BYTES)
+splits = st.builds(SplitTime, devices=st.integers(2, MAX_DEVICES), forward_ms=times, backward_ms=times)
 layers = st.builds(
     LayerProfile,
-    **{
-        f.name: reals if f.type is float else numbers
-        for f in dataclasses.fields(LayerProfile)
-        if f.name != "split"
-    },
+    **{name: times if name.endswith("_ms") else sizes for name in LAYER_NUMBERS},
     split=st.lists(splits, max_size=2).map(tuple),
 )
-links = st.builds(Link, latency_ms=reals, bytes_per_s=reals)
+links = st.builds(Link, latency_ms=times, bytes_per_s=st.floats(1, MOST_BYTES_PER_S))
 profiles = st.builds(
     ModelProfile,
-    layers=st.lists(layers, max_size=3).map(tuple),
-    microbatch_rows=numbers,
-    device_memory_bytes=st.none() | numbers,
-    stage_devices=st.none() | st.lists(numbers, max_size=3).map(tuple),
+    layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
+    microbatch_rows=st.integers(1, MOST_COUNT),
+    device_memory_bytes=st.none() | st.integers(1, MOST_BYTES),
+    stage_devices=st.none()
+    | st.sets(st.integers(1, MAX_DEVICES), min_size=1, max_size=3).map(sorted).map(tuple),
     link=links,
     ring=links,
 )
@@ -330,6 +332,54 @@ def test_a_hello_with_impossible_facts_is_refused(change: dict[str, int]) -> Non
     )
     with pytest.raises(WireError, match="malformed Hello"):
         decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=hello)), "n")
+
+
+def numbers_of(value: Any, where: str = "") -> list[str]:
+    """The places of all numbers in plain data."""
+    if isinstance(value, dict):
+        return [found for name in value for found in numbers_of(value[name], f"{where}.{name}".lstrip("."))]
+    if isinstance(value, list | tuple):
+        return [found for n, item in enumerate(value) for found in numbers_of(item, f"{where}[{n}]")]
+    return [where] if isinstance(value, int | float) else []
+
+
+def placed(data: Any, where: str, value: Any) -> None:
+    """Put ``value`` at ``where`` (``layers[0].split[1].forward_ms``) of plain data."""
+    *way, last = [int(step) if step.isdigit() else step for step in re.findall(r"\w+", where)]
+    for step in way:
+        data = data[step]
+    data[last] = value
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_profile_that_no_clock_can_have_measured_is_refused_by_name(data: st.DataObject) -> None:
+    prepared = Prepared(job_id="j", profile=data.draw(profiles))
+    message = msgspec.msgpack.decode(
+        encode_from_node(FromNode(node="n", incarnation=1, signal=prepared)), strict=False
+    )
+    profile = message["body"]["profile"]
+    where = data.draw(st.sampled_from(numbers_of(profile)))
+    real = where.endswith(("_ms", "bytes_per_s"))
+    wrong = data.draw(
+        st.sampled_from([float("nan"), float("inf"), -float("inf"), -1.0] if real else [-1, 2**62])
+    )
+    placed(profile, where, wrong)
+    with pytest.raises(WireError) as refused:
+        decode_from_node(msgspec.msgpack.encode(message), "n")
+    name = re.escape(re.sub(r"\[\d+\]$", "", where))
+    assert re.search(rf"malformed Prepared: its profile's {name} (is|does) ", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"layers": ()}, "the number of layers is 0"), ({"stage_devices": (2, 1)}, "does not ascend")],
+)
+def test_a_profile_of_an_impossible_shape_is_refused(change: dict[str, Any], says: str) -> None:
+    good = ModelProfile(layers=(LayerProfile(**dict.fromkeys(LAYER_NUMBERS, 1)),), microbatch_rows=1)
+    prepared = Prepared(job_id="j", profile=dataclasses.replace(good, **change))
+    with pytest.raises(WireError, match=says):
+        decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=prepared)), "n")
 
 
 @settings(max_examples=200, deadline=None)

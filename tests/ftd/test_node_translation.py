@@ -176,3 +176,14 @@ def test_a_replica_that_differed_becomes_an_event() -> None:
     assert event_of(frame, device=1, pid=1, at=0.0, cause="c") == TrainerReplicaDiverged(
         at=0.0, cause="c", device=1, generation=2, step=50, layer=3, detail="momentum"
     )
+
+
+def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
+    layer = protocol.LayerProfileData(
+        forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
+        activation_bytes=1, output_bytes=1,
+    )  # fmt: skip
+    profile = protocol.ProfileData(layers=(layer,), microbatch_rows=1, device_memory_bytes=None)
+    event = event_of(protocol.Prepared(job_id="j", profile=profile), device=0, pid=7, at=1.0, cause="c")
+    assert isinstance(event, TrainerFailed) and event.cause_of_failure == "unprepared"
+    assert "layers[0].forward_ms is nan" in event.detail

@@ -1,0 +1,69 @@
+"""A profile that a trainer measured, before anybody plans with it: the same limits as of a profile file.
+
+Types let through what no clock shows and no model has: NaN, infinity, a negative size. The planner would
+answer "no plan" to some of it, and with a wrong plan to the rest; so it is refused by name, at the edge.
+"""
+
+from collections.abc import Iterator
+
+from ftd.config.profile_document import (
+    MAX_DEVICES,
+    MAX_LAYERS,
+    MOST_BYTES,
+    MOST_BYTES_PER_S,
+    MOST_COUNT,
+    MOST_MS,
+)
+from planner.values import LayerProfile, Link, ModelProfile
+
+Number = int | float
+Bounded = tuple[str, Number, Number, Number]
+"""A field's name and value, and the least and the most that it can be."""
+
+_TIMES = ("forward_ms", "backward_ms")
+_SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
+
+
+def problem_of_profile(profile: ModelProfile) -> str | None:
+    """The first field that cannot be, by name, with its value and what it can be; None: all can.
+
+    ``layers[3].forward_ms is nan, where 0 to 1e+09 is possible``
+    """
+    for name, value, least, most in _numbers(profile):
+        if not least <= value <= most:
+            return f"{name} is {value!r}, where {least:g} to {most:g} is possible"
+    counts = profile.stage_devices
+    if counts is not None and list(counts) != sorted(set(counts)):
+        return f"stage_devices is {list(counts)[:20]}, which does not ascend"
+    return None
+
+
+def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
+    yield "the number of layers", len(profile.layers), 1, MAX_LAYERS
+    yield "microbatch_rows", profile.microbatch_rows, 1, MOST_COUNT
+    if profile.device_memory_bytes is not None:
+        yield "device_memory_bytes", profile.device_memory_bytes, 1, MOST_BYTES
+    if profile.stage_devices is not None:
+        yield "the number of stage_devices", len(profile.stage_devices), 1, MAX_DEVICES
+        for devices in profile.stage_devices:
+            yield "stage_devices", devices, 1, MAX_DEVICES
+    yield from _of_link("link", profile.link)
+    yield from _of_link("ring", profile.ring)
+    for number, layer in enumerate(profile.layers):
+        yield from _of_layer(f"layers[{number}]", layer)
+
+
+def _of_link(where: str, link: Link) -> Iterator[Bounded]:
+    yield f"{where}.latency_ms", link.latency_ms, 0, MOST_MS
+    yield f"{where}.bytes_per_s", link.bytes_per_s, 1, MOST_BYTES_PER_S
+
+
+def _of_layer(where: str, layer: LayerProfile) -> Iterator[Bounded]:
+    for name in _TIMES:
+        yield f"{where}.{name}", getattr(layer, name), 0, MOST_MS
+    for name in _SIZES:
+        yield f"{where}.{name}", getattr(layer, name), 0, MOST_BYTES
+    for place, split in enumerate(layer.split):
+        yield f"{where}.split[{place}].devices", split.devices, 2, MAX_DEVICES
+        for name in _TIMES:
+            yield f"{where}.split[{place}].{name}", getattr(split, name), 0, MOST_MS
