@@ -187,7 +187,7 @@ def kills(count: int) -> list[float]:
         ground.submit(tiny_job(Path(directory), delay_s=0.02))
 
         async def watch() -> None:
-            async with watched(ground.cluster.dashboard) as page:
+            async with watched(ground.cluster.dashboards["coordinator"]) as page:
                 for number in range(count):
                     name = f"node-{number % 3 + 1}"
                     await page.until(

@@ -32,7 +32,7 @@ class ClusterOptions:
     """``embedded``, ``mosquitto``, or the address of a broker that runs already."""
     cluster: str = "local"
     dashboard: bool = False
-    """The coordinator serves its page, on a free port."""
+    """Each coordinator serves its page, on a free port of its own."""
     coordinators: int = 1
     """One leads, the others stand by."""
     timing: dict[str, float] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class LocalCluster:
         self._secret = secrets.token_hex(16)
         self._address: BrokerAddress | None = None
         self._node_names: list[str] = []
-        self._page = f"{HOST}:{free_port()}" if options.dashboard else ""
+        self._pages = {name: f"{HOST}:{free_port()}" for name in self.coordinators if options.dashboard}
 
     @property
-    def dashboard(self) -> str:
-        """Where the page is; empty: there is none."""
-        return f"http://{self._page}/" if self._page else ""
+    def dashboards(self) -> dict[str, str]:
+        """Where each coordinator's page is: each shows the cluster, whoever leads. Empty: there is none."""
+        return {name: f"http://{page}/" for name, page in self._pages.items()}
 
     @property
     def broker(self) -> BrokerAddress:
@@ -152,8 +152,8 @@ class LocalCluster:
             await self.start_coordinator(name)
 
     async def start_coordinator(self, name: str = COORDINATOR) -> Child:
-        """Start it, or start it again upon the same journal; the first one serves the page."""
-        page = self._page if name == COORDINATOR else ""
+        """Start it, or start it again upon the same journal and with the same page."""
+        page = self._pages.get(name, "")
         tables = (
             f'[coordinator]\nname = "{name}"\nstate_dir = "{self.directory / f"state-{name}"}"\n'
             f'[dashboard]\nlisten = "{page}"\n'

@@ -25,7 +25,7 @@ from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.config.locate import local_file
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
-from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.cluster import COORDINATOR, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory
 from ftd.local.inject import LocalInjector
 from ftd.local.readiness import Readiness
@@ -129,7 +129,9 @@ class LocalRun:
     async def run(self, names: list[str]) -> int:
         await self._cluster.start_broker()
         await self._cluster.start_coordinators()
-        self._console.print(f"dashboard: {self._cluster.dashboard}", markup=False, highlight=False)
+        for name, page in self._cluster.dashboards.items():
+            whose = "dashboard" if name == COORDINATOR else f"dashboard of {name}"
+            self._console.print(f"{whose}: {page}", markup=False, highlight=False)
         for name in names:
             self._report.on_process(name, (await self._cluster.start_node(name)).pid)
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)

@@ -98,7 +98,7 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
     ground: Playground, screenshots: Path
 ) -> None:
     async def scene(browser: Browser) -> None:
-        page = await opened(browser, ground.cluster.dashboard)
+        page = await opened(browser, ground.cluster.dashboards["coordinator"])
         await page.until(f"{CHIP.format('node-2')} !== 'OFFLINE'", "a node that is well")
         await page.until("document.querySelector('#phase').textContent.includes('running')", "the phase")
         await page.until("document.querySelectorAll('.stage').length >= 3", "a stage on each node")
@@ -117,7 +117,7 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
         await asyncio.to_thread(ground.further, 20)
         await pictures(page, screenshots, "after a loss")
 
-        later = await opened(browser, ground.cluster.dashboard)
+        later = await opened(browser, ground.cluster.dashboards["coordinator"])
         await later.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the loss on a page that came later")
         await later.until(f"{lost}", "its event")
         await later.until("document.querySelector('#legend').textContent.includes('failure 1')", "its mark")
@@ -130,7 +130,7 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
 
 def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(ground: Playground) -> None:
     async def scene(browser: Browser) -> None:
-        page = await opened(browser, ground.cluster.dashboard)
+        page = await opened(browser, ground.cluster.dashboards["coordinator"])
         await asyncio.to_thread(ground.further, 20)
         before = await page.value(COMMITTED)
         await asyncio.to_thread(ground.on_loop, ground.cluster.kill("coordinator"))
@@ -157,7 +157,7 @@ def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(gr
             await page.until("document.querySelectorAll('.figure').length", "the page")
             await page.until("document.querySelector('#link').textContent.includes('live')", "and its stream")
             stranger = await browser.page()
-            await stranger.open(ground.cluster.dashboard)
+            await stranger.open(ground.cluster.dashboards["coordinator"])
             await stranger.until("document.querySelector('input[type=password]')", "a form for the others")
         finally:
             del environment["FTD_DASHBOARD_TOKEN"]

@@ -1,8 +1,12 @@
 """A standby takes over from a leader that is killed, frozen or cut off: all processes are real."""
 
+import contextlib
+import gzip
+import json
 import os
 import signal
 import socket
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ def pair() -> Iterator[Playground]:
     """A cluster of its own with two coordinators."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
-    with playground(coordinators=2, timing={"leader_silence_s": SILENCE_S}) as ground:
+    with playground(coordinators=2, dashboard=True, timing={"leader_silence_s": SILENCE_S}) as ground:
         yield ground
 
 
@@ -56,6 +60,23 @@ def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
     ground.until(lambda: before in ground.state.get("standbys", []), f"{before} follows")
 
 
+def pages_show(ground: Playground, leader: str) -> None:
+    """The page of each coordinator, of the one that led, too, shows the cluster as it is now."""
+
+    def current(page: str) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{page}now") as answer:
+            known = json.loads(gzip.decompress(answer.read()))
+            last = known["trend"][1][-1][0] if known["trend"][1] else 0
+            return bool(known["state"]["leader"] == leader and last > committed)
+        return False
+
+    pages = ground.cluster.dashboards
+    assert len(set(pages.values())) == 2
+    committed = ground.state["step"]
+    for page in pages.values():
+        ground.until(lambda page=page: current(page), f"{page} shows that {leader} leads, and steps go on")
+
+
 def as_if_nothing_was(ground: Playground, same_losses: SameLosses) -> None:
     """Every step once, with the loss of an undisturbed run; no generation twice."""
     ground.fill_gaps()
@@ -78,6 +99,7 @@ def test_a_leader_that_dies_while_training_is_replaced_and_no_trainer_notices(
     deposed(ground, first, thawed=fault["do"] == "stop")
     assert ground.state["leader"] == second
     ground.further()
+    pages_show(ground, second)
     assert ground.pids == trainers
     assert [r["cause"] for r in run.recoveries] == ["start"]
     # A failure is the new one's to mend, as if it had led from the start.

@@ -45,8 +45,10 @@ export function drawHeader(store) {
   banner(store, state, phase);
   document.body.classList.toggle("stale", lost);
   say($("footer"), `ftd ${state.version ?? ""} · generation ${state.generation ?? "–"}`
-    + ` · ${plural(Object.keys(known.nodes).length, "node")} · what the coordinator publishes, and nothing else`);
+    + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · what the coordinator publishes, and nothing else`);
 }
+
+const leads = ({ leader, standbys }) => `${leader} leads${standbys?.length ? `, ${standbys.join(", ")} standing by` : ""}`;
 
 function drawLink(store) {
   const link = $("link");
