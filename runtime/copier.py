@@ -60,7 +60,7 @@ class Capture:
 
     @property
     def done(self) -> bool:
-        """What it copies may be changed."""
+        """What it copies may be changed; on a device, behind the copies (``SideStreams.hold``)."""
         return self.failed or self.copied == len(self.units)
 
 
@@ -98,7 +98,8 @@ class Copier:
     def finish(self) -> None:
         """Return when all that was begun is copied, and may be changed; helps with it."""
         with self._changed:
-            pending = [capture for capture in self._queue if not capture.done]
+            begun = list(self._queue)
+            pending = [capture for capture in begun if not capture.done]
             self._waiting += 1
         try:
             for capture in pending:
@@ -106,8 +107,9 @@ class Copier:
         finally:
             with self._changed:
                 self._waiting -= 1
-        if pending:
-            self.side.hold(pending[-1].devices)
+        # Also for those that are done: a device was asked for their copies, and may be at it.
+        for capture in begun:
+            self.side.hold(capture.devices)
 
     def settle(self) -> None:
         """Return when all that was begun is complete, or was dropped."""

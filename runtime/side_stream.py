@@ -6,6 +6,7 @@ memory is registered with the driver (page-locked), without which such copies ar
 """
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +46,13 @@ class SideStreams:
             self._streams[device].synchronize()
 
     def pin(self, number: int, view: NDArray[np.uint8]) -> None:
-        """Register the slot's memory with the driver, once; where that is refused, copies are slower."""
-        address, size = view.ctypes.data, view.nbytes
-        if self._pinned.get(number) == (address, size):
+        """Register the slot's memory with the driver, once; where that is refused, copies are slower.
+
+        In whole pages, as slots are: what is written there is some bytes longer or shorter each time.
+        """
+        address, size = view.ctypes.data, -(-view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        known_address, known_size = self._pinned.get(number, (0, 0))
+        if known_address == address and known_size >= size:
             return
         self._unpin(number)
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

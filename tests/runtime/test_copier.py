@@ -1,0 +1,104 @@
+"""The copier with a device: what is asked of its side stream, in which order."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.copier import Capture, Copier
+from runtime.side_stream import SideStreams
+from runtime.tensor_image import Piece, Unit
+from storage.arena import Slot
+
+DEVICE = torch.device("cuda", 0)
+LIMIT_S = 60.0
+
+
+class SlowStreams(SideStreams):
+    """Copies are asked for at once and are there when ``arrive`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+        self.arrive = threading.Event()
+        self.held: list[set[torch.device]] = []
+
+    def begin(self, devices: set[torch.device]) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def hold(self, devices: set[torch.device]) -> None:
+        self.held.append(devices)
+
+    def finish(self, devices: set[torch.device]) -> None:
+        self.asked.set()
+        assert self.arrive.wait(LIMIT_S)
+
+    def pin(self, number: int, view: Any) -> None:
+        pass
+
+
+def capture(source: torch.Tensor) -> Capture:
+    size = source.numel()
+    piece = Piece(entry=0, start=0, offset=0, size_bytes=size)
+    return Capture(
+        step=1,
+        rank=0,
+        units=[Unit(0, size, (piece,))],
+        shared_units=0,
+        sources=[source],
+        body_bytes=size,
+        header=lambda: b"header",
+        layout={},
+        devices={DEVICE},
+    )
+
+
+def test_a_step_comes_behind_copies_that_the_device_was_asked_for_and_has_not_made() -> None:
+    done: list[int] = []
+    streams = SlowStreams()
+    copier = Copier(
+        open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
+        complete=lambda step, slot, parts, layout: done.append(step),
+        failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
+        side=streams,
+    )
+    try:
+        copier.begin(capture(torch.arange(64, dtype=torch.uint8)))
+        assert streams.asked.wait(LIMIT_S), "every unit was asked for"
+        copier.finish()
+        assert streams.held == [{DEVICE}] and not done
+    finally:
+        streams.arrive.set()
+        copier.close()
+    assert done == [1]
+    streams.held.clear()
+    copier.finish()
+    assert streams.held == [], "what is complete holds nobody up"
+
+
+def test_a_slot_s_memory_is_registered_once_though_its_contents_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int]] = []
+
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: said.append(("register", size)) or 0,
+        cudaHostUnregister=lambda address: said.append(("unregister", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = np.zeros(3 * 4096, dtype=np.uint8)
+    streams = SideStreams()
+    for size in (5000, 5001, 4999):
+        streams.pin(0, memory[:size])
+    assert said == [("register", 8192)]
+    streams.pin(0, memory[:8193])
+    streams.close()
+    address = memory.ctypes.data
+    assert said[1:] == [("unregister", address), ("register", 12288), ("unregister", address)]
