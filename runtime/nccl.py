@@ -90,9 +90,9 @@ class NcclCommunicator(Communicator):
             self._groups[channel] = self._make(store, channel, self.world)
         for members in dict.fromkeys((self.world, *groups)):
             if self.rank in members and len(members) > 1:
-                group = self._make(store, "-".join(map(str, members)), members)
+                group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
+                self.check()  # An abort ends the groups that it knows: those that are here by then.
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
-                self._groups[members] = group
         torch.cuda.current_stream().synchronize()
 
     def _make(self, store: RendezvousStore, name: str, members: Members) -> Group:
@@ -162,12 +162,14 @@ class NcclCommunicator(Communicator):
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        # ncclCommAbort can take long; the caller must go on at once.
-        threading.Thread(target=self._abort_groups, name="communication-abort", daemon=True).start()
+        groups = list(self._groups.values())  # The main thread may let them go before the thread below runs.
 
-    def _abort_groups(self) -> None:
-        for group in list(self._groups.values()):
-            group.abort()
+        def run() -> None:
+            for group in groups:
+                group.abort()
+
+        # ncclCommAbort can take long; the caller must go on at once.
+        threading.Thread(target=run, name="communication-abort", daemon=True).start()
 
     def close(self) -> None:
         groups, self._groups = self._groups, {}

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from runtime.frames import Decoder, encode
+from runtime.frames import Decoder, ProtocolError, encode
 from runtime.store_protocol import (
     MAX_STORE_FRAME_BYTES,
     StoreAdd,
@@ -73,7 +73,7 @@ class Connection:
                 self._socket.settimeout(patience_s + _ANSWER_MARGIN_S)
                 self._socket.sendall(encode(request))
                 reply = self._read()
-            except OSError as error:
+            except (OSError, ProtocolError) as error:
                 self.close()
                 raise StoreError(f"rendezvous connection lost: {error}") from error
         if isinstance(reply, StoreRefused):

@@ -25,6 +25,7 @@ from runtime.communicator import (
     make_communicator,
     plain_words,
 )
+from runtime.nccl import NcclCommunicator
 from runtime.store import Rendezvous
 from tests.runtime.harness import ROOT, TOKEN, ServerThread
 
@@ -271,3 +272,44 @@ def test_a_backends_message_is_cut_to_what_a_user_needs() -> None:
     assert plain_words(error) == "Connection closed by peer [127.0.0.1]:17804"
     assert plain_words(RuntimeError("Timed out")) == "Timed out"
     assert plain_words(RuntimeError()) == "RuntimeError"
+
+
+class WaitingGroup:
+    """What waits for a peer that will never come, until it is aborted: as NCCL's kernels do."""
+
+    def __init__(self) -> None:
+        self.asked, self.aborted = threading.Event(), threading.Event()
+
+    def allreduce(self, _: list[torch.Tensor]) -> "WaitingGroup":
+        self.asked.set()
+        return self
+
+    def wait(self) -> None:
+        assert self.aborted.wait(FAR_S)
+        raise RuntimeError("the communicator was aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without NCCL: its groups are another's here, what is done with them is the communicator's own."""
+    made: list[WaitingGroup] = []
+
+    def make_group(*_: object) -> WaitingGroup:
+        made.append(WaitingGroup())
+        return made[-1]
+
+    monkeypatch.setattr(NcclCommunicator, "_make", make_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
+    one = NcclCommunicator(rendezvous, 0, 2, torch.device("cpu"))
+    blocked = start(lambda: one.form([]))
+    eventually(lambda: len(made) == 4 and made[-1].asked.is_set())
+    one.abort()
+    one.close()  # As the main thread does at once.
+    with pytest.raises(Aborted):
+        blocked.result(30)
+    eventually(lambda: all(group.aborted.is_set() for group in made))

@@ -186,3 +186,19 @@ def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
         two.ask(s.StoreAdd(key="text", amount=1))
     one.close()
     two.close()
+
+
+def test_another_service_at_the_address_is_a_store_error() -> None:
+    """Its greeting is no frame: whoever waits for a group must hear of it, not a thread's end."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            with other.accept()[0] as somebody:
+                somebody.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        place = Rendezvous(host="127.0.0.1", port=other.getsockname()[1], token=TOKEN, generation=1)
+        with pytest.raises(StoreError, match="rendezvous connection lost"):
+            Connection(place, 0, 30.0)
+        thread.join()
