@@ -1,13 +1,16 @@
 """How much memory a file in a directory may still take, so that nobody finds out by being killed."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
+_NO_LIMIT = 1 << 62
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system has, or the machine, or this process's group: whichever is least.
+    """What the file system has, or the machine, or this process's groups: whichever is least.
 
     A memory file system counts as free what the machine may have given to others long ago: who allocates that
     is not refused but, with luck, killed.
@@ -22,20 +25,33 @@ def _machine_bytes() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    return 1 << 62
+    return _NO_LIMIT
 
 
 def _group_bytes() -> int:
-    """Below the memory limit of a container; of the nearest group that has one (cgroup v2)."""
+    """Below the memory limits of a container: of this process's group and of those above it (cgroup v2)."""
     try:
-        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
-        group = _CGROUP / own
-        while group.is_relative_to(_CGROUP):
-            limit = group / "memory.max"
-            if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-                used = int((group / "memory.current").read_text(encoding="ascii"))
-                return max(0, int(text) - used)
-            group = group.parent
-    except (OSError, ValueError):
-        pass  # Another kind of system: the machine's own figure has to do.
-    return 1 << 62
+        own = _OWN_GROUP.read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return _NO_LIMIT  # Another kind of system: the machine's own figure has to do.
+    group, least = _GROUPS / own, _NO_LIMIT
+    while group.is_relative_to(_GROUPS):
+        with contextlib.suppress(OSError, ValueError):
+            least = min(least, _left_in(group))
+        group = group.parent
+    return least
+
+
+def _left_in(group: Path) -> int:
+    """:raises OSError: the group has no such limit."""
+    limit = (group / "memory.max").read_text(encoding="ascii").strip()
+    if limit == "max":
+        return _NO_LIMIT
+    used = int((group / "memory.current").read_text(encoding="ascii"))
+    # Of what was read from files the kernel gives up pages as soon as memory is wanted: a training that has
+    # read its data set is not full.
+    for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            used -= int(value)
+    return max(0, int(limit) - used)
