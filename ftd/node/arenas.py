@@ -82,6 +82,7 @@ class Arenas:
         self._limit_bytes = limit_bytes
         self._lock: IO[bytes] | None = None
         self._maps: dict[Path, _Mapped] = {}
+        """Of any thread's, so never walked as it is."""
 
     @property
     def limit_bytes(self) -> int | None:
@@ -170,7 +171,7 @@ class Arenas:
         """The job is over for good: give its memory back."""
         if self.own():
             path = self._job(job_id)
-            for slot in [slot for slot in self._maps if path in slot.parents]:
+            for slot in [slot for slot in tuple(self._maps) if path in slot.parents]:
                 with contextlib.suppress(BufferError):
                     self._maps.pop(slot).memory.close()
             # Trainers that are being killed may still add a file.
@@ -211,7 +212,7 @@ class Arenas:
 
     def put_away(self, directory: Path) -> Path:
         """Take a directory of copies out of use; its memory is yet to be given back."""
-        for slot in [slot for slot in self._maps if directory in slot.parents]:
+        for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
             with contextlib.suppress(BufferError):
                 self._maps.pop(slot).memory.close()
         gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")

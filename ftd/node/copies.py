@@ -145,7 +145,7 @@ class Copies:
             if draft is not None and _order(draft.manifest) > _order(manifest):
                 raise RefusedError(f"a copy of step {draft.manifest.step} has begun")
             self._drop(key)
-            slot = await asyncio.to_thread(self._make_room, key, manifest)
+            slot = await asyncio.to_thread(self._make_room, self._arena_of(key), manifest)
             if manifest.job_id != self._job_id:
                 raise RefusedError("the job is over")
             received = dict.fromkeys((part.name for part in manifest.parts), 0)
@@ -238,13 +238,20 @@ class Copies:
             return False
         return any(msgspec.structs.replace(m, slot=manifest.slot) == manifest for m in arena.snapshots)
 
-    def _make_room(self, key: Key, manifest: Manifest) -> Slot:
-        """:raises RefusedError: there is no room."""
+    def _arena_of(self, key: Key) -> Arena:
+        """:raises RefusedError: its directory cannot be made."""
+        arena = self._open.get(key)
+        if arena is None:
+            assert self._job_id is not None, "the offer is of this job"
+            try:
+                arena = self._open[key] = Arena.open(self._arenas.copy_directory(self._job_id, *key))
+            except (OSError, ValueError) as error:
+                raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
+        return arena
+
+    def _make_room(self, arena: Arena, manifest: Manifest) -> Slot:
+        """In a thread: large slots take a while. :raises RefusedError: there is no room."""
         try:
-            arena = self._open.get(key)
-            if arena is None:
-                directory = self._arenas.copy_directory(manifest.job_id, *key)
-                arena = self._open[key] = Arena.open(directory)
             if self._limit_bytes is not None:
                 taken = self._arenas.taken_bytes(manifest.job_id) - arena.allocated_bytes
                 arena.limit_bytes = max(0, self._limit_bytes - taken)
@@ -253,7 +260,7 @@ class Copies:
             kept = self._kept if self._kept in steps else steps[0] if steps else None
             arena.release([step for step in steps[:-1] if step != kept])
             return arena.begin(max(part.offset + part.size_bytes for part in manifest.parts))
-        except (StorageError, OSError, ValueError) as error:
+        except (StorageError, OSError) as error:
             raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
 
 

@@ -83,14 +83,17 @@ class Zygote:
 
     async def _live(self) -> tuple[int, str]:
         """One life of the zygote. :returns: exit status and the tail of its stderr."""
-        process = await asyncio.create_subprocess_exec(
-            *module_command("runtime.zygote", "--parent", str(os.getpid())),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **streaming_environment(os.environ)},
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *module_command("runtime.zygote", "--parent", str(os.getpid())),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, **streaming_environment(os.environ)},
+            )
+        except OSError as error:  # No memory, no process or no descriptor left: perhaps in a moment.
+            return 1, f"it could not be started: {error}"
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None

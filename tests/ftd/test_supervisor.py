@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from ftd.node import zygote
 from ftd.node.processes import alive
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
@@ -306,3 +307,22 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
                     daemon.kill()
 
     asyncio.run(main())
+
+
+def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+        async def refused(*_: object, **__: object) -> object:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+        monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0,))
+        one = zygote.Zygote(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
+        await one.start()
+        for _ in range(2):
+            status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
+            assert status == 1 and "Resource temporarily unavailable" in detail
+        await one.close()
+
+    asyncio.run(body())
