@@ -39,9 +39,9 @@ class PipelineClock:
         self, forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float]
     ) -> None:
         """``link_ms[s]`` is the time from stage s to s + 1 (or back) of one microbatch; S − 1 of them."""
-        self._forward_ms = [float(seconds) for seconds in forward_ms]
-        self._backward_ms = [float(seconds) for seconds in backward_ms]
-        self._link_ms = [float(seconds) for seconds in link_ms]
+        self._forward_ms = [float(each) for each in forward_ms]
+        self._backward_ms = [float(each) for each in backward_ms]
+        self._link_ms = [float(each) for each in link_ms]
         self._forwarded: list[list[float]] = [[] for _ in forward_ms]
         self._backwarded: list[list[float]] = [[] for _ in forward_ms]
         self._known: dict[int, float] = {}
@@ -181,5 +181,5 @@ def paper_objective_ms(times_ms: Sequence[float]) -> float:
     """Oobleck Eq. 1–4 with N_b = 4S: T1 + T2 + T3, where k* is the rightmost slowest stage, from 0."""
     stages = len(times_ms)
     slowest_ms = max(times_ms)
-    k = max(index for index, seconds in enumerate(times_ms) if seconds == slowest_ms)
+    k = max(index for index, time_ms in enumerate(times_ms) if time_ms == slowest_ms)
     return sum(times_ms) + (3 * stages + k - 1) * slowest_ms + sum(times_ms[k:])

@@ -41,7 +41,7 @@ class PartState:
 
 
 class PartStates:
-    """:param complete: layers whose parameters are whole here; the engine's own set, as it is now."""
+    """The parts of one rank, and what has arrived for new ones."""
 
     def __init__(self, model: Model, optimization: ShardedOptimization, shape: Shape) -> None:
         self._model = model
