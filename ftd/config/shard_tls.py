@@ -70,9 +70,6 @@ class _Renewed:
     def newest(self, first: ssl.SSLContext) -> ssl.SSLContext:
         seen = self._look()
         if seen != self._seen:
-            import structlog  # Commands read this module, too, and want to start at once.
-
-            log = structlog.get_logger("ftd.tls")
             self._seen = seen
             import structlog  # Commands read the configuration, too, and start without it.
 

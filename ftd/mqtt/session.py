@@ -23,7 +23,7 @@ import structlog
 
 from ftd.config.address import BrokerAddress
 from ftd.config.tls import explained, tls_context
-from ftd.errors import Unreachable
+from ftd.errors import ConfigurationError, Unreachable
 
 _log = structlog.get_logger("ftd.mqtt")
 
@@ -53,6 +53,9 @@ class Will:
     topic: str
     payload: bytes
 
+
+_UNABLE = (aiomqtt.MqttError, OSError, ConfigurationError)
+"""The last: a certificate that is being renewed while this session begins again."""
 
 Kept = tuple[str, bytes, bool]
 """Topic, payload, whether it is to be retained."""
@@ -131,7 +134,7 @@ class MqttSession:
             await asyncio.sleep(max(0.0, self._silent_until - asyncio.get_running_loop().time()))
             try:
                 was_up = await self._connect_and_serve()
-            except (aiomqtt.MqttError, OSError) as error:
+            except _UNABLE as error:
                 was_up = False
                 self._note_problem(error)
             retry_s = FIRST_RETRY_S if was_up else min(2 * retry_s, LAST_RETRY_S)
@@ -141,7 +144,7 @@ class MqttSession:
         """One connection from its first to its last byte; also over when it cannot be had."""
         try:
             await self._connect_and_serve()
-        except (aiomqtt.MqttError, OSError) as error:
+        except _UNABLE as error:
             self._note_problem(error)
 
     def take_kept(self) -> list[Kept]:

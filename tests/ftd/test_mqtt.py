@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import uvloop
 from conftest import RunningBroker
 
-from ftd.config.address import BrokerAddress
+from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
 from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
@@ -250,6 +251,24 @@ def test_nobody_there_is_a_clear_error() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scene())
+
+
+def test_a_certificate_that_is_away_for_a_moment_does_not_end_a_session(tmp_path: Path) -> None:
+    """It is read anew for each connection, and may be half of a renewed pair just then."""
+    authority = tmp_path / "ca.pem"
+
+    async def body() -> None:
+        address = BrokerAddress(host="127.0.0.1", port=free_port(), tls=Tls(ca_file=authority))
+        session = MqttSession(address, client_id="renewing", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until(lambda: "ca.pem cannot be used" in session.problem)
+        trustme.CA().cert_pem.write_to_path(authority)
+        await until(lambda: "refused" in session.problem)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(body())
 
 
 def test_something_that_is_no_broker_is_survived() -> None:
