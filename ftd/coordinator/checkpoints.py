@@ -64,6 +64,8 @@ class Checkpoints:
                 begin = first_checkpoint(job)
             except ConfigurationError as error:
                 refusal = str(error)
+            except Exception as error:
+                refusal = _unforeseen(error)
             _hand_over(loop, lambda: then(begin, refusal))
 
         _start(look)
@@ -103,6 +105,12 @@ def _hand_over(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> N
 # --- the work itself ---------------------------------------------------------------------------------
 
 
+def _unforeseen(error: Exception) -> str:
+    """In words. Whatever was raised, the machine waits for an answer, and the thread has more to do."""
+    _log.exception("unforeseen")
+    return f"{type(error).__name__}: {error}"
+
+
 def _store(job: Job, *, create: bool = False) -> CheckpointStore:
     return CheckpointStore.at(job.checkpoint.url, job=job.name, create=create)
 
@@ -124,10 +132,12 @@ def commit(effect: CommitCheckpoint, at: float) -> CheckpointWritten | Checkpoin
         )
     except (StorageError, ValueError) as error:
         return CheckpointFailed(**said, detail=str(error))
+    except Exception as error:
+        return CheckpointFailed(**said, detail=_unforeseen(error))
     pruned: tuple[int, ...] = ()
     try:
         pruned = store.prune(job.checkpoint.keep, newest=effect.step)
-    except StorageError as error:
+    except Exception as error:
         # It is there; what is too old goes next time.
         _log.warning("prune", url=job.checkpoint.url, reason=str(error))
     return CheckpointWritten(**said, pruned=pruned)
@@ -140,8 +150,8 @@ def abandon(effect: AbandonCheckpoint) -> None:
         store = _store(job)
         if not any(_is_of(manifest, effect) for manifest in store.manifests()):
             store.abandon(store.begin(effect.step, effect.attempt))
-    except StorageError as error:
-        _log.warning("abandon", url=job.checkpoint.url, reason=str(error))
+    except Exception as error:
+        _log.warning("abandon", url=job.checkpoint.url, reason=f"{type(error).__name__}: {error}")
 
 
 def _is_of(manifest: CheckpointManifest, effect: AbandonCheckpoint) -> bool:
@@ -155,8 +165,9 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
     said: dict[str, Any] = {"at": at, "cause": effect.cause, "generation": effect.generation}
     try:
         found, skipped = newest_checkpoint(effect.job, effect.spoiled)
-    except StorageError as error:
-        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=str(error), unreadable=True)
+    except Exception as error:
+        reason = str(error) if isinstance(error, StorageError) else _unforeseen(error)
+        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=reason, unreadable=True)
     reason = "" if found is not None else f"{effect.job.checkpoint.url} has none of job {effect.job.name!r}"
     return CheckpointFound(**said, checkpoint=found, skipped=skipped, reason=reason)
 

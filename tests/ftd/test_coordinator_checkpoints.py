@@ -1,16 +1,18 @@
 """What the coordinator does at the place of a job's checkpoints: commits, removes, finds, refuses."""
 
+import asyncio
+import queue
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from ftd.coordinator.checkpoints import abandon, commit, find, first_checkpoint
+from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, find, first_checkpoint
 from ftd.errors import ConfigurationError
 from planner.values import Policy
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
-from statemachine.events import CheckpointFailed, CheckpointWritten
+from statemachine.events import CheckpointFailed, CheckpointFound, CheckpointWritten, Event
 from statemachine.values import CheckpointPolicy, Job, LayerOnDisk, Vote
 from storage.checkpoint import CheckpointStore
 from tests.storage.kept import LAYERS, holds, layer_state, write
@@ -116,3 +118,32 @@ def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, t
         with pytest.raises(ConfigurationError) as caught:
             first_checkpoint(job_at(url))
         assert caught.value.field == "checkpoint.url"
+
+
+def test_what_nobody_foresaw_is_an_answer_too(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine waits for one, and the thread that changes things has more to do."""
+    job = job_at(store.place.url)
+    answers: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("region")
+
+    async def body() -> None:
+        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(CheckpointStore, "at", broken)
+            checkpoints.commit(committing(job, 30, ()))
+            failed = await asyncio.to_thread(answers.get, timeout=60)
+            assert isinstance(failed, CheckpointFailed) and failed.detail == "KeyError: 'region'"
+            checkpoints.find(finding(job))
+            found = await asyncio.to_thread(answers.get, timeout=60)
+            assert isinstance(found, CheckpointFound) and found.unreadable and "region" in found.reason
+            checkpoints.begin(job, lambda _, refusal: answers.put(refusal))
+            assert await asyncio.to_thread(answers.get, timeout=60) == "KeyError: 'region'"
+            checkpoints.abandon(AbandonCheckpoint(cause="c", job=job, attempt="z", step=20))
+        checkpoints.commit(committing(job, 30, layers_written(store, 30, "a")))
+        assert isinstance(await asyncio.to_thread(answers.get, timeout=60), CheckpointWritten)
+
+    asyncio.run(body())
