@@ -1,10 +1,24 @@
-"""What ftd publishes and its models do not allow is an error in every test of this process."""
+"""What ftd publishes and its models do not allow is an error in every test of this process.
 
+Properties are tried with the same examples in every run, as fuzzing has the same seeds; with ``FTD_FUZZ`` set
+they are new each time. No example has a time to keep.
+"""
+
+import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ftd.wire import checking
+
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize="FTD_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
 
 SERVICES = (("tests/e2e/",), ("tests/ftd/", "tests/security/"))
 """Tests of running daemons, in two halves."""

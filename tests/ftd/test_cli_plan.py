@@ -302,8 +302,6 @@ option = st.one_of(
 )
 @settings(
     max_examples=120,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_no_input_makes_it_fall_over(

@@ -263,7 +263,7 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", get_args(Signal), ids=lambda kind: kind.__name__)
 def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.builds(FromNode, node=names, incarnation=numbers, signal=strategy_of(kind)))
     def check(message: FromNode) -> None:
         assert decode_from_node(encode_from_node(message), message.node) == message
@@ -273,7 +273,7 @@ def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
 def test_every_command_comes_back_as_it_was(kind: Any) -> None:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.builds(ToNode, node=names, incarnation=numbers, command=strategy_of(kind), cause=texts))
     def check(message: ToNode) -> None:
         assert decode_to_node(encode_to_node(message), message.node) == message
@@ -351,7 +351,7 @@ def placed(data: Any, where: str, value: Any) -> None:
     data[last] = value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_profile_that_no_clock_can_have_measured_is_refused_by_name(data: st.DataObject) -> None:
     prepared = Prepared(job_id="j", profile=data.draw(profiles))
@@ -382,7 +382,7 @@ def test_a_profile_of_an_impossible_shape_is_refused(change: dict[str, Any], say
         decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=prepared)), "n")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_anything_but_a_wire_error(payload: bytes) -> None:
     for decode in (decode_from_node, decode_to_node):
@@ -395,7 +395,7 @@ def test_no_bytes_raise_anything_but_a_wire_error(payload: bytes) -> None:
             continue
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject) -> None:
     message = ToNode(

@@ -91,7 +91,7 @@ def play(
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  # fakes tell nobody
             await asyncio.sleep(0.005)
 
@@ -173,13 +173,13 @@ def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subpro
 
 
 def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen[bytes]) -> None:
-    def state() -> str:
-        return Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    def woken() -> bool:
+        """By what the kernel tells a parent: it was stopped, and goes on."""
+        return os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOHANG) is not None
 
     async def body(chaos: Chaos) -> None:
-        chaos.on_request(payload(do="stop", target="trainer", for_s=0.3))
-        await until(lambda: state() == "T")
-        await until(lambda: state() != "T")
+        chaos.on_request(payload(do="stop", target="trainer", for_s=0.8))
+        await until(woken)
 
     play(Hands({0: sleeper.pid}), body)
 
@@ -220,11 +220,11 @@ def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
         chaos.on_request(payload("a", do="slow", device=1, factor=4.0, for_s=0.05))
         await until(lambda: slowed() == [(1, 4.0), (1, 1.0)])
         hands.log.clear()
-        chaos.on_request(payload("b", do="slow", device=0, factor=4.0, for_s=0.05))
+        chaos.on_request(payload("b", do="slow", device=0, factor=4.0, for_s=0.8))
         await until(lambda: slowed() == [(0, 4.0)])
         chaos.on_request(payload("c", do="slow"))
         await until(lambda: len(slowed()) == 3)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.9)
         assert slowed() == [(0, 4.0), (0, 3.0), (1, 3.0)], (
             "the end of an earlier fault is none of a later one"
         )
@@ -237,7 +237,7 @@ def test_trainers_raise_and_the_line_gets_bad() -> None:
 
     async def body(chaos: Chaos) -> None:
         chaos.on_request(payload("a", do="raise", device=1))
-        chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.05))
+        chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.8))
         await until(lambda: ("ChaosInjected", "lossy", "node") in hands.log and len(hands.log) >= 5)
         carried: list[str] = []
         await until(lambda: not _carries(chaos, carried))

@@ -451,7 +451,7 @@ def usable(profile: ModelProfile) -> None:
             assert 0 <= times.forward_ms < math.inf and 0 <= times.backward_ms < math.inf
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutated())
 def test_a_file_is_a_profile_or_a_configuration_error(tmp_path: Path, tree: Any) -> None:
     path = written(tmp_path, tree)
@@ -466,7 +466,7 @@ def test_a_file_is_a_profile_or_a_configuration_error(tmp_path: Path, tree: Any)
         assert load_profile(tmp_path / "again.json") == profile
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_broken_bytes_are_a_profile_or_a_configuration_error(tmp_path: Path, data: st.DataObject) -> None:
     raw = bytearray(json.dumps(data.draw(st.sampled_from([own_tree(), timed_tree()]))).encode())

@@ -109,7 +109,7 @@ def damage(host: Host, held: Held, part: Part, byte: int, bit: int) -> None:
     host.node.arenas.write(held, part, byte, bytes([was ^ 1 << bit]))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     protection=st.sampled_from(["aec", "aec2", "arc:1", "aec+arc:1"]),
     owners=st.integers(2, 5),

@@ -71,7 +71,7 @@ def seatings(draw: st.DrawFn) -> tuple[list[list[Place]], dict[str, Held], dict[
 
 
 @given(seatings())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_assignment_moves_fewer_bytes(
     seating: tuple[list[list[Place]], dict[str, Held], dict[str, tuple[int, int]]],
 ) -> None:

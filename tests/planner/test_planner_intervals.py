@@ -17,7 +17,7 @@ costs = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(costs, st.integers(1, 400))
 def test_the_best_interval_is_the_best_of_all(cost: SnapshotCost, most: int) -> None:
     tried = min(lost_share(every, cost) for every in range(1, most + 1))

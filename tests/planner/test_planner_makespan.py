@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import paper_ms, simulated_makespan_ms
 
@@ -20,7 +20,6 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], list[float]]:
 
 
 @given(pipelines(), st.lists(st.integers(1, 12), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_the_clock_the_batch_and_the_operation_list_agree(
     pipeline: tuple[list[float], list[float], list[float]], questions: list[int]
 ) -> None:

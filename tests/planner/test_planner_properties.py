@@ -72,7 +72,7 @@ def check_considered(plan: Plan) -> None:
 
 
 @given(planners(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_history_of_failures_and_joins(planner: Planner | None, data: st.DataObject) -> None:
     if planner is None:
         return

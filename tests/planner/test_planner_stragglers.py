@@ -72,7 +72,7 @@ layer_times = st.lists(st.sampled_from([4.0, 6.0, 10.0, 24.0]), min_size=4, max_
 
 
 @given(layer_times, speeds_of_four, st.integers(2, 9), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shares_are_the_best_of_all(
     times: list[float], speeds: dict[str, float], count: int, cut: int
 ) -> None:
@@ -98,7 +98,7 @@ def seatings(rows: list[str]) -> Iterator[list[str]]:
 
 
 @given(st.sets(st.sampled_from("abcdef"), max_size=5), st.sampled_from([0.2, 0.5]), st.integers(40, 60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_equally_slow_nodes_are_put_together_as_well_as_can_be(
     slow: set[str], factor: float, count: int
 ) -> None:
@@ -232,7 +232,7 @@ def disturbed(draw: st.DrawFn) -> tuple[Planner, Plan, Situation]:
 
 
 @given(disturbed())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_plans_with_slow_nodes_are_sound_and_never_slower_for_knowing(
     case: tuple[Planner, Plan, Situation],
 ) -> None:

@@ -21,7 +21,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], list[float]]:
 
 
 @given(pipelines(), st.integers(1, 14))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_it_ends_when_the_clock_and_the_operation_list_say(
     pipeline: tuple[list[float], list[float], list[float]], microbatches: int
 ) -> None:
@@ -32,7 +32,7 @@ def test_it_ends_when_the_clock_and_the_operation_list_say(
 
 
 @given(pipelines(), st.integers(1, 10))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_every_operation_waits_for_what_it_needs_and_no_longer(
     pipeline: tuple[list[float], list[float], list[float]], microbatches: int
 ) -> None:

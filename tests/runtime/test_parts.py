@@ -109,7 +109,7 @@ def needing(shape: Shape, world: WorldData, rank: int, what: str, replicas: bool
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(situations())
 def test_every_need_is_met_once_by_one_who_can(
     situation: tuple[Shape, WorldData, tuple[PartData, ...], bool],
@@ -150,7 +150,7 @@ def test_every_need_is_met_once_by_one_who_can(
     assert all((m.source, m.layer) in rest for m in moves if m.what == "rest")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes(), worlds())
 def test_contributions_cover_each_bucket_once_and_are_the_parts(
     described: tuple[Shape, dict[str, ParameterSize]], world: WorldData

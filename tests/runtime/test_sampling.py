@@ -5,14 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.sampling import Sampler
 from tests.runtime.support import Regression
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**40))
 def test_the_stream_of_steps_is_one_permutation_after_the_other(length: int, batch: int, seed: int) -> None:
     sampler = Sampler(length, batch, seed)

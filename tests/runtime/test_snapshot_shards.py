@@ -66,7 +66,7 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
 SCHEMES = st.sampled_from(["none", "arc:1", "aec", "aec2", "aec+arc:1"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 200), max_size=12), SCHEMES, st.integers(1, 5))
 def test_units_make_the_shard(sizes: list[int], scheme: str, owners: int) -> None:
     check(sizes, scheme, owners)
@@ -79,7 +79,7 @@ def test_units_make_large_shards() -> None:
     check(LARGE, "aec", 3)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 200), max_size=12), SCHEMES, st.integers(1, 5))
 def test_units_are_made_on_a_device_as_well(sizes: list[int], scheme: str, owners: int) -> None:
     check(sizes, scheme, owners, HostStreams())

@@ -110,7 +110,7 @@ def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> Non
     assert refused
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scheme=st.sampled_from(SCHEMES[1:]),
     owners=st.integers(2, 6),
@@ -139,7 +139,7 @@ def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
     assert np.array_equal(found, bucket[first:end])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scheme=st.sampled_from(["aec", "aec2", "arc:1", "aec+arc:1"]),
     owners=st.integers(2, 6),
