@@ -12,7 +12,7 @@ from ftd.local.namespaces import Network
 from ftd.node.processes import die_with_parent, tail
 
 PREFIX = "ftdtest"
-GONE_S = 5.0
+GONE_S = 30.0
 
 
 class Programs:

@@ -32,7 +32,7 @@ from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
 from runtime.protocol import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")

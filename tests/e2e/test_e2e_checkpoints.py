@@ -184,7 +184,8 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, zero1=True, failures=3, arguments="tied = true"))
     written = ground.until_event("CheckpointCompleted", times=2)
-    assert len(ground.state["pipelines"]) == 4 and not run.named("SnapshotGivenUp")
+    ground.until(lambda: len(ground.state["pipelines"]) == 4, "four pipelines in the state")
+    assert not run.named("SnapshotGivenUp")
     check(ground.stop_job(), tied_reference)
     assert written["step"] in [one["step"] for one in verify(url)["checkpoints"]]
     model = nn.Sequential(*build(tied=True).layers).double()

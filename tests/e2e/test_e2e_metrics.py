@@ -16,7 +16,8 @@ from ftd.mqtt.mosquitto import find_mosquitto, free_port
 from tests.e2e.playground import LIMIT_S, Playground, playground, write_job
 
 TABLE = re.compile(r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
-PORTS = {"coordinator": free_port(), "node-0": free_port()}
+PORTS: dict[str, int] = {}
+"""Of those that serve metrics."""
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def ground() -> Iterator[Playground]:
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with playground(nodes=0) as made:
+        PORTS.update({name: free_port() for name in ("coordinator", "node-0")})
         environment = made.cluster.fleet.environment
         made.on_loop(made.cluster.kill("coordinator"))
         environment["FTD_COORDINATOR_METRICS_PORT"] = str(PORTS["coordinator"])
@@ -42,7 +44,7 @@ def scrape(daemon: str, openmetrics: bool = False) -> dict[str, Metric]:
     request = urllib.request.Request(f"http://127.0.0.1:{PORTS[daemon]}/metrics")
     if openmetrics:
         request.add_header("Accept", "application/openmetrics-text; version=1.0.0")
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         text = answer.read().decode()
     families = (parse_openmetrics if openmetrics else parse_text)(text)
     return {f.name + ("_total" if f.type == "counter" else ""): f for f in families}

@@ -28,8 +28,8 @@ from tests.runtime.reference import load, reference_losses
 
 HUB = "hub"
 NODES = ("node-a", "node-b", "node-c", "node-d")
-LIMIT_S = 45.0
-COMMAND_S = 20.0
+LIMIT_S = 100.0
+COMMAND_S = 60.0
 POLL_S = 0.05
 RELATIVE = 1e-9
 STEPS = 300

@@ -36,9 +36,9 @@ class RunningBroker:
         )
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         if self.kind == "mosquitto":
-            await_listening("127.0.0.1", self.port, 10)
+            await_listening("127.0.0.1", self.port, 60)
         else:
-            await_ready(ready, 20)
+            await_ready(ready, 60)
 
     def kill(self) -> None:
         if self.process is not None:

@@ -217,6 +217,6 @@ async def raw_request(port: int, text: str, *, token: str | None = TOKEN) -> byt
     authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
     writer.write(f"{text}\r\nHost: test\r\nConnection: close\r\n{authorization}\r\n".encode())
     try:
-        return await asyncio.wait_for(reader.read(65536), 10)
+        return await asyncio.wait_for(reader.read(65536), 60)
     finally:
         writer.close()

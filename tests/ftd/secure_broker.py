@@ -14,7 +14,7 @@ from ftd.config.address import BrokerAddress, Tls
 from ftd.mqtt.acl import Users, acl_text
 from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 USERS = Users(nodes=["host-a", "host-b"], operators=["alice"], tools=["grafana"], chaos=["mallory"])
 NAMES = (USERS.coordinator, *USERS.nodes, *USERS.operators, *USERS.tools, *USERS.chaos)
 

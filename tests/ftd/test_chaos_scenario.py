@@ -382,7 +382,7 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
             ("gone",),
             ("there",),
         ]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "later" not in injected:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await conductor.finish()

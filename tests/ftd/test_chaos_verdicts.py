@@ -172,7 +172,7 @@ def play(played: Scenario, events: list[Json], *, refuse: str = "") -> Played:
         for one in events:
             player.on_event(one)
             await asyncio.sleep(0.01)
-        return await asyncio.wait_for(found, 20)
+        return await asyncio.wait_for(found, 60)
 
     return asyncio.run(main())
 

@@ -11,7 +11,7 @@ from ftd.errors import JournalError
 from statemachine.effects import CancelTimer, Effect, EmitEvent, PersistState, PublishCluster, SetTimer
 from statemachine.events import BrokerConnected, BrokerLost, Event, TimerFired
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def emit(name: str) -> EmitEvent:

@@ -20,7 +20,7 @@ from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.session import MqttSession, Will
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Listener:
@@ -245,6 +245,7 @@ def test_nobody_there_is_a_clear_error() -> None:
         address = BrokerAddress(host="127.0.0.1", port=free_port())
         session = MqttSession(address, client_id="a", on_message=lambda *_: None)
         task = asyncio.create_task(session.run())
+        await until(lambda: "refused" in session.problem)
         with pytest.raises(Unreachable, match=rf"{address.url}.*refused.*is it running"):
             await session.wait_connected(0.3)
         task.cancel()
@@ -371,7 +372,7 @@ def test_a_port_in_use_is_said(start_broker: Callable[[str], RunningBroker]) -> 
         check=False,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{broker.port}" in done.stderr

@@ -15,7 +15,7 @@ import pytest
 
 from ftd.node.processes import alive, descendants, trainer_environment
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

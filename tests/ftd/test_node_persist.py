@@ -92,7 +92,7 @@ class Hosts:
         return event.detail
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110  # events come from a task of the persister's own
                 await asyncio.sleep(0.01)
 
@@ -255,7 +255,7 @@ def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
             file = write(self, draft, layer, *rest)
             if layer == 0:
                 for node in nodes:
-                    asyncio.run_coroutine_threadsafe(node.server.close(), loop).result(10)
+                    asyncio.run_coroutine_threadsafe(node.server.close(), loop).result(60)
             return file
 
         with pytest.MonkeyPatch.context() as patch:

@@ -52,7 +52,7 @@ class Daemon:
         return False
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110  # events come from a task of the daemon's own
                 await asyncio.sleep(0.01)
 

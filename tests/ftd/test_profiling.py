@@ -218,7 +218,7 @@ def test_a_process_that_takes_too_long_is_ended() -> None:
     before = children()
     with pytest.raises(InternalError, match=r"did not answer within 0\.05 s"):
         asked(b"{}", timeout_s=0.05)
-    assert children() == before
+    assert children() <= before
 
 
 # --- the command -------------------------------------------------------------------------------

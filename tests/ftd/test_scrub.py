@@ -68,7 +68,7 @@ class Host:
         }
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110  # the scrubber is a task of its own
                 await asyncio.sleep(0.005)
 

@@ -151,7 +151,7 @@ def test_plain_and_tls_do_not_talk_to_each_other(authority: Authority) -> None:
         )
         # Who says nothing at all does not stay.
         reader, writer = await asyncio.open_connection("127.0.0.1", node.server.port)
-        assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
         assert await fetched(node, tls) == DATA.tobytes()
         with shared_directory() as root:

@@ -32,7 +32,7 @@ def test_a_manager_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abs
 def test_the_watchdog_is_fed_when_it_watches_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
+        manager.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "20000")
         monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))

@@ -67,7 +67,7 @@ class ServerThread:
 
 @contextlib.contextmanager
 def formed_world(
-    size: int, groups: Sequence[tuple[int, ...]] = (), timeout_s: float = 10.0
+    size: int, groups: Sequence[tuple[int, ...]] = (), timeout_s: float = PATIENCE_S
 ) -> Iterator[list[GlooCommunicator]]:
     """Communicators of all ranks, formed, in this process."""
     with ServerThread() as server:

@@ -40,7 +40,7 @@ def server() -> Iterator[ServerThread]:
 
 
 def make(
-    server: ServerThread, rank: int, size: int, generation: int = 1, timeout_s: float = 20.0
+    server: ServerThread, rank: int, size: int, generation: int = 1, timeout_s: float = 60.0
 ) -> GlooCommunicator:
     rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=generation)
     return GlooCommunicator(rendezvous, rank, size, "127.0.0.1", timeout_s=timeout_s)
@@ -150,7 +150,7 @@ def test_abort_frees_every_kind_of_wait(server: ServerThread, others: set[thread
         one.abort()
         one.abort()
         with pytest.raises(Aborted):
-            blocked.result(30)
+            blocked.result(60)
         with pytest.raises(Aborted):
             one.check()
         with pytest.raises(Aborted):
@@ -166,7 +166,7 @@ def test_abort_while_a_group_is_forming(server: ServerThread, others: set[thread
     time.sleep(0.05)
     one.abort()
     with pytest.raises(Aborted):
-        blocked.result(30)
+        blocked.result(60)
     one.close()
     eventually(lambda: communication_threads() <= others)
     early = make(server, 0, 2, generation=2, timeout_s=FAR_S)
@@ -208,7 +208,7 @@ def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number:
             communicator.abort()
         for blocked in waiting:
             with pytest.raises(CommunicationError):
-                blocked.result(30)
+                blocked.result(60)
         for communicator in survivors:
             communicator.close()
         again = world(server, 2, generation=2)

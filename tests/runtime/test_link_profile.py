@@ -90,7 +90,7 @@ def test_ranks_do_not_outlive_the_process_that_forked_them() -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         for connection in connections:
-            connection.settimeout(30)
+            connection.settimeout(60)
             while connection.recv(4096):
                 pass
             connection.close()

@@ -25,11 +25,11 @@ def meeting(server: ServerThread, generation: int = 1, token: str = TOKEN) -> Re
     return Rendezvous(host="127.0.0.1", port=server.port, token=token, generation=generation)
 
 
-def store(server: ServerThread, generation: int = 1, timeout_s: float = 30.0) -> RendezvousStore:
+def store(server: ServerThread, generation: int = 1, timeout_s: float = 60.0) -> RendezvousStore:
     return RendezvousStore(meeting(server, generation), 0, timeout_s)
 
 
-def eventually(condition: object, timeout_s: float = 30.0) -> None:
+def eventually(condition: object, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "it never came true"
@@ -58,7 +58,7 @@ def test_get_waits_until_the_key_is_set(server: ServerThread) -> None:
     waiting = threading.Thread(target=lambda: values.append(one.get("late")))
     waiting.start()
     two.set("late", b"value")
-    waiting.join(30)
+    waiting.join(60)
     assert values == [b"value"]
     one.close()
     two.close()
@@ -87,7 +87,7 @@ def test_close_from_another_thread_ends_a_wait_at_once(server: ServerThread) -> 
     waiting.start()
     time.sleep(0.05)
     one.close()
-    waiting.join(30)
+    waiting.join(60)
     assert len(errors) == 1
 
 
@@ -106,7 +106,7 @@ def test_generations_have_name_spaces_of_their_own_and_old_ones_end(server: Serv
     waiting.start()
     time.sleep(0.05)
     new = store(server, 2)
-    waiting.join(30)
+    waiting.join(60)
     assert "generation 1 is superseded" in errors[0]
     assert not new.check(["key"])
     with pytest.raises(StoreError, match="generation 1 is over; 2 is forming"):

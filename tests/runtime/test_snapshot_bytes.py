@@ -268,7 +268,7 @@ class Alone:
         writer = self.rank.engine.snapshots
         assert writer is not None
         with writer._changed:
-            assert writer._changed.wait_for(lambda: not writer._tasks, 30.0)
+            assert writer._changed.wait_for(lambda: not writer._tasks, 60.0)
         return sorted(manifest.step for manifest in Arena.open(self.arena).snapshots)
 
     def close(self) -> None:

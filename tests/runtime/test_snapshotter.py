@@ -144,7 +144,7 @@ def test_a_snapshot_is_of_its_step_though_the_copy_ends_in_the_next(
     script.snapshots.wait()
     parameters = [p.detach().clone() for p in script.model.parameters()]
     gate, slot = threading.Event(), script.snapshots._place.slot
-    script.snapshots._copier.open_slot = lambda size: (gate.wait(10), slot(size))[1]
+    script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     script.snapshots.snapshot(3)
     seen: list[bool] = []
     script.optimizer.register_step_pre_hook(lambda *_: seen.append(gate.is_set()))
@@ -164,7 +164,7 @@ def test_what_is_changed_by_hand_waits_too(place: Path) -> None:
     snapshots.register("frozen", frozen, guarded=True)
     before = averaged.weight.detach().clone(), frozen.weight.detach().clone()
     gate, slot = threading.Event(), snapshots._place.slot
-    snapshots._copier.open_slot = lambda size: (gate.wait(10), slot(size))[1]
+    snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     snapshots.snapshot(1)
     with torch.no_grad():
         averaged.weight.add_(1)

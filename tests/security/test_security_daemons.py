@@ -128,7 +128,7 @@ class Lab:
             daemon.process.send_signal(signal.SIGTERM if daemon.name == "node" else signal.SIGKILL)
         for daemon in self.daemons.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.process.wait(5)
+                daemon.process.wait(30)
             daemon.process.kill()
             daemon.process.wait()
 
