@@ -133,7 +133,9 @@ class ElectionMachine:
             case PeerSeen():
                 if event.peer.incarnation == self.me.incarnation:
                     self.me = event.peer  # As it is at this connection.
-                else:
+                elif (
+                    event.peer.name != self.me.name
+                ):  # One of our name is what is left of us as we were before.
                     self._shared = True
                 self._show(event.peer.incarnation not in self.peers)
                 self.peers[event.peer.incarnation] = event.peer

@@ -49,6 +49,8 @@ class SoakOptions:
     seed: int
     rate_per_min: float
     nodes: int
+    coordinators: int
+    """One leads, the others stand by."""
     steps: int | None
     limit_s: float
     relative: float | None
@@ -70,7 +72,8 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
     """
     job = load_job_data(options.job, steps=options.steps)
     with private_directory() as directory, _memory(options, directory):
-        cluster = LocalCluster(directory, ClusterOptions(broker=options.broker, cluster="soak"))
+        wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
+        cluster = LocalCluster(directory, wanted)
         soak = Soak(options, job, cluster, say)
         kept: Path | None = options.logs
         try:
@@ -118,7 +121,8 @@ class Soak:
     ) -> None:
         self._options, self._job, self._cluster, self._say = options, job, cluster, say
         relative = options.relative or (1e-9 if job.training.get("dtype") == "float64" else 1e-2)
-        self.watch = Watch(limit_s=options.limit_s, relative=relative)
+        standbys = options.coordinators > 1
+        self.watch = Watch(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []
         """All but steps, for whoever looks for what went wrong."""
         self._began = time.monotonic()
@@ -142,7 +146,7 @@ class Soak:
     async def run(self) -> None:
         """From the first process to the last."""
         await self._cluster.start_broker()
-        await self._cluster.start_coordinator()
+        await self._cluster.start_coordinators()
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
         async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
             following = asyncio.ensure_future(self._follow(client))
@@ -385,6 +389,7 @@ class Soak:
         parts = [
             f"ftd chaos soak --minutes {options.minutes:g} --seed {options.seed}",
             f"--rate {options.rate_per_min:g} --nodes {options.nodes}",
+            f"--coordinators {options.coordinators}" if options.coordinators > 1 else "",
             f"--steps {options.steps}" if options.steps is not None else "",
             "--beyond" if options.beyond else "",
             f"--memory-mib {options.memory_mib}" if options.memory_mib is not None else "",

@@ -10,7 +10,8 @@ from typing import Literal
 
 SoakFault = Literal[
     "kill", "kill_trainer", "term", "stop", "stop_trainer", "hang", "raise", "slow", "disconnect", "lossy",
-    "flip", "fill_memory", "kill_coordinator", "kill_broker",
+    "flip", "fill_memory", "kill_coordinator", "stop_coordinator",
+    "kill_broker",
 ]  # fmt: skip
 
 CLOSE_SHARE, CLOSE_S = 0.3, 0.6
@@ -50,12 +51,14 @@ KINDS: tuple[Kind, ...] = (
     Kind(do="flip", weight=1),
     Kind(do="fill_memory", weight=2, for_s=(1.0, 8.0)),
     Kind(do="kill_coordinator", weight=3, for_s=(0.0, 4.0)),
+    # Around the limit behind which a standby takes over.
+    Kind(do="stop_coordinator", weight=2, for_s=(0.3, 6.0)),
     Kind(do="kill_broker", weight=2, for_s=(0.0, 4.0)),
 )
 
 IMPAIRING: frozenset[str] = frozenset(kind.do for kind in KINDS if kind.impairs)
 """The faults that count against the losses that the job tolerates."""
-CENTRAL: frozenset[str] = frozenset({"kill_coordinator", "kill_broker"})
+CENTRAL: frozenset[str] = frozenset({"kill_coordinator", "stop_coordinator", "kill_broker"})
 """Those that strike no node."""
 
 

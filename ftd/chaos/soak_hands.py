@@ -2,19 +2,21 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ftd.chaos.inject import RemoteInjector
-from ftd.chaos.soak_draw import IMPAIRING, Strike
+from ftd.chaos.soak_draw import CENTRAL, IMPAIRING, Strike
 from ftd.chaos.soak_report import Struck
 from ftd.chaos.soak_watch import Watch
 from ftd.chaos.targets import layout_of
 from ftd.chaos.values import AfterTime, Fault, NodeFault, Nodes, Process
 from ftd.client import ClusterClient
 from ftd.errors import FtdError, PeerError
-from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
+from ftd.local.cluster import BROKER, LocalCluster
 from ftd.node.processes import children, tail
 
 _GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
@@ -26,6 +28,8 @@ _LEAVE_S = 60.0
 """A node that was asked to leave must have left by then."""
 _LATE_S = 2.0
 """Of a lossy session that loses everything: so late comes the rest at most; of others in proportion."""
+_LEADER_SHARE = 0.75
+"""So often it is the leading coordinator that is struck, where others stand by."""
 _DO: dict[str, tuple[NodeFault, Process]] = {
     "kill_trainer": ("kill", "trainer"),
     "term": ("term", "node"),
@@ -87,7 +91,7 @@ class SoakHands:
             else:
                 self._well_since.pop(name, None)
         self._watch.excused |= len(self._impaired) > self._tolerate
-        for name in (BROKER, COORDINATOR, *self._cluster.nodes):
+        for name in (*self._cluster.central, *self._cluster.nodes):
             if name not in self._away and not self._cluster.fleet.running(name):
                 self._away.add(name)
                 child = self._cluster.fleet.children[name]
@@ -135,7 +139,7 @@ class SoakHands:
             if self._cluster.fleet.running(name) and name not in self._away and name not in self._impaired
         ]
         node = strike.node_of(able)
-        if node is None and strike.do not in ("kill_coordinator", "kill_broker"):
+        if node is None and strike.do not in CENTRAL:
             self._record(strike, None, at_s, "there is no node to strike")
             return
         until_s = at_s + strike.for_s
@@ -150,8 +154,12 @@ class SoakHands:
         refused = ""
         try:
             match strike.do:
-                case "kill_coordinator" | "kill_broker":
-                    await self._outage(strike)
+                case "kill_broker":
+                    await self._outage(BROKER, strike.for_s)
+                case "kill_coordinator":
+                    await self._outage(self._coordinator(strike), strike.for_s)
+                case "stop_coordinator":
+                    await self._freeze(self._coordinator(strike), strike.for_s)
                 case "kill":
                     await self._kill(str(node), strike.for_s)
                 case "term":
@@ -175,14 +183,31 @@ class SoakHands:
             )
         )
 
-    async def _outage(self, strike: Strike) -> None:
-        name = BROKER if strike.do == "kill_broker" else COORDINATOR
+    def _coordinator(self, strike: Strike) -> str:
+        """Of several mostly the one that leads."""
+        names = self._cluster.coordinators
+        leader = layout_of(self._watch.state).leader
+        return leader if leader in names and strike.place < _LEADER_SHARE else names[-1]
+
+    async def _outage(self, name: str, for_s: float) -> None:
         if name in self._away:
             raise PeerError(f"the {name} is away already")
         self._away.add(name)
         await self._cluster.kill(name)
-        await asyncio.sleep(strike.for_s)
+        await asyncio.sleep(for_s)
         await self._bring_back(name)
+
+    async def _freeze(self, name: str, for_s: float) -> None:
+        """SIGSTOP; SIGCONT whatever happens to us meanwhile, unless it was killed."""
+        if name in self._away:
+            raise PeerError(f"the {name} is away")
+        pid = self._cluster.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(for_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     async def _kill(self, node: str, for_s: float) -> None:
         """SIGKILL of the daemon; its zygote and trainers die with it."""
@@ -209,8 +234,8 @@ class SoakHands:
     async def _bring_back(self, name: str) -> None:
         if name == BROKER:
             await self._cluster.start_broker()
-        elif name == COORDINATOR:
-            await self._cluster.start_coordinator()
+        elif name in self._cluster.coordinators:
+            await self._cluster.start_coordinator(name)
         else:
             await self._cluster.start_node(name)
         self._away.discard(name)
@@ -254,7 +279,11 @@ class SoakHands:
         self._away.update(self._cluster.nodes)
         await fleet.terminate(names, grace_s)
         for name in names:
-            if (code := fleet.children[name].process.returncode) != 0:
+            code = fleet.children[name].process.returncode
+            states = self._watch.state.get("nodes") or {}
+            joined = (states.get(name) or {}).get("state") in _GOOD_STATES
+            # One that has just been started may not listen to signals yet.
+            if code != 0 and (joined or code != -signal.SIGTERM):
                 said = "had to be killed" if code == -9 else f"ended with {code}"
                 self._watch.broken(at_s, "left_over", f"{name} {said}, {grace_s:g} s after SIGTERM")
         deadline = asyncio.get_running_loop().time() + _ORPHAN_S

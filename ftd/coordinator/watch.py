@@ -150,7 +150,7 @@ class Watch:
     def _see_peer(self, topic: str, seen: PeerMessage) -> None:
         if topic != self._topics.coordinator_peer(seen.incarnation):
             raise WireError(f"it claims to be of {seen.incarnation}")
-        if seen.incarnation != self._me.incarnation:
+        if seen.name != self._me.name:  # Otherwise it is what is left of us as we were before.
             self._following.met()
         if seen.gone:
             self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))

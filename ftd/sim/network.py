@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.sim.world import World
-from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen
+from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, Peer, PeerSeen, PeerVanished
 from statemachine.messages import FromNode, ToNode
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Network:
         """Who has the session under the leader's client id."""
         self.watches: dict[str, SimSeat] = {}
         """By name: whose presence is retained."""
+        self.remains: list[Peer] = []
+        """Of watches whose processes died: their last wills are retained, until a leader removes them."""
         self.leader: Leader | None = None
         self.gone = 0
         """The leader whose last will is retained as the cluster's state; 0: none."""
@@ -201,7 +203,8 @@ class Network:
         session.epoch += 1
         session.held.clear()
         if was_open and self.up:
-            if name in self.watches:
+            if (watch := self.watches.get(name)) is not None:
+                self.remains.append(watch.peer)
                 self._tell_watches("parted", session.client.incarnation)
             else:
                 self._retain(name, True, session.client.incarnation, graceful)
@@ -255,6 +258,7 @@ class Network:
         self.up = False
         self.end_seat()
         self.retained.clear()
+        self.remains.clear()
         self.leader = self.journal = None
         self.gone = 0
         self.world.at(for_s, self.start_broker)
@@ -331,6 +335,7 @@ class Network:
 
     def record(self, leader: Leader) -> None:
         self.leader, self.gone = leader, 0
+        self.remains.clear()
         self._tell_watches("saw", leader)
 
     def beat(self, leader: Leader) -> None:
@@ -350,6 +355,8 @@ class Network:
         for name, other in sorted(self.watches.items()):
             if other is not watch and self.sessions[name].open:
                 found.append((PeerSeen, {"peer": other.peer}))
+        found += [(PeerSeen, {"peer": peer}) for peer in self.remains]
+        found += [(PeerVanished, {"incarnation": peer.incarnation}) for peer in self.remains]
         if self.leader is not None:
             found.append((LeaderSeen, {"leader": self.leader}))
         if self.gone:

@@ -90,7 +90,8 @@ class SimSeat:
         self.feed(LeaderVanished, incarnation=incarnation, graceful=False)
 
     def met(self, peer: Peer) -> None:
-        self.coordinator.shared = True
+        if peer.name != self.name:
+            self.coordinator.shared = True
         self.feed(PeerSeen, peer=peer)
 
     def parted(self, incarnation: int) -> None:

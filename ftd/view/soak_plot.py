@@ -20,7 +20,7 @@ _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("stopped, hung, slow", BLUE, ("stop", "stop_trainer", "hang", "slow")),
     ("cut off, messages lost", GREEN, ("disconnect", "lossy")),
     ("bit flipped, memory full", FAINT, ("flip", "fill_memory")),
-    ("coordinator, broker", INK, ("kill_coordinator", "kill_broker")),
+    ("coordinator, broker", INK, ("kill_coordinator", "stop_coordinator", "kill_broker")),
 )
 """Name, colour, faults."""
 _TOP = 130.0

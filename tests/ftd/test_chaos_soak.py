@@ -143,6 +143,34 @@ def test_losses_are_held_against_the_first_time() -> None:
     assert rules(seen) == ["loss", "loss", "gap", "loss"]
 
 
+def test_rounding_may_grow_and_a_jump_is_none() -> None:
+    seen = watch()
+    apart = 1e-16
+    for step in range(1, 90):
+        seen.on_event(commit(step, loss=(1 + apart) / step), float(step))
+        apart *= 1.3
+    assert apart > 1e-6
+    assert rules(seen) == []
+    seen.on_event(commit(90, loss=(1 + 1000 * apart) / 90), 90.0)
+    assert rules(seen) == ["loss"]
+    seen.begin_round("job-2", 91.0)
+    seen.on_event(commit(1, loss=1 + apart), 92.0)
+    assert rules(seen) == ["loss", "loss"]
+
+
+def test_a_standby_s_journal_lacks_what_was_told_while_it_was_away() -> None:
+    rows = [commit(1), commit(4)]
+    for standbys, wrong in ((True, []), (False, ["gap"])):
+        seen = watch()
+        seen.standbys = standbys
+        for step in (1, 2, 3, 4):
+            seen.on_event(commit(step), float(step))
+        seen.on_journal(rows, 5.0)
+        assert rules(seen) == wrong
+    seen.on_journal([*rows, commit(6)], 5.0)
+    assert rules(seen)[-1] == "gap"
+
+
 def test_generations_only_grow() -> None:
     seen = watch()
     seen.on_event(event("GenerationStarted", 4), 1.0)

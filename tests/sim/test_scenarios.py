@@ -163,3 +163,17 @@ def test_losses_are_those_of_the_undisturbed_run_or_told_apart() -> None:
     scenario = parse_scenario({"fault": [], "expect": {"same_losses": True}}, "none")
     setting = setting_of(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
     assert play(scenario, setting, 0)[0].met
+
+
+def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
+    """The broker has forgotten everything then: a coordinator without others waits for nobody."""
+    first = {"id": "early", "at_step": 3, "do": "kill", "role": "coordinator", "restart_after_s": 0.5}
+    broker = {"id": "b", "at_step": 30, "do": "kill", "role": "broker", "restart_after_s": 1.0}
+    coordinator = {"after_fault": "b", "do": "kill", "role": "coordinator", "restart_after_s": 1.0}
+    node = {"on_event": "CoordinatorStarted", "occurrence": 2, "do": "kill", "node": "node-1"}
+    faults = [first, broker, coordinator, {**node, "expect": {"resumed_within_s": 5}}]
+    scenario = parse_scenario({"fault": faults, "limit_s": 20}, "reboot")
+    setting = setting_of(scenario, EXAMPLES / "chaos-job.toml", 4, "reboot")
+    for seed in SEEDS:
+        found = play(scenario, setting, seed)[0]
+        assert found.met, text_of(found)

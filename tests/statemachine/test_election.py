@@ -209,6 +209,17 @@ def test_a_seat_that_is_not_had_in_time_is_left() -> None:
     assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
 
 
+def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
+    """Broker and coordinator are killed together: alone, it need not wait for one that knows more."""
+    for name, alone in (("bert", True), ("anna", False)):
+        one = One()
+        one.feed(PeerSeen, peer=Peer(name=name, incarnation=1))
+        one.feed(PeerVanished, incarnation=1)
+        one.feed(WatchBegan)
+        assert one.has(TakeSeat) is alone
+        assert ("silence" in one.machine._due) is not alone
+
+
 def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
     """Who kept up with the leader leaves it time to come back; who did not, much more."""
     kept_up = One().follows()
