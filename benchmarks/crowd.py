@@ -3,7 +3,8 @@
     python -m benchmarks.crowd PORT CLUSTER
 
 Each node is an MQTT 3.1.1 session of its own, on a raw socket, with a last will, and says what ``ftd node``
-says, in its order: state, Hello, a Heartbeat every second, Prepared, Quiesced, Resumed, Stepped, snapshots.
+says, in its order: state, Hello, a Heartbeat every second, Prepared, Quiesced, Resumed, Stepped, snapshots;
+its state at once where it is another one, and what else is in that a tenth of a second later.
 Its trainers are imagined: they stop and resume at once, and commit a step each second where every planned
 node has resumed and is alive. A node is killed by closing its socket: the broker publishes its will.
 
@@ -12,6 +13,7 @@ processes of a host share.
 """
 
 import json
+import math
 import os
 import resource
 import select
@@ -33,7 +35,7 @@ from benchmarks.packets import (
     published,
     subscribe_packet,
 )
-from ftd.wire.codec import decode_to_node, encode_from_node
+from ftd.wire.codec import decode_to_node
 from ftd.wire.public import NodeStateMessage, encode_json, timestamp
 from ftd.wire.topics import Topics
 from planner.values import Device
@@ -41,10 +43,13 @@ from statemachine import messages as m
 from statemachine.rules import owned_layers
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
+MOST_BODIES = 1000
 HEARTBEAT_S = 1.0
 STEP_S = 1.0
 SNAPSHOT_S = 0.5
 KEEP_ALIVE_S = 60
+STATE_PERIOD_S = 0.1
+TICK_S = 0.005
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -53,6 +58,11 @@ class Envelope(msgspec.Struct, frozen=True):
     incarnation: int
     type: str
     body: msgspec.Raw
+
+
+def pairs(**fields: Any) -> bytes:
+    """Keys and values of a msgpack map, without its head."""
+    return msgspec.msgpack.encode(fields)[1:]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +83,13 @@ class Node:
     lineage: int = 0
     kept: int = 0
     beat_at: float = 0.0
+    state_at: float = math.inf
+    """When its state is to be told again."""
+    state: NodeState = NodeState.HEALTHY
+    reason: str = ""
+    envelope: bytes = b""
+    """What begins each signal of it, as msgpack."""
+    out: bytearray = field(default_factory=bytearray)
     signal_topic: bytes = b""
     state_topic: bytes = b""
 
@@ -105,6 +122,7 @@ class Crowd:
         self.commands: dict[str, int] = {}
         self.command_bytes = 0
         self.read: tuple[bytes, m.Command] | None = None
+        self.bodies: dict[m.Signal, bytes] = {}
         self.resumed_at: dict[int, float] = {}
         self.lines = b""
 
@@ -117,6 +135,7 @@ class Crowd:
         node = Node(name=name, sock=sock, incarnation=incarnation)
         node.signal_topic = self.topics.node_signal(name).encode()
         node.state_topic = self.topics.node_state(name).encode()
+        node.envelope = b"\x84" + pairs(node=name, incarnation=incarnation)
         self.nodes[name] = self.by_handle[sock.fileno()] = node
         self.poll.register(sock.fileno(), select.EPOLLIN)
         node.beat_at = time.monotonic() + HEARTBEAT_S * (number % 997) / 997
@@ -151,19 +170,39 @@ class Crowd:
     def _step(self, node: Node) -> int:
         return self.committed.step if self.committed is not None and node.held else 0
 
-    def send(self, node: Node, *signals: m.Signal, state: str = "") -> None:
-        out = b""
-        if state:
-            node.number = node.number % 65535 + 1
-            payload = self._state(node, NodeState.HEALTHY, state)
-            out += publish_packet(node.state_topic, payload, node.number, retain=True)
+    def say(self, node: Node, *signals: m.Signal, reason: str = "") -> None:
+        """At once, but for the reason of its state, which follows; ``flush`` sends it."""
+        if reason and node.state is not NodeState.HEALTHY:
+            self.say_state(node, NodeState.HEALTHY, reason)
+        elif reason:
+            node.reason, node.state_at = reason, min(node.state_at, time.monotonic() + STATE_PERIOD_S)
         for signal in signals:
             number = 0  # A heartbeat is not acknowledged.
             if not isinstance(signal, m.Heartbeat):
                 number = node.number = node.number % 65535 + 1
-            message = m.FromNode(node=node.name, incarnation=node.incarnation, signal=signal)
-            out += publish_packet(node.signal_topic, encode_from_node(message), number)
-        node.sock.sendall(out)
+            payload = node.envelope + self.body_of(signal)
+            node.out += publish_packet(node.signal_topic, payload, number)
+
+    def body_of(self, signal: m.Signal) -> bytes:
+        """The rest of a signal; many nodes say the same."""
+        body = self.bodies.get(signal)
+        if body is None:
+            if len(self.bodies) > MOST_BODIES:
+                self.bodies.clear()
+            body = msgspec.Raw(msgspec.msgpack.encode(signal))
+            body = self.bodies[signal] = pairs(type=type(signal).__name__, body=body)
+        return body
+
+    def say_state(self, node: Node, state: NodeState, reason: str) -> None:
+        node.state, node.reason, node.state_at = state, reason, math.inf
+        node.number = node.number % 65535 + 1
+        payload = self._state(node, state, reason)
+        node.out += publish_packet(node.state_topic, payload, node.number, retain=True)
+
+    def flush(self, node: Node) -> None:
+        if node.out:
+            node.sock.sendall(node.out)
+            node.out.clear()
 
     # --- the protocol ------------------------------------------------------------------------------
 
@@ -192,12 +231,12 @@ class Crowd:
             return
         match command:
             case m.Inquiry():
-                self.send(node, self.hello(node))
+                self.say(node, self.hello(node))
             case m.Prepare(job=job):
                 node.job_id, node.prepared, node.held = job.job_id, True, ()
                 node.layers = int(job.training["arguments"]["layers"])
                 prepared = m.Prepared(job_id=job.job_id, profile=None)
-                self.send(node, prepared, state=f"preparing job {job.name!r}")
+                self.say(node, prepared, reason=f"preparing job {job.name!r}")
             case m.Quiesce():
                 self.quiesce(node, command)
             case m.Resume():
@@ -206,6 +245,7 @@ class Crowd:
                 self.group.snap_at = time.monotonic()
             case m.KeepSnapshot(step=step):
                 node.kept = step
+                self.say_state(node, NodeState.HEALTHY, f"the snapshot of step {step} is complete everywhere")
             case m.Stop():
                 node.job_id, node.prepared, node.held = None, False, ()
             case m.Fence():
@@ -235,7 +275,7 @@ class Crowd:
             lineage=node.lineage,
         )
         quiesced = m.Quiesced(generation=command.generation, reports=(report,))
-        self.send(node, quiesced, state=f"quiescing for generation {command.generation}")
+        self.say(node, quiesced, reason=f"quiescing for generation {command.generation}")
 
     def resume(self, node: Node, command: m.Resume) -> None:
         found = self.plans.get(command.generation)
@@ -253,9 +293,9 @@ class Crowd:
         resumed = m.Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
         self.resumed_at[command.generation] = time.monotonic()
         if node.name not in found[1]:
-            self.send(node, state="idle: the plan has no place for it")
+            self.say(node, reason="idle: the plan has no place for it")
             return
-        self.send(node, resumed, state=f"resuming at step {command.step}")
+        self.say(node, resumed, reason=f"resuming at step {command.step}")
         self.group.waited.discard(node.name)
         if not self.group.waited and self.group.generation == command.generation:
             self.group.step_at = time.monotonic() + STEP_S
@@ -267,23 +307,24 @@ class Crowd:
         vote = Vote(loss=1.0 / (before + 1), gradient_norm=1.0)
         self.committed = CommittedStep(step=before + 1, vote=vote)
         lead = self.nodes[group.first]
-        self.send(
-            lead,
-            m.Stepped(generation=group.generation, steps=(self.committed,), step_s=STEP_S),
-        )
+        self.say(lead, m.Stepped(generation=group.generation, steps=(self.committed,), step_s=STEP_S))
+        self.flush(lead)
         if group.snap_at is not None:
             group.snap_at = None
             step = before + 1
             for name in sorted(group.planned):
-                self.send(
-                    self.nodes[name],
-                    m.Snapping(generation=group.generation, step=step),
-                    m.SnapshotCompleted(
-                        generation=group.generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1,
-                        stall_s=0.0,
-                    ),
-                    state=f"snapshot of step {step}",
-                )  # fmt: skip
+                self.snapshot(self.nodes[name], group.generation, step, vote)
+
+    def snapshot(self, node: Node, generation: int, step: int, vote: Vote) -> None:
+        """Of one node; taken in no time."""
+        completed = m.SnapshotCompleted(
+            generation=generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1, stall_s=0.0
+        )
+        self.say_state(node, NodeState.SNAP, f"a snapshot of step {step}")
+        self.say(node, m.Snapping(generation=generation, step=step))
+        self.say_state(node, NodeState.COMPLETED, f"the snapshot of step {step} is complete here")
+        self.say(node, completed)
+        self.flush(node)
 
     # --- the loop ----------------------------------------------------------------------------------
 
@@ -298,7 +339,7 @@ class Crowd:
                     self.receive(node)
             now = time.monotonic()
             if now >= due:
-                due = now + 0.005
+                due = now + TICK_S
                 self.tick(now)
 
     def tick(self, now: float) -> None:
@@ -308,13 +349,17 @@ class Crowd:
         for node in self.nodes.values():
             if now >= node.beat_at:
                 node.beat_at += HEARTBEAT_S
-                self.send(node, self.heartbeat(node))
+                self.say(node, self.heartbeat(node))
+            if now >= node.state_at:
+                self.say_state(node, node.state, node.reason)
+            if node.out:
+                self.flush(node)
 
     def receive(self, node: Node) -> None:
         data = node.sock.recv(1 << 20)
         if not data:
             raise SystemExit(f"the broker closed the session of {node.name}")
-        acknowledged = b""
+        acknowledged = bytearray()
         for first, body in node.splitter.feed(data):
             if first & 0xF0 == PUBLISH:
                 topic, payload, _, number = published(first, body)
@@ -323,9 +368,10 @@ class Crowd:
                 if topic.endswith("/command"):
                     self.obey(node, payload)
             elif first == SUBACK:  # Subscribed: now it may be spoken to.
-                self.send(node, self.hello(node), state="started")
-        if acknowledged:
-            node.sock.sendall(acknowledged)
+                self.say_state(node, NodeState.HEALTHY, "started")
+                self.say(node, self.hello(node))
+        node.out += acknowledged  # Behind what is more urgent.
+        self.flush(node)
 
     def order(self) -> bool:
         data = os.read(0, 65536)

@@ -24,6 +24,7 @@ import structlog
 from ftd.config.address import BrokerAddress
 from ftd.config.tls import explained, tls_context
 from ftd.errors import ConfigurationError, Unreachable
+from ftd.mqtt.readahead import ReadAhead
 
 _log = structlog.get_logger("ftd.mqtt")
 
@@ -187,10 +188,10 @@ class MqttSession:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
         if self._client is not None:
-            paho_socket = self._client._client.socket()
-            if isinstance(paho_socket, socket.socket):
+            ahead = self._client._client.socket()
+            if isinstance(ahead, ReadAhead) and isinstance(ahead.inner, socket.socket):
                 with contextlib.suppress(OSError):
-                    paho_socket.shutdown(socket.SHUT_RDWR)
+                    ahead.inner.shutdown(socket.SHUT_RDWR)
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
@@ -200,6 +201,7 @@ class MqttSession:
         up, self._held = False, []
         try:
             async with client:
+                _read_ahead(client)
                 guard = asyncio.create_task(_read_now_and_then(client))
                 if self._subscriptions:
                     await client.subscribe([(topic, 1) for topic in self._subscriptions])
@@ -336,3 +338,12 @@ async def _read_now_and_then(client: aiomqtt.Client) -> None:
     while True:
         await asyncio.sleep(READ_ANYWAY_S)
         client._client.loop_read()
+        while isinstance(ahead := client._client.socket(), ReadAhead) and ahead.pending():
+            client._client.loop_read()
+
+
+def _read_ahead(client: aiomqtt.Client) -> None:
+    """From here on it reads in large pieces, whose rest aiomqtt asks for as it does with TLS."""
+    sock = client._client.socket()
+    if sock is not None:
+        client._client._sock = ReadAhead(sock)

@@ -18,6 +18,7 @@ from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
 from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
+from ftd.mqtt.readahead import PIECE_BYTES, ReadAhead
 from ftd.mqtt.session import MqttSession, Will
 
 PATIENCE_S = 60.0
@@ -235,9 +236,71 @@ def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
         async with Listener(broker.address, "a") as a:
             assert a.session._client is not None
             connection: Any = a.session._client._client.socket()
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert connection.inner.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(scene())
+
+
+class Pieces:
+    """A socket that has these pieces, one for each time that it is read; then nothing yet."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = list(pieces)
+        self.reads = 0
+
+    def recv(self, buffer_size: int) -> bytes:
+        self.reads += 1
+        if not self.pieces:
+            raise BlockingIOError
+        piece, rest = self.pieces[0][:buffer_size], self.pieces[0][buffer_size:]
+        self.pieces[:1] = [rest] if rest else []
+        return piece
+
+    def send(self, buffer: bytes | bytearray) -> int:
+        return len(buffer)
+
+    def close(self) -> None: ...
+
+    def fileno(self) -> int:
+        return 7
+
+    def setblocking(self, flag: bool) -> None: ...
+
+
+def test_small_reads_come_from_one_large_one() -> None:
+    sock = Pieces(b"abcdef", b"ghijkl", b"x" * 3 * PIECE_BYTES)
+    ahead = ReadAhead(sock)
+    assert (ahead.recv(1), ahead.pending(), sock.reads) == (b"a", 5, 1)
+    assert (ahead.recv(2), ahead.recv(9), sock.reads) == (b"bc", b"def", 1)
+    # The end of a packet that is here in part; what comes behind it has to wait for its turn.
+    assert (ahead.recv(2), ahead.recv(1), ahead.pending(), sock.reads) == (b"gh", b"i", 0, 3)
+    assert (ahead.recv(1), ahead.pending(), ahead.recv(9), ahead.pending()) == (b"j", 2, b"kl", 0)
+    assert (ahead.recv(1), ahead.pending()) == (b"x", PIECE_BYTES - 1)
+    # A large one is not copied twice.
+    assert len(ahead.recv(5 * PIECE_BYTES)) == PIECE_BYTES - 1
+    assert len(ahead.recv(5 * PIECE_BYTES)) == 2 * PIECE_BYTES
+    sock.pieces = [b"y"]
+    assert (ahead.recv(1), ahead.pending()) == (b"y", 0)
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            ahead.recv(1)
+        assert ahead.pending() == 0
+    sock.pieces = [b"z"]
+    assert ahead.recv(1) == b"z"
+    assert (ahead.fileno(), ahead.send(b"ab")) == (7, 2)
+
+
+def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBroker) -> None:
+    """Small and large messages in one go; nothing waits for the next packet to come."""
+
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
+            payloads = [b"%d " % index * (1 if index % 7 else 9000) for index in range(60)]
+            for payload in payloads:
+                b.session.publish("t/x", payload)
+            assert [(await a.next())[1] for _ in payloads] == payloads
+
+    uvloop.run(scene())
 
 
 def test_nobody_there_is_a_clear_error() -> None:
