@@ -262,7 +262,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             generation=past.generation,
             mode=past.mode,
             began_at=at,
-            expected=past.expected,
+            expected=dict.fromkeys(past.expected),
             members=set(past.members),
             kept=frozenset(past.kept),
             kept_for=past.kept_for,

@@ -9,6 +9,9 @@ commit. A failure at any moment starts it again with the next generation. Which 
 * RECOVERING after the Resume, and RUNNING: any planned node.
 """
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from planner.values import Device, Situation, StatePart
 from statemachine.buddies import able, buddies_of
 from statemachine.effects import ComputePlan
@@ -38,6 +41,8 @@ from statemachine.state import (
     Recovery,
 )
 from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
+
+T = TypeVar("T")
 
 
 def next_generation(c: Cluster) -> int:
@@ -82,7 +87,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
         generation=c.generation,
         mode=mode,
         began_at=c.at,
-        expected=tuple(node.name for node in members),
+        expected=dict.fromkeys(node.name for node in members),
     )
     interrupt(c, why)
     for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
@@ -107,7 +112,7 @@ def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
         return
     match c.phase:
         case ClusterPhase.QUIESCING:
-            needed = attempt.expects(node.name)
+            needed = node.name in attempt.expected
             if needed and not node.alive and attempt.mode == "abort":
                 do_without(c, attempt, node)
                 return
@@ -127,7 +132,7 @@ def do_without(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
 
     So that a hundred nodes that are lost at once are one generation. What it may have reported goes with it.
     """
-    attempt.expected = tuple(name for name in attempt.expected if name != node.name)
+    attempt.expected.pop(node.name, None)
     attempt.reports.pop(node.name, None)
     if not attempt.expected:
         c.cancel_timer(QUIESCE)
@@ -140,8 +145,8 @@ def do_with(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
     """A node that was lost is back with its state before anything was decided: its report counts, too."""
     if c.phase is not ClusterPhase.QUIESCING or attempt.mode != "abort":
         reconfigure(c, f"{node.name} is back before anything was decided", "abort")
-    elif node.ready and not attempt.expects(node.name):
-        attempt.expected = (*attempt.expected, node.name)  # Its Hello is answered with the Quiesce.
+    elif node.ready:
+        attempt.expected[node.name] = None  # Its Hello is answered with the Quiesce.
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
         attempt is None
         or c.phase is not ClusterPhase.QUIESCING
         or signal.generation != attempt.generation
-        or not attempt.expects(node.name)
+        or node.name not in attempt.expected
     ):
         c.ignore("reports that nobody waits for", node.name)
         return
@@ -229,10 +234,11 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
     assert decision is not None, "a plan is asked for after a decision"
     draining = frozenset(name for name in attempt.members if c.nodes[name].draining is not None)
     attempt.kept = draining if with_draining else frozenset()
-    usable = tuple(name for name in sorted(attempt.members) if with_draining or name not in draining)
+    left_out = frozenset() if with_draining else draining
+    usable = tuple(name for name in sorted(attempt.members) if name not in left_out)
     attempt.situation = Situation(
         nodes=usable,
-        holdings={device: layers for device, layers in decision.holdings.items() if device.node in usable},
+        holdings=of_nodes(decision.holdings, usable),
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
         horizon_s=horizon_s(c, len(usable)),
@@ -257,7 +263,13 @@ def parts_of(
     """Under ZeRO-1, what parts of layers the devices of these nodes have."""
     if c.job is None or not c.job.policy.zero1:
         return None
-    return {device: parts for device, parts in decision.parts.items() if device.node in usable}
+    return of_nodes(decision.parts, usable)
+
+
+def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
+    """What the devices of these nodes hold."""
+    among = frozenset(names)
+    return {device: what for device, what in held.items() if device.node in among}
 
 
 def no_plan(c: Cluster, attempt: Attempt, event: PlanImpossible) -> str | None:

@@ -23,8 +23,9 @@ What makes it safe when generations follow each other closely, each maybe half d
   trusted at all: it may have committed a step that R redid (``trusted``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from planner.values import Device, Plan, StatePart
@@ -114,7 +115,8 @@ def decide(
     vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
     if known is not None and known.step >= target:
         target, vote = known.step, known.vote
-    owned = owned_layers(resumption.plan) if resumption is not None else {}
+    # Of a thousand nodes' plan only where somebody's gradients count.
+    owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
     holdings: dict[Device, frozenset[int]] = {
         Device(node=node, index=report.device): frozenset() for node, report in everybody
     }
@@ -156,13 +158,13 @@ def _by_gradients(
     report: DeviceReport,
     target: int,
     resumption: Resumption | None,
-    owned: dict[Device, frozenset[int]],
+    owned: Callable[[], dict[Device, frozenset[int]]],
 ) -> frozenset[int]:
     """Layers that ``device`` holds at ``target`` once it applies the gradients it reports."""
     if resumption is None:
         return frozenset()
     if target > resumption.step:
-        return owned.get(device, frozenset()) & frozenset(report.held)
+        return owned().get(device, frozenset()) & frozenset(report.held)
     if target == resumption.step:
         return resumption.ready.get(device, frozenset()) & frozenset(report.held)
     return frozenset()

@@ -10,7 +10,7 @@ and a registry maps it to the class. A Resume's body is packed (``plans``). Noth
 payload can only become these values.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import msgspec
@@ -191,19 +191,29 @@ def _check_node(claimed: str, topic: str | None) -> None:
         raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
-def _check_numbers(message: Any) -> None:
-    """What types cannot say: no counter of ours is negative, or too large for some reader."""
-    numbers = (
+_COUNTS = frozenset(
+    {
         "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
         "size_bytes", "pinned",
-    )  # fmt: skip
-    for name in numbers:
-        value = getattr(message, name, 0)
-        if not 0 <= value <= MOST_NUMBER:
+    }
+)  # fmt: skip
+_DURATIONS = frozenset({"rendezvous_s", "state_s", "step_s", "copy_s", "stall_s", "took_s"})
+_LIMITED: dict[type, tuple[tuple[str, float], ...]] = {
+    kind: tuple(
+        (field.name, MOST_NUMBER if field.name in _COUNTS else MOST_S)
+        for field in fields(kind)
+        if field.name in _COUNTS | _DURATIONS
+    )
+    for kind in (*get_args(Signal), *get_args(Command))
+}
+"""Which of its numbers have a limit, and which one."""
+
+
+def _check_numbers(message: Any) -> None:
+    """What types cannot say: no counter of ours is negative, or too large for some reader."""
+    for name, most in _LIMITED[type(message)]:
+        if not 0 <= (value := getattr(message, name)) <= most:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
-    for name in ("rendezvous_s", "state_s", "step_s", "copy_s", "stall_s", "took_s"):
-        if not 0 <= (took_s := getattr(message, name, 0.0)) <= MOST_S:
-            raise WireError(f"malformed {type(message).__name__}: {name} is {took_s}")
     committed = getattr(message, "committed", None)
     for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
         if not 0 <= told.step <= MOST_NUMBER:
