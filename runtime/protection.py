@@ -140,8 +140,10 @@ class Protection:
         if self.active:
             kept = list({(one.key, one.address, one.layout.rank, one.copy): one for one in kept}.values())
         found, refused = restorable(kept, ranks.count)
-        for (_, step), why in refused:
-            log.warning("%s: the snapshot of step %d cannot be restored: %s", self.job, step, why)
+        for key, why in refused:
+            # Older ones are let go by one rank after the other: what is left of them is no loss.
+            if not found or key > found[0].key:
+                log.warning("%s: the snapshot of step %d cannot be restored: %s", self.job, key[1], why)
         return found
 
     def _arrange(self, rows: list[_Presence], ranks: Ranks) -> None:
