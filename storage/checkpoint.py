@@ -336,14 +336,6 @@ class Checkpoint:
         """
         return read_layer_file(self.place, self.directory, self.manifest.layers[layer], flow)
 
-    def check_model(self, fingerprint: str) -> None:
-        """:raises ForeignError: it holds another model. :param fingerprint: of the model to be filled."""
-        if fingerprint != self.manifest.fingerprint:
-            raise ForeignError(
-                f"{self.place.url}/{self.directory} holds another model: its {len(self.manifest.layers)} "
-                "layers have other parameters, shapes or types"
-            )
-
     def verify(self, flow: Flow | None = None) -> tuple[str, ...]:
         """Read everything; what is not as it was written, in words. Needs the memory of one piece.
 

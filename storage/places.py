@@ -136,7 +136,11 @@ class LocalPlace:
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
-            (self.root / draft).rename(target)
+            try:
+                (self.root / draft).rename(target)
+            except OSError:
+                self._settle(old)
+                raise
             _sync_directory(self.root)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -157,7 +161,8 @@ class LocalPlace:
         if name.endswith(".replaced"):
             final = self.root / name.removeprefix(".").removesuffix(".replaced")
             if not final.exists():
-                path.rename(final)
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(final)
             else:
                 shutil.rmtree(path, ignore_errors=True)
         elif name.startswith(".step-") and name.endswith(".removed"):

@@ -58,7 +58,7 @@ def test_a_new_trainer_goes_on_from_the_disk_to_the_last_bit(tmp_path: Path, dty
     checkpoint = save(old, tmp_path, 3).open()
     packed = [new.states.pack(layer) for layer in new.layers]
     headers = [decode_header(h, k, p.numel()) for k, (h, p) in enumerate(packed)]
-    checkpoint.check_model(fingerprint_of(headers))
+    assert checkpoint.manifest.fingerprint == fingerprint_of(headers)
     new.model.drop(new.layers)
     for layer in (2, 0, 3, 1):
         header, _, payload = checkpoint.read_layer(layer)

@@ -27,6 +27,7 @@ from storage.errors import (
     PlaceFullError,
 )
 from storage.flow import Flow
+from storage.layerstate import fingerprint_of
 from storage.manifest import encode_record
 from tests.storage.kept import LAYERS, about, holds, in_chunks, layer_state, write
 
@@ -299,12 +300,26 @@ def test_another_jobs_checkpoints_are_passed_over_and_not_overwritten_or_removed
     assert CheckpointStore.at(url, job="bert").steps() == (7,)
 
 
-def test_another_model_is_refused(store: CheckpointStore) -> None:
+def test_one_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
+    write(store, 7)
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(PlaceError, match="Input/output error"):
+        write(store, 7, attempt="2")
+    assert store.steps() == (7,) and holds(store, 7)
+
+
+def test_a_fingerprint_is_of_the_model_and_not_of_the_step(store: CheckpointStore) -> None:
     fingerprint = write(store, 7).fingerprint
-    store.open(7).check_model(fingerprint)
-    other = write(store, 8, numel=2000).fingerprint
-    with pytest.raises(ForeignError, match="another model"):
-        store.open(7).check_model(other)
+    assert write(store, 8).fingerprint == fingerprint == fingerprint_of(store.open(7).headers())
+    assert write(store, 9, numel=2000).fingerprint != fingerprint
 
 
 def test_a_step_that_is_not_there(url: str) -> None:
