@@ -19,11 +19,6 @@ class TensorShape:
     """Without dim 0, the rows."""
     dtype: torch.dtype
 
-    @property
-    def differentiable(self) -> bool:
-        """Gradients flow back for it, as zeros where the layer made no use of it."""
-        return self.dtype.is_floating_point
-
     def size_bytes(self, rows: int) -> int:
         size = rows * self.dtype.itemsize
         for length in self.row_shape:

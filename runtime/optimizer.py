@@ -139,11 +139,6 @@ class Optimization:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), schedule["scheduler"]))
 
-    def learning_rates(self) -> list[float]:
-        """Of each group, now."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return [float(group["lr"]) for group in groups if "lr" in group]
-
     def _refresh(self) -> None:
         """Put the model's present parameter objects where the optimizer has dropped or older ones."""
         assert self._optimizer is not None

@@ -32,7 +32,6 @@ _FRESH_S = 0.5
 """So long a document is given again: many pages that come back at once cost one."""
 _HEADER_BYTES = 8192
 _FORM_BYTES = 2048
-_PACK_FROM_BYTES = 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -16,7 +16,6 @@ from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent, SendCommand
 from statemachine.messages import KeepSnapshot, Quiesce, Resume
-from statemachine.rules import owned_layers
 from statemachine.values import Checkpoint, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 
@@ -391,8 +390,3 @@ class Invariants:
     def gathered(self, trainer: SimTrainer, group: Group) -> None:
         if set(trainer.layers) != set(group.owned[trainer.rank]):
             self.broken(f"rank {trainer.rank} committed without all of its layers")
-
-    def every_layer_is_owned(self, plan: Plan) -> None:
-        owned = frozenset().union(*owned_layers(plan).values())
-        if len(owned) != self.layers:
-            self.broken(f"only layers {sorted(owned)} are owned")

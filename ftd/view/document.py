@@ -7,7 +7,7 @@ clock.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -196,11 +196,6 @@ class Report:
     final: Final
     snapshots: Kept = Kept()
     checkpoints: Kept = Kept()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
-        return plain
 
     def to_bytes(self) -> bytes:
         """An indented JSON document, newline at its end."""

@@ -14,7 +14,6 @@ from ftd.wire.public import TraceData
 
 WAITS = ("bubble", "sync", "vote")
 COPIES = ("copy", "help")
-COMPUTING = ("forward", "backward", "apply")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,6 @@ def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> N
     document = json.loads(report.to_bytes())
     assert document["schema"] == SCHEMA_VERSION
     assert Report.from_json(document) == report
-    assert report.to_json() == document
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> N
     ],
 )
 def test_a_wrong_document_is_refused_by_name(run_events: list[Json], change: Json, complaint: str) -> None:
-    document = built(run_events).to_json() | change
+    document = json.loads(built(run_events).to_bytes()) | change
     with pytest.raises(ReportError, match=complaint):
         Report.from_json(document)
 
