@@ -35,11 +35,12 @@ from benchmarks.packets import (
     published,
     subscribe_packet,
 )
-from ftd.wire.codec import decode_to_node
+from ftd.wire.codec import decode_to_node, decode_to_nodes
 from ftd.wire.public import NodeStateMessage, encode_json, timestamp
 from ftd.wire.topics import Topics
 from planner.values import Device
 from statemachine import messages as m
+from statemachine.envelopes import ToNodes
 from statemachine.rules import owned_layers
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
@@ -122,6 +123,7 @@ class Crowd:
         self.commands: dict[str, int] = {}
         self.command_bytes = 0
         self.read: tuple[bytes, m.Command] | None = None
+        self.heard: tuple[bytes, ToNodes] | None = None
         self.bodies: dict[m.Signal, bytes] = {}
         self.resumed_at: dict[int, float] = {}
         self.lines = b""
@@ -144,7 +146,9 @@ class Crowd:
             connect_packet(
                 f"{name}-{incarnation}", keep_alive_s=KEEP_ALIVE_S, will=(self.topics.node_state(name), will)
             )
-            + subscribe_packet(1, [self.topics.node_command(name), self.topics.node_state(name)])
+            + subscribe_packet(
+                1, [self.topics.node_command(name), self.topics.command, self.topics.node_state(name)]
+            )
         )
 
     def kill(self, names: list[str]) -> dict[str, float]:
@@ -221,14 +225,21 @@ class Crowd:
             microbatch_ms=(12.345,) if node.held else None,
         )  # fmt: skip
 
-    def obey(self, node: Node, payload: bytes) -> None:
-        message = msgspec.msgpack.decode(payload, type=Envelope)
-        command = self.command_of(bytes(message.body), payload)
-        kind = type(command).__name__
-        self.commands[kind] = self.commands.get(kind, 0) + 1
+    def hear(self, node: Node, topic: str, payload: bytes) -> None:
+        if topic == self.topics.command:
+            to_all = self.broadcast_of(payload)
+            command, meant = to_all.command, to_all.receivers.get(node.name) == node.incarnation
+        else:
+            to_one = msgspec.msgpack.decode(payload, type=Envelope)
+            command = self.command_of(bytes(to_one.body), payload)
+            meant = to_one.incarnation == node.incarnation
         self.command_bytes += len(payload)
-        if message.incarnation != node.incarnation:
-            return
+        if meant:
+            kind = type(command).__name__
+            self.commands[kind] = self.commands.get(kind, 0) + 1
+            self.obey(node, command)
+
+    def obey(self, node: Node, command: m.Command) -> None:
         match command:
             case m.Inquiry():
                 self.say(node, self.hello(node))
@@ -258,6 +269,11 @@ class Crowd:
         if self.read is None or self.read[0] != body:
             self.read = body, decode_to_node(payload).command
         return self.read[1]
+
+    def broadcast_of(self, payload: bytes) -> ToNodes:
+        if self.heard is None or self.heard[0] != payload:
+            self.heard = payload, decode_to_nodes(payload)
+        return self.heard[1]
 
     def quiesce(self, node: Node, command: m.Quiesce) -> None:
         if command.generation < node.generation:
@@ -366,7 +382,7 @@ class Crowd:
                 if number:
                     acknowledged += puback_packet(number)
                 if topic.endswith("/command"):
-                    self.obey(node, payload)
+                    self.hear(node, topic, payload)
             elif first == SUBACK:  # Subscribed: now it may be spoken to.
                 self.say_state(node, NodeState.HEALTHY, "started")
                 self.say(node, self.hello(node))

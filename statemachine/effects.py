@@ -1,13 +1,15 @@
 """Effects: imperatives that come out of a machine's ``step``, to be carried out in order.
 
 A driver interprets them: asyncio in production (``ftd``), the virtual world in the simulator. The order
-is part of the protocol: a ``PersistState`` that precedes a ``SendCommand`` must be durable before it.
+is part of the protocol: a ``PersistState`` that precedes a command must be durable before it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from planner.values import Situation
+from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Command, Persist, Resume, Signal
 from statemachine.values import (
     Buddy,
@@ -65,6 +67,26 @@ class SendCommand(Effect):
     node: str
     incarnation: int
     command: Command
+
+    @property
+    def message(self) -> ToNode:
+        return ToNode(node=self.node, incarnation=self.incarnation, command=self.command, cause=self.cause)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastCommand(Effect):
+    """The same command to several nodes, as one message: all of them are sent it, or none is.
+
+    Between it and what ``SendCommand`` says to one of them there is no order on the way.
+    """
+
+    receivers: Mapping[str, int]
+    """Name → incarnation."""
+    command: Command
+
+    @property
+    def message(self) -> ToNodes:
+        return ToNodes(receivers=self.receivers, command=self.command, cause=self.cause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

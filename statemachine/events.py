@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.values import ModelProfile, Plan
-from statemachine.messages import FromNode, ToNode
+from statemachine.envelopes import FromNode, ToNode
 from statemachine.values import (
     Checkpoint,
     DeviceReport,

@@ -1,7 +1,6 @@
-"""Messages between the coordinator and the nodes (nouns). The codec and the topics are in ``ftd.wire``.
+"""Messages between the coordinator and the nodes (nouns): signals one way, commands the other.
 
-Every envelope carries the node's name and incarnation: from a node its own, to a node the one that the
-coordinator means. Who gets one of another incarnation ignores, counts and logs it.
+What they travel in is in ``envelopes``; the codec and the topics are in ``ftd.wire``.
 """
 
 from dataclasses import dataclass, field
@@ -381,19 +380,3 @@ Command = (
     | Persist
     | CancelPersist
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromNode:
-    node: str
-    incarnation: int
-    signal: Signal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToNode:
-    node: str
-    incarnation: int
-    command: Command
-    cause: str
-    """Cause id of the event that made the coordinator say this (``ftd story``)."""

@@ -5,11 +5,13 @@
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from planner.values import Device, Plan, Situation
 from statemachine.effects import (
+    BroadcastCommand,
     CancelTimer,
     Effect,
     EmitEvent,
@@ -307,12 +309,19 @@ class Cluster:
         self.dirty = True
 
     def send(self, node: NodeMachine, command: Command) -> None:
-        self.out.append(
-            SendCommand(cause=self.cause, node=node.name, incarnation=node.incarnation, command=command)
-        )
+        self.send_to(node.name, node.incarnation, command)
 
     def send_to(self, name: str, incarnation: int, command: Command) -> None:
         self.out.append(SendCommand(cause=self.cause, node=name, incarnation=incarnation, command=command))
+
+    def send_all(self, nodes: Iterable[NodeMachine], command: Command) -> None:
+        """One message, however many they are."""
+        receivers = {node.name: node.incarnation for node in nodes}
+        if len(receivers) > 1:
+            self.out.append(BroadcastCommand(cause=self.cause, receivers=receivers, command=command))
+        else:
+            for name, incarnation in receivers.items():
+                self.send_to(name, incarnation, command)
 
     def emit(
         self,

@@ -68,7 +68,7 @@ def test_every_topic_is_documented() -> None:
     from ftd.wire.topics import Topics
 
     topics = Topics(cluster="c")
-    names = [topics.cluster_state, topics.events, topics.request]
+    names = [topics.cluster_state, topics.events, topics.request, topics.command]
     of_a_node = (topics.node_state, topics.node_signal, topics.node_command, topics.node_echo, topics.chaos)
     names += [topic("<node>") for topic in of_a_node]
     names.append(topics.trace("<node>"))

@@ -18,6 +18,7 @@ import structlog
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.coordinator.checkpoints import Checkpoints
+from ftd.coordinator.commands import Commands
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
@@ -34,7 +35,7 @@ from ftd.errors import WireError
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
 from ftd.wire.checking import encode_state
-from ftd.wire.codec import decode_from_node, encode_to_node
+from ftd.wire.codec import decode_from_node
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
@@ -42,6 +43,7 @@ from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
+    BroadcastCommand,
     BuildTemplates,
     CancelTemplates,
     CheckRestore,
@@ -57,7 +59,6 @@ from statemachine.effects import (
 )
 from statemachine.events import BrokerConnected, BrokerLost, Event, NodeVanished, SignalArrived
 from statemachine.leadership import Leader, Peer
-from statemachine.messages import ToNode
 from statemachine.values import ClusterPhase, NodeState
 
 _log = structlog.get_logger("ftd.coordinator")
@@ -67,8 +68,9 @@ STATE_SHARE = 0.05
 """Of the time, at most, goes into the public state: one of a thousand nodes takes milliseconds."""
 GOODBYE_S = 1.0
 ClusterEffect = (
-    EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates | CancelTemplates | ComputePlan
-    | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint | FindCheckpoint | AnswerRequest
+    EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
+    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint
+    | FindCheckpoint | AnswerRequest
 )  # fmt: skip
 
 
@@ -124,6 +126,7 @@ class Coordinator:
             shown=self._dashboard.on_event,
         )
         self._session = self._new_seat(config)
+        self._commands = Commands(self._topics, self._session.publish)
         self._requests = Requests(
             topics=self._topics,
             session=self._session,
@@ -193,6 +196,7 @@ class Coordinator:
                 topics.request,
                 topics.events,
                 topics.cluster_state,
+                topics.command,
             ),
             throne=Throne(
                 begin=self._begin,
@@ -278,6 +282,8 @@ class Coordinator:
             self._events.heard(payload)
         elif topic == self._topics.cluster_state:
             self._on_cluster_state(payload)
+        elif topic == self._topics.command:
+            self._commands.overhear(payload, retained)
         elif (node := self._topics.node_of(topic)) is not None and topic.endswith("/signal"):
             message = decode_from_node(payload, node)
             self._driver.feed(SignalArrived(**self._stamp(), message=message))
@@ -319,14 +325,8 @@ class Coordinator:
         match effect:
             case EmitEvent():
                 self._emit(effect)
-            case SendCommand():
-                message = ToNode(
-                    node=effect.node,
-                    incarnation=effect.incarnation,
-                    command=effect.command,
-                    cause=effect.cause,
-                )
-                self._session.publish(self._topics.node_command(effect.node), encode_to_node(message))
+            case SendCommand() | BroadcastCommand():
+                self._commands.send(effect)
             case PersistState():
                 self._persist()
             case PublishCluster():

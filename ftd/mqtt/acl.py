@@ -59,7 +59,7 @@ def acl_text(cluster: str, users: Users) -> str:
 
 def _coordinator(topics: Topics) -> list[str]:
     reads = (topics.node_signal(), topics.node_state(), topics.request)
-    both = (topics.events, topics.cluster_state)
+    both = (topics.events, topics.cluster_state, topics.command)
     among = (topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer())
     writes = (topics.node_command("+"), topics.reply("+"))
     return [
@@ -70,7 +70,7 @@ def _coordinator(topics: Topics) -> list[str]:
 
 
 def _node(topics: Topics, name: str) -> list[str]:
-    reads = (topics.node_command(name), topics.chaos(name), topics.trace(name))
+    reads = (topics.node_command(name), topics.command, topics.chaos(name), topics.trace(name))
     writes = (topics.node_signal(name), topics.events, topics.reply("+"))
     return [
         *(f"read {topic}" for topic in reads),

@@ -17,10 +17,11 @@ import structlog
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
-from ftd.errors import ConfigurationError, WireError
+from ftd.errors import ConfigurationError
 from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MetricsServer
 from ftd.node.chaos import Chaos
+from ftd.node.hearing import Hearing
 from ftd.node.processes import adopt_orphans, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots import Snapshots
@@ -28,14 +29,14 @@ from ftd.node.supervisor import Supervisor
 from ftd.node.traces import Traces
 from ftd.node.translation import prepare_frame, resume_frame
 from ftd.node.voice import Voice
-from ftd.wire.codec import decode_to_node
-from ftd.wire.public import Answer, NodeStateMessage, decode_json
+from ftd.wire.public import Answer, NodeStateMessage
 from ftd.wire.topics import Topics
 from planner.values import Device
 from runtime import protocol
 from runtime.store_protocol import mark_of
-from statemachine import effects, messages
+from statemachine import effects
 from statemachine.agent import AgentMachine
+from statemachine.envelopes import ToNode
 from statemachine.events import (
     AgentStarted,
     BrokerConnected,
@@ -106,6 +107,7 @@ class NodeDaemon:
             node=config.node, devices=config.devices, allowed=config.chaos, hands=self, memory=self._snapshots
         )
         self._traces = Traces(node=config.node, devices=config.devices, send=self.send, answer=self.answer)
+        self._hearing = Hearing(self._topics, self._node, self)
         self._voice: Voice | None = None
         self._signals = 0
 
@@ -223,7 +225,7 @@ class NodeDaemon:
             self._incarnation,
             disturbance=self._chaos.disturbance,
             clock=self._driver.now,
-            on_message=self._on_message,
+            on_message=self._hearing.on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
             on_lost=lambda: self._driver.feed(BrokerLost(**self._stamp())),
             on_acknowledged=self._metrics.own.broker_round_trip.observe,
@@ -241,32 +243,6 @@ class NodeDaemon:
         if self._signals > 2 and not self._exit.done():
             self._exit.set_result(128 + number)
         self.leave(signal.Signals(number).name)
-
-    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        try:
-            self._route(topic, payload, retained)
-        except WireError as error:
-            self.announce("MessageRefused", f"{topic}: {error}", {"topic": topic, "why": str(error)})
-
-    def _route(self, topic: str, payload: bytes, retained: bool) -> None:
-        """:raises WireError: the payload is no message for this topic."""
-        if topic == self._topics.node_command(self._node):
-            if retained:
-                raise WireError("a retained command; commands are never retained")
-            self._on_command(decode_to_node(payload, self._node))
-        elif topic == self._topics.chaos(self._node):
-            if not retained:  # A fault that somebody left retained must not strike at every start.
-                self._chaos.on_request(payload)
-        elif topic == self._topics.trace(self._node):
-            if not retained:
-                self._traces.on_request(payload)
-        elif topic == self._topics.node_state(self._node) and payload and self._voice is not None:
-            self._voice.note_state(decode_json(payload, NodeStateMessage))
-
-    def _on_command(self, message: messages.ToNode) -> None:
-        if self._voice is not None and message.incarnation == self._incarnation:
-            self._voice.note_command(message.command)
-        self._driver.feed(CommandArrived(at=self._driver.now(), cause=message.cause, message=message))
 
     def _on_trainer(self, event: Event) -> None:
         if isinstance(event, TrainerUp):
@@ -363,6 +339,26 @@ class NodeDaemon:
         else:
             send("")  # Of another lineage than the plan's, so it drops what it holds.
 
+    # --- what is heard -------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
+    def on_command(self, message: ToNode) -> None:
+        if self._voice is not None and message.incarnation == self._incarnation:
+            self._voice.note_command(message.command)
+        self._driver.feed(CommandArrived(at=self._driver.now(), cause=message.cause, message=message))
+
+    def on_chaos(self, payload: bytes) -> None:
+        self._chaos.on_request(payload)
+
+    def on_trace(self, payload: bytes) -> None:
+        self._traces.on_request(payload)
+
+    def on_state(self, seen: NodeStateMessage) -> None:
+        self._speaking().note_state(seen)
+
     # --- chaos' hands ----------------------------------------------------------------------------------
 
     def trainer_pids(self, device: int | None) -> list[int]:
@@ -377,13 +373,12 @@ class NodeDaemon:
     def disconnect(self, for_s: float) -> None:
         self._speaking().interrupt(for_s)
 
-    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+    def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None:
         """Say something on this node's own account, not the machine's."""
-        self._speaking().event(
-            effects.EmitEvent(
-                cause=self._driver.cause(), name=event, reason=reason, node=self._node, details=details
-            )
+        effect = effects.EmitEvent(
+            cause=self._driver.cause(), name=event, reason=reason, node=self._node, details=details
         )
+        self._speaking().event(effect, aloud=aloud)
 
     def send(self, device: int, frame: protocol.Instruction) -> bool:
         return self._supervisor.send(device, frame)

@@ -16,6 +16,7 @@ from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message
 from ftd.wire.topics import Topics
 from statemachine import messages
 from statemachine.effects import EmitEvent, PublishNode
+from statemachine.envelopes import FromNode
 from statemachine.values import NodeState
 
 log = structlog.get_logger("ftd.node")
@@ -48,6 +49,7 @@ class Voice:
         self._config = config
         self._node = config.node
         self._topics = Topics(cluster=config.cluster)
+        self._commands = (self._topics.node_command(self._node), self._topics.command)
         self._clock = clock
         self._disturbance = disturbance
         self._on_message, self._on_connected = on_message, on_connected
@@ -64,7 +66,7 @@ class Voice:
             config.broker,
             client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
             subscriptions=(
-                self._topics.node_command(self._node),
+                *self._commands,
                 self._topics.chaos(self._node),
                 self._topics.trace(self._node),
                 self._topic,
@@ -97,7 +99,7 @@ class Voice:
         self._session.interrupt(for_s)
 
     def signal(self, signal: messages.Signal) -> None:
-        message = messages.FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
+        message = FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
         topic, payload = self._topics.node_signal(self._node), encode_from_node(message)
         # The next heartbeat makes up for a lost one, and a thousand nodes' are not worth acknowledging.
         qos = 0 if isinstance(signal, messages.Heartbeat) else 1
@@ -108,7 +110,7 @@ class Voice:
         self._on_connected()
 
     def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
-        if topic == self._topics.node_command(self._node):
+        if topic in self._commands:
             self._disturbance.incoming.carry(lambda: self._on_message(topic, payload, retained))
         else:
             self._on_message(topic, payload, retained)
@@ -118,8 +120,9 @@ class Voice:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def event(self, effect: EmitEvent) -> None:
-        """Publish an event; an outage of the broker delays it, a flood of its kind thins it out."""
+    def event(self, effect: EmitEvent, *, aloud: bool = True) -> None:
+        """Publish an event; an outage of the broker delays it, a flood of its kind thins it out. Not
+        ``aloud``: it is counted and logged, and that is all."""
         self._watch(effect)
         now = self._clock()
         held_back = self._gate.admit(effect, now)
@@ -133,6 +136,8 @@ class Voice:
             cause=effect.cause,
             **({"details": effect.details} if effect.details else {}),
         )
+        if not aloud:
+            return
         message = event_message(effect, monotonic=now, held_back=held_back, source=f"node/{self._node}")
         self._session.publish(self._topics.events, encode_event(message), keep=True)
 

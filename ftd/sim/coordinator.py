@@ -19,6 +19,7 @@ from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
+    BroadcastCommand,
     BuildTemplates,
     CancelTemplates,
     CancelTimer,
@@ -34,6 +35,7 @@ from statemachine.effects import (
     SetTimer,
     WeighPlan,
 )
+from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
@@ -47,16 +49,15 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages import FromNode, ToNode
 from statemachine.values import Checkpoint, Job
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
 
 ClusterEffect = (
-    SetTimer | CancelTimer | EmitEvent | SendCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint
-    | FindCheckpoint | AnswerRequest
+    SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
+    | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest
 )  # fmt: skip
 
 
@@ -303,14 +304,8 @@ class SimCoordinator(CheckpointWork):
     def _perform(self, effect: ClusterEffect) -> None:
         world = self.world
         match effect:
-            case SendCommand():
-                message = ToNode(
-                    node=effect.node,
-                    incarnation=effect.incarnation,
-                    command=effect.command,
-                    cause=effect.cause,
-                )
-                self.network.from_seat(self.seat, self._command, effect, message)
+            case SendCommand() | BroadcastCommand():
+                self.network.from_seat(self.seat, self._command, effect.message)
             case PersistState():
                 self.replicate()
             case EmitEvent():
@@ -340,10 +335,14 @@ class SimCoordinator(CheckpointWork):
             case _:
                 assert_never(effect)
 
-    def _command(self, effect: SendCommand, message: ToNode) -> None:
+    def _command(self, message: ToNode | ToNodes) -> None:
+        """At the broker, at once for all whom it is for."""
         copy = self.network.journal
-        self.invariants.commands(effect, copy.journal if copy is not None else None)
-        self.network.command(message)
+        self.invariants.commands(message.command, copy.journal if copy is not None else None)
+        if isinstance(message, ToNode):
+            self.network.command(message)
+        else:
+            self.network.broadcast(message)
 
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
         if life == self._life and self._timers.get(name) == token:

@@ -14,8 +14,9 @@ from planner.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import EmitEvent, SendCommand
-from statemachine.messages import KeepSnapshot, Quiesce, Resume
+from statemachine.effects import EmitEvent
+from statemachine.envelopes import ToNodes
+from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
 from statemachine.values import Checkpoint, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 
@@ -138,8 +139,7 @@ class Invariants:
         if self.told.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.broken(f"the snapshot of step {record.step} is of another step than was told")
 
-    def commands(self, effect: SendCommand, journal: dict[str, Any] | None) -> None:
-        command = effect.command
+    def commands(self, command: Command, journal: dict[str, Any] | None) -> None:
         if isinstance(command, KeepSnapshot):
             durable = (journal or {}).get("snapshot")
             if durable is None or durable["step"] != command.step:
@@ -250,6 +250,11 @@ class Invariants:
 
     def fenced(self, name: str, incarnation: int) -> None:
         self.out.setdefault(name, set()).add(incarnation)
+
+    def heard(self, name: str, incarnation: int, message: ToNodes, *, taken: bool) -> None:
+        """What is for several nodes is taken by those that are meant, as they are now."""
+        if taken != (message.receivers.get(name) == incarnation):
+            self.broken(f"{name} {'takes' if taken else 'misses'} a command: {message}")
 
     def signals(self, name: str, incarnation: int) -> None:
         if incarnation in self.out.get(name, ()):

@@ -1,7 +1,8 @@
 """The broker and the sessions on it.
 
 What MQTT with QoS 1 and clean sessions really does: messages of one sender to one receiver keep their
-order, different senders' do not; a message may come twice (at any later time, which is harsher than real);
+order, different senders' do not, nor do the coordinator's to one node and those to all; a message may come
+twice (at any later time, which is harsher than real);
 what is under way when a session breaks may be lost; an abnormal end publishes the last will; a restarted
 broker has forgotten everything and publishes no wills.
 """
@@ -11,14 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.sim.world import World
+from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, Peer, PeerSeen, PeerVanished
-from statemachine.messages import FromNode, ToNode
 
 if TYPE_CHECKING:
     from ftd.sim.seat import SimSeat
 
 KEEP_ALIVE_S = 4.0
 """A session over a cut link breaks after this long; a shorter cut only delays its messages."""
+
+TO_ALL = "coordinator to all"
+"""The sender of broadcasts, for ``Network._last``: MQTT keeps the order of messages on one topic alone."""
 
 COORDINATOR = "coordinator"
 """The seat: the session of whichever coordinator leads."""
@@ -96,7 +100,8 @@ class Network:
         """Probability that a message takes long."""
         self.lines: dict[str, Line] = {}
         """Nodes whose line to the coordinator is bad."""
-        self.take_command: Callable[[ToNode], None] = lambda message: None
+        self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
+        """By the node of that name."""
         self._last: dict[tuple[str, str], float] = {}
 
     # --- messages ------------------------------------------------------------------------------
@@ -108,7 +113,13 @@ class Network:
         """At the broker, from the seat."""
         target = self.sessions.get(message.node)
         if target is not None and target.open:
-            self._pass(COORDINATOR, target, self.take_command, (message,))
+            self._pass(COORDINATOR, target, self.take_command, (message.node, message))
+
+    def broadcast(self, message: ToNodes) -> None:
+        """At the broker, from the seat: all nodes hear it, each at its own time."""
+        for name, target in sorted(self.sessions.items()):
+            if target.open and name != COORDINATOR and name not in self.watches:
+                self._pass(TO_ALL, target, self.take_command, (name, message))
 
     def _to_seat(self, what: str, *arguments: Any) -> None:
         seat = self.seat

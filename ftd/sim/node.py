@@ -35,6 +35,7 @@ from statemachine.effects import (
     TrainerResume,
     TrainerSnap,
 )
+from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.events import (
     AgentStarted,
     BrokerConnected,
@@ -49,7 +50,7 @@ from statemachine.events import (
     TrainerPrepared,
     TrainerUp,
 )
-from statemachine.messages import Fence, FromNode, ToNode
+from statemachine.messages import Fence
 from statemachine.rules import owned_layers
 from statemachine.values import FailureCause, NodeFacts, NodeState, Restore
 
@@ -199,8 +200,15 @@ class SimNode:
     def disconnected(self) -> None:
         self.feed(BrokerLost(at=self.world.now, cause="broker"))
 
-    def command(self, message: ToNode) -> None:
-        self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
+    def command(self, heard: ToNode | ToNodes) -> None:
+        message: ToNode | None
+        if isinstance(heard, ToNode):
+            message = heard
+        else:
+            message = heard.addressed(self.name, self.incarnation)
+            self.invariants.heard(self.name, self.incarnation, heard, taken=message is not None)
+        if message is not None:
+            self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
 
     # --- effects ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ftd.sim.plans import MOST_NODES
 from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
-from statemachine.messages import ToNode
+from statemachine.envelopes import ToNode, ToNodes
 from statemachine.values import CheckpointPolicy, Job, SnapshotPolicy
 
 CHAOS_S = 16.0
@@ -162,8 +162,8 @@ class Simulation:
         """The one that leads; or that did, as far as it knows."""
         return leader_of(self.network, self.coordinators)
 
-    def _command(self, message: ToNode) -> None:
-        self.nodes[message.node].command(message)
+    def _command(self, node: str, message: ToNode | ToNodes) -> None:
+        self.nodes[node].command(message)
 
     def log(self, what: str) -> None:
         self.faults.append(f"{self.world.now:7.3f} {what}")

@@ -28,7 +28,7 @@ from ftd.sim.trainers import Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishCluster, PublishNode
-from statemachine.messages import ToNode
+from statemachine.envelopes import ToNode, ToNodes
 from statemachine.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
@@ -142,8 +142,8 @@ class ScenarioWorld:
         made.told, made.on_event = self, self.on_event
         return made
 
-    def _command(self, message: ToNode) -> None:
-        self.nodes[message.node].command(message)
+    def _command(self, node: str, message: ToNode | ToNodes) -> None:
+        self.nodes[node].command(message)
 
     # --- what the world does -----------------------------------------------------------------------
 

@@ -1,9 +1,13 @@
-"""msgpack for what coordinator and nodes say to each other: ``FromNode`` and ``ToNode``.
+"""msgpack for what coordinator and nodes say to each other: ``FromNode``, ``ToNode`` and ``ToNodes``.
 
 On the wire::
 
     {"node": "node-3", "incarnation": 17…, "type": "Quiesced", "body": {…}}          from a node
     {… the same …, "cause": "c-00042-a1b2"}                                          to a node
+    {"folded": false, "content": {"receivers": {"node-3": 17…, …}, "type": …, …}}    to several
+
+What is for several nodes goes to all of them, with their names. For 1,000 these take 19 KiB, which the broker
+would send 1,000 times; so the whole is deflated, in 0.2 ms: 7 to 9 KiB, most of it digits of incarnations.
 
 The messages are plain dataclasses of the pure core, which knows no codec; so the tag is in the envelope
 and a registry maps it to the class. A Resume's body is packed (``plans``). Nothing is ever unpickled: a
@@ -17,17 +21,24 @@ import msgspec
 
 from ftd.config.reading import NAME
 from ftd.errors import WireError
+from ftd.wire.folding import fold, unfold
 from ftd.wire.plans import pack, unpack
 from ftd.wire.profiles import problem_of_profile
-from statemachine.messages import Command, FromNode, Hello, Prepared, Resume, Signal, ToNode
+from statemachine.envelopes import FromNode, ToNode, ToNodes
+from statemachine.messages import Command, Hello, Prepared, Resume, Signal
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
 
 MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
-"""Of what the coordinator says to a node. A Resume (``plans``) takes about 20 KiB for 1,000 devices; what its
+"""Of what the coordinator says to nodes. A Resume (``plans``) takes about 20 KiB for 1,000 devices; what its
 ``held_parts`` take under ZeRO-1 comes on top."""
 
+
+FOLD_FROM_BYTES = 1024
+"""A larger command to several nodes is deflated."""
+
+MOST_RECEIVERS = 65_536
 
 MOST_NUMBER = 2**53
 """Of any counter: what every reader of JSON, and the journal, can hold."""
@@ -53,6 +64,18 @@ class _ToNode(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
+class _ToNodes(msgspec.Struct, frozen=True, kw_only=True):
+    receivers: dict[str, int]
+    type: str
+    body: msgspec.Raw
+    cause: str
+
+
+class _Folded(msgspec.Struct, frozen=True, kw_only=True):
+    folded: bool
+    content: bytes
+
+
 class _SpokenFacts(msgspec.Struct, frozen=True):
     protocol: int = 0
 
@@ -67,6 +90,8 @@ _SPOKEN = msgspec.msgpack.Decoder(_Spoken)
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_NODE = msgspec.msgpack.Decoder(_FromNode)
 _TO_NODE = msgspec.msgpack.Decoder(_ToNode)
+_TO_NODES = msgspec.msgpack.Decoder(_ToNodes)
+_FOLDED = msgspec.msgpack.Decoder(_Folded)
 _SIGNALS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Signal)
 }
@@ -98,6 +123,21 @@ def encode_to_node(message: ToNode) -> bytes:
         ),
         MAX_COMMAND_BYTES,
     )
+
+
+def encode_to_nodes(message: ToNodes) -> bytes:
+    """:raises WireError: as ``encode_to_node``."""
+    content = _sized(
+        _ToNodes(
+            receivers=dict(message.receivers),
+            type=type(message.command).__name__,
+            body=_BODIES.body(message.command),
+            cause=message.cause,
+        ),
+        MAX_COMMAND_BYTES,
+    )
+    content, folded = fold(content, FOLD_FROM_BYTES)
+    return _sized(_Folded(folded=folded, content=content), MAX_COMMAND_BYTES)
 
 
 class _Bodies:
@@ -140,11 +180,42 @@ def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
     """
     envelope: _ToNode = _decoded(_TO_NODE, payload, "command", MAX_COMMAND_BYTES)
     _check_node(envelope.node, node)
-    command = _body(_COMMANDS, envelope.type, envelope.body)
-    if envelope.type == Resume.__name__:
+    command = _command(envelope.type, envelope.body)
+    return ToNode(node=envelope.node, incarnation=envelope.incarnation, command=command, cause=envelope.cause)
+
+
+def decode_to_nodes(payload: bytes) -> ToNodes:
+    """A command to several nodes.
+
+    :raises WireError: as ``decode_from_node``.
+    """
+    envelope: _Folded = _decoded(_FOLDED, payload, "command", MAX_COMMAND_BYTES)
+    content = (
+        unfold(envelope.content, MAX_COMMAND_BYTES, "a command") if envelope.folded else envelope.content
+    )
+    inner: _ToNodes = _decoded(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
+    if not 1 <= len(inner.receivers) <= MOST_RECEIVERS:
+        raise WireError(f"a command to {len(inner.receivers)} nodes; 1 to {MOST_RECEIVERS} are allowed")
+    for name, incarnation in inner.receivers.items():
+        if not NAME.fullmatch(name):
+            raise WireError(f"{name[:64]!r} is not the name of a node")
+        if not 0 <= incarnation <= MOST_NUMBER:
+            raise WireError(f"malformed command: the incarnation of {name!r} is {incarnation}")
+    return ToNodes(receivers=inner.receivers, command=_command(inner.type, inner.body), cause=inner.cause)
+
+
+def _command(name: str, body: msgspec.Raw) -> Any:
+    command = _body(_COMMANDS, name, body)
+    if name == Resume.__name__:
         command = _unpacked(command)
     _check_numbers(command)
-    return ToNode(node=envelope.node, incarnation=envelope.incarnation, command=command, cause=envelope.cause)
+    return command
+
+
+def check_not_retained(retained: bool) -> None:
+    """:raises WireError: a command that the broker kept is of another time."""
+    if retained:
+        raise WireError("a retained command; commands are never retained")
 
 
 def check_size(payload: bytes, most_bytes: int = MAX_PAYLOAD_BYTES) -> None:

@@ -3,12 +3,11 @@
 The journal's topic is our own, so it is msgpack; the others are JSON, for people who look.
 """
 
-import zlib
-
 import msgspec
 
 from ftd.errors import WireError
 from ftd.wire.codec import MAX_COMMAND_BYTES, check_size
+from ftd.wire.folding import fold, unfold
 from ftd.wire.public import SCHEMA, decode_json, encode_json
 from statemachine.leadership import Leader, Peer
 
@@ -64,14 +63,7 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
         """:raises WireError: it cannot be, or is too large."""
         if not self.packed:
             return self.state
-        unfolding = zlib.decompressobj()
-        try:
-            state = unfolding.decompress(self.state, MAX_COPY_BYTES)
-        except zlib.error as error:
-            raise WireError(f"the journal's copy cannot be unpacked: {error}") from None
-        if unfolding.unconsumed_tail or not unfolding.eof:
-            raise WireError(f"the journal's copy is larger than {MAX_COPY_BYTES} bytes, or cut off")
-        return state
+        return unfold(self.state, MAX_COPY_BYTES, "the journal's copy")
 
 
 def encode_leader(leader: Leader, version: str) -> bytes:
@@ -103,9 +95,8 @@ def encode_peer(peer: Peer, version: str, *, gone: bool = False) -> bytes:
 
 def encode_copy(copy: JournalCopy) -> bytes:
     """:raises WireError: it is too large to be kept at the broker."""
-    if len(copy.state) > PACK_FROM_BYTES:
-        copy = msgspec.structs.replace(copy, state=zlib.compress(copy.state, 1), packed=True)
-    payload = msgspec.msgpack.encode(copy)
+    state, packed = fold(copy.state, PACK_FROM_BYTES)
+    payload = msgspec.msgpack.encode(msgspec.structs.replace(copy, state=state, packed=packed))
     check_size(payload, MAX_COPY_BYTES)
     return payload
 

@@ -59,6 +59,11 @@ class Topics:
         """msgpack ToNode."""
         return f"{self.root}/node/{node}/command"
 
+    @property
+    def command(self) -> str:
+        """msgpack ToNodes: what the coordinator says to several nodes at once. All hear it."""
+        return f"{self.root}/command"
+
     def node_echo(self, node: str) -> str:
         """What ``ftd doctor`` says to itself on a node's host, to see whether it may."""
         return f"{self.root}/node/{node}/echo"

@@ -64,8 +64,14 @@ async def problem_of(address: BrokerAddress, *subscriptions: str) -> str:
 
 
 READS = {
-    USERS.coordinator: (T.node_signal(), T.node_state(), T.request, T.events, T.cluster_state),
-    "host-a": (T.node_command("host-a"), T.chaos("host-a"), T.trace("host-a"), T.node_state("host-a")),
+    USERS.coordinator: (T.node_signal(), T.node_state(), T.request, T.events, T.cluster_state, T.command),
+    "host-a": (
+        T.node_command("host-a"),
+        T.command,
+        T.chaos("host-a"),
+        T.trace("host-a"),
+        T.node_state("host-a"),
+    ),
     "grafana": (T.cluster_state, T.node_state(), T.events),
     "alice": (T.cluster_state, T.events, T.reply("me")),
 }
@@ -74,6 +80,7 @@ WRITES = [
     ("host-a", T.node_state("host-a"), "grafana"),
     ("host-a", T.events, "alice"),
     (USERS.coordinator, T.node_command("host-a"), "host-a"),
+    (USERS.coordinator, T.command, "host-a"),
     (USERS.coordinator, T.cluster_state, "grafana"),
     (USERS.coordinator, T.reply("me"), "alice"),
     ("alice", T.request, USERS.coordinator),
@@ -84,12 +91,16 @@ DENIED = [
     ("host-b", T.node_signal("host-a"), USERS.coordinator),
     ("host-b", T.node_state("host-a"), USERS.coordinator),
     ("host-b", T.node_command("host-a"), "host-a"),
+    ("host-a", T.command, "host-a"),
+    ("host-b", T.command, USERS.coordinator),
     ("host-b", T.request, USERS.coordinator),
     ("host-b", T.cluster_state, USERS.coordinator),
     ("grafana", T.request, USERS.coordinator),
     ("grafana", T.events, USERS.coordinator),
     ("alice", T.chaos("host-a"), "host-a"),
     ("alice", T.node_command("host-a"), "host-a"),
+    ("alice", T.command, "host-a"),
+    ("mallory", T.command, "host-a"),
     ("mallory", T.cluster_state, USERS.coordinator),
 ]
 

@@ -15,10 +15,13 @@ from ftd.errors import WireError
 from ftd.wire.codec import (
     MAX_COMMAND_BYTES,
     MAX_PAYLOAD_BYTES,
+    MOST_RECEIVERS,
     decode_from_node,
     decode_to_node,
+    decode_to_nodes,
     encode_from_node,
     encode_to_node,
+    encode_to_nodes,
 )
 from ftd.wire.public import (
     Answer,
@@ -49,17 +52,17 @@ from planner.values import (
     Transfer,
 )
 from statemachine.effects import EmitEvent
+from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.messages import (
     Command,
-    FromNode,
     Heartbeat,
     Hello,
     Prepare,
     Prepared,
+    Quiesce,
     Quiesced,
     Resume,
     Signal,
-    ToNode,
 )
 from statemachine.values import (
     Buddy,
@@ -281,6 +284,79 @@ def test_every_command_comes_back_as_it_was(kind: Any) -> None:
     check()
 
 
+RECEIVERS = st.dictionaries(names, numbers, min_size=1, max_size=80)
+COMMANDS = st.sampled_from(get_args(Command)).flatmap(strategy_of)
+
+
+@settings(max_examples=100, deadline=None)
+@given(message=st.builds(ToNodes, receivers=RECEIVERS, command=COMMANDS, cause=texts), stranger=names)
+def test_a_command_to_several_nodes_comes_back_as_it_was(message: ToNodes, stranger: str) -> None:
+    heard = decode_to_nodes(encode_to_nodes(message))
+    assert heard == message
+    for name, incarnation in message.receivers.items():
+        meant = heard.addressed(name, incarnation)
+        assert meant == ToNode(
+            node=name, incarnation=incarnation, command=message.command, cause=message.cause
+        )
+        assert heard.addressed(name, incarnation + 1) is None
+    assert (heard.addressed(stranger, 1) is None) == (message.receivers.get(stranger) != 1)
+
+
+def test_a_command_to_a_thousand_nodes_is_small() -> None:
+    """Each of them gets all the names."""
+    began, quiesce = 1_790_000_000_000_000, Quiesce(generation=7, mode="abort")
+    receivers = {f"node-{number:04}": began + 123_456_789_011 * number % 10**12 for number in range(1000)}
+    payload = encode_to_nodes(ToNodes(receivers=receivers, command=quiesce, cause="c"))
+    assert len(payload) < 10_000
+    assert decode_to_nodes(payload).receivers == receivers
+
+
+def to_several(**changes: Any) -> dict[str, Any]:
+    body = {"generation": 1, "mode": "abort"} | changes.pop("body", {})
+    return {"receivers": {"n": 1, "m": 2}, "type": "Quiesce", "body": body, "cause": "c"} | changes
+
+
+def unfolded(**changes: Any) -> bytes:
+    content = msgspec.msgpack.encode(to_several(**changes))
+    return msgspec.msgpack.encode({"folded": False, "content": content})
+
+
+def folded(content: bytes) -> bytes:
+    return msgspec.msgpack.encode({"folded": True, "content": content})
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (b"", "malformed command"),
+        (b"\xc1", "malformed command"),
+        (b"\x91" * 100_000, "malformed command"),
+        (b"x" * (MAX_COMMAND_BYTES + 1), "at most 8388608"),
+        (msgspec.msgpack.encode(to_several()), "folded"),
+        (msgspec.msgpack.encode({"folded": False, "content": b"\xc1"}), "malformed command"),
+        (folded(b"no deflated bytes"), "cannot be unpacked"),
+        (folded(zlib.compress(msgspec.msgpack.encode(to_several()))[:-5]), "cut off"),
+        (folded(zlib.compress(bytes(MAX_COMMAND_BYTES + 1))), "larger than 8388608 bytes"),
+        (folded(zlib.compress(b"\xc1")), "malformed command"),
+        (unfolded(receivers={}), "a command to 0 nodes"),
+        (unfolded(receivers={str(n): n for n in range(MOST_RECEIVERS + 1)}), "a command to 65537 nodes"),
+        (unfolded(receivers=["n"]), "malformed command"),
+        (unfolded(receivers={"n": "1"}), "malformed command"),
+        (unfolded(receivers={"n": -1}), "the incarnation of 'n' is -1"),
+        (unfolded(receivers={"n": 2**60}), "the incarnation of 'n'"),
+        (unfolded(receivers={"n/m": 1}), "'n/m' is not the name of a node"),
+        (unfolded(receivers={"": 1}), "not the name of a node"),
+        (unfolded(type="Hello"), "unknown message type 'Hello'"),
+        (unfolded(body={"generation": -1}), "generation is -1"),
+        (unfolded(body={"mode": "now"}), "malformed Quiesce"),
+        (unfolded(type="Resume", body={}), "malformed Resume"),
+    ],
+)
+def test_a_malformed_command_to_several_nodes_is_a_wire_error(payload: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        decode_to_nodes(payload)
+
+
 def test_a_report_of_a_part_that_cannot_be_is_a_wire_error() -> None:
     part = StatePart(layer=1, part=2, parts=2)
     report = DeviceReport(device=0, committed_step=1, ready_step=None, vote=None, held=(), parts=(part,))
@@ -388,6 +464,8 @@ def test_no_bytes_raise_anything_but_a_wire_error(payload: bytes) -> None:
     for decode in (decode_from_node, decode_to_node):
         with pytest.raises(WireError):
             decode(payload, "n")
+    with pytest.raises(WireError):
+        decode_to_nodes(payload)
     for into in (AnyRequest, ChaosRequest, NodeStateMessage, dict):
         try:
             decode_json(payload, into)
@@ -568,5 +646,12 @@ def test_topics() -> None:
         topics.chaos("n"),
     ):
         assert topics.node_of(topic) == "n"
-    for topic in (topics.events, topics.request, topics.cluster_state, "ftd/v1/other/node/n/state", "x"):
+    for topic in (
+        topics.events,
+        topics.command,
+        topics.request,
+        topics.cluster_state,
+        "ftd/v1/other/node/n/state",
+        "x",
+    ):
         assert topics.node_of(topic) is None

@@ -32,9 +32,9 @@ from ftd.wire.public import (
 )
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile
+from statemachine.envelopes import FromNode
 from statemachine.messages import (
     Command,
-    FromNode,
     Heartbeat,
     Hello,
     Inquiry,

@@ -25,7 +25,8 @@ from ftd.mqtt.session import MqttSession
 from ftd.wire.codec import decode_to_node, encode_from_node
 from ftd.wire.topics import Topics
 from runtime.store_protocol import mark_of
-from statemachine.messages import Command, FromNode, Hello, Inquiry, Rejection
+from statemachine.envelopes import FromNode
+from statemachine.messages import Command, Hello, Inquiry, Rejection
 from statemachine.values import NodeFacts
 from tests.ftd.secure_broker import SecureBroker, needs_mosquitto
 

@@ -35,8 +35,8 @@ from statemachine import durable
 from statemachine.agent import AgentMachine
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import SendCommand
+from statemachine.envelopes import ToNode
 from statemachine.events import CommandArrived, SignalArrived
-from statemachine.messages import ToNode
 from statemachine.timing import Timing
 from storage.checkpoint import CheckpointStore
 from storage.errors import DamagedError, StorageError

@@ -21,6 +21,7 @@ from statemachine.effects import (
     TrainerQuiesce,
     TrainerResume,
 )
+from statemachine.envelopes import ToNode
 from statemachine.events import (
     AgentStarted,
     BrokerConnected,
@@ -59,7 +60,6 @@ from statemachine.messages import (
     Stepped,
     StepsWanted,
     Stop,
-    ToNode,
     TrainerLost,
 )
 from statemachine.timing import Timing

@@ -21,6 +21,7 @@ from statemachine.effects import (
     SendSignal,
     StopPersisting,
 )
+from statemachine.envelopes import ToNode
 from statemachine.events import (
     AgentStarted,
     BrokerConnected,
@@ -52,7 +53,6 @@ from statemachine.messages import (
     Resume,
     Snap,
     SnapshotCompleted,
-    ToNode,
     TrainerLost,
 )
 from statemachine.persisting import attempt_of, shared

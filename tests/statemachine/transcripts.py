@@ -15,6 +15,7 @@ from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
 from statemachine.agent import AgentMachine
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import ComputePlan, Effect, EmitEvent, SetTimer
+from statemachine.envelopes import FromNode
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -23,7 +24,7 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages import FromNode, Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
+from statemachine.messages import Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
 from statemachine.timing import Timing
 from statemachine.values import (
     CommittedStep,
