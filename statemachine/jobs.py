@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from statemachine import persisting, snapshots
+from statemachine import persisting, snapshot_orders
 from statemachine.buddies import lost_buddies, present_buddies
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
@@ -275,7 +275,7 @@ def maybe_finish(c: Cluster) -> None:
             c.ledger.pending[known.step] = known.vote
             tell(c)
         return
-    if snapshots.last_wanted(c):
+    if snapshot_orders.last_wanted(c):
         return
     digests: dict[int, str] = {}
     for name in planned:
@@ -321,7 +321,7 @@ def pursue(c: Cluster) -> None:
             if c.phase is ClusterPhase.RUNNING:
                 mend_buddies(c)
             if c.phase is ClusterPhase.RUNNING:
-                snapshots.pursue(c)
+                snapshot_orders.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
         case _:

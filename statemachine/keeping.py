@@ -19,6 +19,10 @@ class Underway:
     began_at: float
     last: bool = False
     """Of the last step, whose trainers are done."""
+    urgent: bool = False
+    """It was ordered because the newest one lacks a part."""
+    asked: bool = False
+    """It was ordered because a user wants one."""
     step: int | None = None
     """Of which it is; known when the first node began."""
     completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
@@ -54,9 +58,11 @@ class Keeping:
     over: int = 0
     """Step of the last one given up under this generation."""
     urgent: bool = False
-    """None was ordered under this generation."""
+    """The newest may lack a part: one that does is replaced at once."""
     asked: bool = False
     """A user wants one now."""
+    misses: int = 0
+    """So many in a row were given up under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
     measured: SnapshotCost | None = None
     """What the interval was last chosen for, by this process."""

@@ -14,7 +14,8 @@ from statemachine.events import CheckpointFailed, CheckpointWritten
 from statemachine.keeping import Writing
 from statemachine.messages import CancelPersist, Hello, KeepSnapshot, LayersPersisted, Persist, PersistFailed
 from statemachine.node import NodeMachine
-from statemachine.snapshots import holders, last_wanted
+from statemachine.snapshot_orders import last_wanted
+from statemachine.snapshots import holders
 from statemachine.state import FINISH, PERSIST, Cluster
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 

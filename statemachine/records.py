@@ -118,6 +118,7 @@ class Journal:
     exposure: ExposureRecord = ExposureRecord()
     snapshot: Snapshot | None = None
     snapshot_behind: int = 0
+    snapshot_asked: bool = False
     lineage: int = 0
     resumed_lineage: int = 0
     resumed_restore: Restore | None = None

@@ -31,6 +31,7 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
         said.append(_set_protection(c, event.protection))
     if event.now:
         c.keeping.asked, c.dirty = True, True
+        c.persist()
         said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
     answer(c, event.request, True, "; ".join(said) or "nothing was asked for")
 

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 
 from planner.values import Plan
 from statemachine import intervals
-from statemachine.buddies import copies, copy_of, present_buddies, same_snapshot
+from statemachine.buddies import copies, copy_of, same_snapshot
 from statemachine.keeping import Underway
 from statemachine.ledger import learn, tell
 from statemachine.messages import (
     Heartbeat,
     Hello,
     KeepSnapshot,
-    Snap,
     Snapping,
     SnapshotCompleted,
     SnapshotFailed,
@@ -28,7 +27,6 @@ from statemachine.values import (
     ClusterPhase,
     CommittedStep,
     HeldSnapshot,
-    NodeState,
     Restore,
     Snapshot,
     SnapshotGroup,
@@ -77,65 +75,6 @@ def whole(c: Cluster, record: Snapshot) -> bool:
     """Everybody who kept a part of it, or a copy of one, is here and has it."""
     owners, kept = holders(c, record), copies(c, record, key_of(c, record))
     return len(owners) == len(record.owners) and kept == record.buddies
-
-
-# --- ordering ------------------------------------------------------------------------------------
-
-
-def pursue(c: Cluster) -> None:
-    """While the group trains: order one when it is time."""
-    keeping, job, attempt, resumption = c.keeping, c.job, c.attempt, c.resumption
-    if job is None or attempt is None or resumption is None or job.snapshot.every_steps < 1:
-        return
-    if (
-        keeping.underway is not None
-        and keeping.underway.step is None
-        and not keeping.underway.last
-        and c.ended
-    ):
-        give_up(c, "the last step came first")
-    if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
-        return
-    newest = keeping.newest
-    # Also an idle buddy: it has no more slots than others.
-    planned = [c.nodes[name] for name in {*c.planned, *present_buddies(c).values()} if name in c.nodes]
-    kept = newest.step if newest is not None else 0
-    if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
-        return
-    known, last = c.ledger.known_step, c.ended
-    keeping.behind, keeping.urgent, keeping.asked = known, False, False
-    keeping.underway = Underway(
-        generation=attempt.generation, behind=known - 1 if last else known, began_at=c.at, last=last
-    )
-    # Whose trainers are done has no ballot to ask the others in.
-    for name in c.planned if last else (resumption.plan.devices[0].node,):
-        c.send(c.nodes[name], Snap(generation=attempt.generation, behind=known))
-    c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
-
-
-def _time(c: Cluster) -> bool:
-    """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
-    keeping, job, known = c.keeping, c.job, c.ledger.known_step
-    assert job is not None, "a job is under way"
-    if c.ended:
-        there = keeping.newest is not None and keeping.newest.step >= job.steps
-        return known >= job.steps and last_wanted(c) and not there
-    if known + 1 >= job.steps or known <= keeping.behind:
-        return False
-    if keeping.asked or job.snapshot.paused:
-        return keeping.asked
-    newest = keeping.newest
-    if newest is not None and keeping.urgent and not whole(c, newest):
-        return True
-    return known >= keeping.behind + intervals.every_steps(c, job)
-
-
-def last_wanted(c: Cluster) -> bool:
-    """All steps are done, and the state behind the last one has yet to be written to a checkpoint."""
-    job, persisting = c.job, c.persisting
-    if job is None or job.checkpoint.every_steps < 1 or persisting.done or not c.ended:
-        return False
-    return persisting.last_step < job.steps
 
 
 # --- one snapshot's life -------------------------------------------------------------------------
@@ -224,6 +163,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     )
     c.keeping.newest, c.keeping.underway = record, None
     c.cancel_timer(SNAPSHOT)
+    c.keeping.misses = 0
     key = key_of(c, record)
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
@@ -291,7 +231,7 @@ def interrupt(c: Cluster, why: str) -> None:
     """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
     give_up(c, why)
     keeping = c.keeping
-    keeping.over = 0
+    keeping.over = keeping.misses = 0
     keeping.behind = keeping.newest.step if keeping.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)
@@ -299,11 +239,16 @@ def interrupt(c: Cluster, why: str) -> None:
 
 
 def give_up(c: Cluster, why: str) -> None:
-    """What nodes have of it counts for nothing; the one before is still complete everywhere."""
+    """What nodes have of it counts for nothing; the one before is still complete everywhere.
+
+    Why it was wanted at once is still so.
+    """
     keeping, underway = c.keeping, c.keeping.underway
     if underway is None:
         return
     keeping.underway, c.dirty = None, True
+    keeping.urgent, keeping.asked = keeping.urgent or underway.urgent, keeping.asked or underway.asked
+    keeping.misses += 1
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
         node.feed(NodeEvent.GIVEN_UP)

@@ -177,3 +177,20 @@ def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
     for seed in SEEDS:
         found = play(scenario, setting, seed)[0]
         assert found.met, text_of(found)
+
+
+def test_a_snapshot_beyond_repair_is_replaced_though_the_next_one_does_not_fit() -> None:
+    """Two parts of one group are damaged, and there is no room for a while; the next is due much later."""
+    moment = {"on_event": "SnapshotCompleted"}
+    flips = [{**moment, "do": "flip", "node": node} for node in ("node-0", "node-1")]
+    full = {**moment, "do": "fill_memory", "node": "node-2", "for_s": 3.0}
+    again = {"on_event": "SnapshotGivenUp", "do": "slow", "node": "node-2", "for_s": 0.1}
+    faults = [*flips, full, {**again, "expect": {"events": ["SnapshotCompleted"]}}]
+    override = {"snapshot": {"every_steps": 200, "protection": "aec"}}
+    cluster = {"job": str(EXAMPLES / "chaos-job.toml"), "nodes": 4, "override": override}
+    cluster["timing"] = {"scrub_s": 0.5}
+    scenario = parse_scenario({"fault": faults, "limit_s": 35, "cluster": cluster}, "beyond repair")
+    setting = setting_of(scenario, None, None, "beyond repair")
+    for seed in SEEDS:
+        found = play(scenario, setting, seed)[0]
+        assert found.met, text_of(found)

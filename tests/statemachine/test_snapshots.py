@@ -15,6 +15,7 @@ from statemachine.events import (
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
+    SnapshotRequested,
     TemplatesReady,
 )
 from statemachine.messages import (
@@ -301,6 +302,73 @@ def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
     assert ordered()
     s.completed(*HELD, step=36)
     assert s.machine.snapshot.step == 36
+
+
+class Tried(Snapshots):
+    """One snapshot is kept, of step 22; the next is due behind step 40."""
+
+    def begin_with_one(self) -> None:
+        self.begin(every_steps=20)
+        for name in HELD:
+            self.beat(name)
+        self.train(20)
+        self.completed(*HELD, step=22)
+        self.train(24)
+        for name in HELD:
+            self.beat(name, kept=22)
+        self.lines.clear()
+
+    def train(self, last: int) -> bool:
+        """Whether a snapshot is ordered by then."""
+        for step in range(self.machine.committed_step + 1, last + 1):
+            self.stepped("node-0", 1, step)
+        return self.was_ordered()
+
+    def was_ordered(self) -> bool:
+        there = any("command=Snap(" in line for line in self.lines)
+        self.lines.clear()
+        return there
+
+    def fail(self, step: int) -> None:
+        self.say("node-2", Snapping(generation=1, step=step))
+        self.say("node-2", SnapshotFailed(generation=1, step=step, detail="the arena is full"))
+
+
+def test_an_urgent_one_that_is_given_up_is_tried_again_and_training_goes_on_beside() -> None:
+    s = Tried()
+    s.begin_with_one()
+    s.beat("node-1", kept=22, spoiled=22)
+    assert s.was_ordered()
+    s.fail(26)
+    assert not s.train(25)
+    assert s.train(26)
+    s.fail(28)
+    assert not s.train(29)
+    assert s.train(30)
+    s.completed(*HELD, step=32)
+    for name in HELD:
+        s.beat(name, kept=32)
+    assert not s.train(36)
+
+
+def test_one_that_a_user_wants_is_taken_in_the_end_whoever_fails() -> None:
+    s = Tried()
+    s.begin_with_one()
+    s.feed(SnapshotRequested, request="now", now=True)
+    assert s.was_ordered()
+    s.fail(26)
+    machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.machine = machine
+    s.feed(BrokerConnected)
+    s.feed(TemplatesReady, job_id="job-1")
+    for number, name in enumerate(HELD):
+        s.hello(name, 100 + number, job_id="job-1", prepared=True, generation=1, training=True)
+        s.beat(name, kept=22)
+    assert s.train(26)
+    s.completed(*HELD, step=28)
+    for name in HELD:
+        s.beat(name, kept=28)
+    assert not s.train(32)
 
 
 def test_a_coordinator_restarted_amid_a_snapshot_takes_it_up() -> None:
