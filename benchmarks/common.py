@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+LOAD_BEFORE = os.getloadavg()[0]
+"""Of the machine, before the benchmark itself is a part of it."""
 
 
 def machine() -> dict[str, Any]:
@@ -37,7 +39,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
+        "load_before": LOAD_BEFORE,
         "python": platform.python_version(),
         "packages": packages,
         "commit": commit(),
