@@ -187,7 +187,7 @@ class Planner:
         return self._assigner.masks(nodes, devices, some), needs
 
     def weigh(self, situation: Situation) -> tuple[float, float]:
-        """Seconds of a step under ``situation.previous`` as it is, and under the plan that ``plan`` would make.
+        """Seconds of a step under ``situation.previous`` as it is, and under what ``plan`` would make of it.
 
         :raises TooFewNodesError, StateLostError: as ``plan``.
         """

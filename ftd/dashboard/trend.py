@@ -94,12 +94,6 @@ class Trend:
         self._fresh_from = 0
 
 
-def goodput(points: list[Point]) -> float | None:
-    """Share of the time of these points that went into steps that still count; ``None``: no time passed."""
-    elapsed_s = sum(_number(p, _ELAPSED) for p in points)
-    return sum(_number(p, _PRODUCTIVE) for p in points) / elapsed_s if elapsed_s > 0 else None
-
-
 def _number(point: Point, index: int) -> float:
     return point[index] or 0.0
 

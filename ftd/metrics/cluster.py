@@ -5,7 +5,7 @@ Counters begin anew with each start of the coordinator, as Prometheus expects it
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -15,6 +15,7 @@ from ftd.metrics.goodput import Goodput
 from ftd.metrics.state import state_metrics
 from ftd.wire.public import EventMessage
 from statemachine.effects import EmitEvent
+from statemachine.values import FailureCause
 
 PHASES = ("quiesce", "plan", "state", "resume")
 JOB_ENDS = frozenset({"JobFinished", "JobFailed", "JobStopped"})
@@ -127,7 +128,7 @@ class ClusterMetrics:
         self._trainers_lost = self._counter("ftd_trainers_lost", "Trainers that failed, by cause.", "cause")
         for how in ("last_will", "silence", "goodbye", "no_answer"):
             self._nodes_lost.labels(how)
-        for cause in ("exited", "raised", "hung", "unprepared"):
+        for cause in get_args(FailureCause):
             self._trainers_lost.labels(cause)
 
     # --- what happens ------------------------------------------------------------------------------

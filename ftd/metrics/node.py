@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
 from statemachine import effects, events
 from statemachine.messages import TrainerLost
-from statemachine.values import NodeState
+from statemachine.values import FailureCause, NodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class NodeMetrics:
         self._moved = self._counter("ftd_trainer_moved_bytes", "State that trainers got from each other.")
         for device in range(self._devices):
             self._restarts.labels(str(device))
-        for cause in ("exited", "raised", "hung", "unprepared"):
+        for cause in get_args(FailureCause):
             self._failures.labels(cause)
 
     def _make_snapshots(self) -> None:

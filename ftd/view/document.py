@@ -111,7 +111,8 @@ class Recovery:
     recomputed_steps: int
     """1 when the step in flight had to be done again."""
     tier: str
-    """Where state came from: ``live_replica``, or ``none`` when nothing had to move."""
+    """Where state came from: ``live_replica``, or ``none`` when nothing had to move; ``replica`` where some
+    optimizer state's owner was lost; after a rollback ``memory``, ``decoded``, ``buddy``, ``persistent``."""
     bytes_moved: int
     method: str
     reason: str

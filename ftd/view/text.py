@@ -67,12 +67,13 @@ def is_failure(cause: str, rolled_back_steps: int) -> bool:
 
 
 TIER_WORDS = {
+    "replica": "live replicas, of optimizer state also from those of lost owners",
     "memory": "a snapshot in the nodes' memory",
     "decoded": "a snapshot in the nodes' memory, parts of it decoded",
     "buddy": "a snapshot in the nodes' memory, parts of it from copies at buddies",
     "persistent": "a persistent checkpoint",
 }
-"""Where everybody's state came from, after a rollback."""
+"""Where state came from, if not from live replicas alone."""
 
 CAUSE_WORDS = {
     "start": "started",
