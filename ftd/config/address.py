@@ -58,16 +58,25 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
         port = parts.port
     except ValueError as error:
         raise ConfigurationError(f"{url!r}: {error}", field=where, remedy=remedy) from None
-    if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname or parts.path.strip("/") or parts.query:
+    host, known = parts.hostname or "", parts.scheme in ("mqtt", "mqtts")
+    if not known or not is_host(host) or parts.path.strip("/") or parts.query:
         raise ConfigurationError(f"{url!r} is no broker address", field=where, remedy=remedy)
     secure = parts.scheme == "mqtts"
     return BrokerAddress(
-        host=parts.hostname,
+        host=host,
         port=port or (DEFAULT_TLS_PORT if secure else DEFAULT_PORT),
         username=unquote(parts.username) if parts.username else None,
         password=unquote(parts.password) if parts.password else None,
         tls=Tls() if secure else None,
     )
+
+
+def is_host(name: str) -> bool:
+    """Whether it can be looked up: ``socket`` raises no ``OSError`` for what cannot be a host's name."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def user_runtime_dir() -> Path:

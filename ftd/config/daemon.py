@@ -16,6 +16,7 @@ from ftd.config.address import (
     DEFAULT_CLUSTER,
     BrokerAddress,
     Tls,
+    is_host,
     parse_broker,
     user_runtime_dir,
 )
@@ -220,6 +221,8 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
     require_name(coordinator, "coordinator.name")
     require_name(node, "node.name")
     require_positive(file.node.devices, "node.devices")
+    for field in ("node.host", "node.metrics_host", "coordinator.metrics_host"):
+        _require_host(file, field)
     _require_port(file.node.rendezvous_port, "node.rendezvous_port")
     _require_port(file.node.snapshot_port, "node.snapshot_port")
     for field in ("snapshot_limit_mib", "snapshot_rate_mib_s", "checkpoint_rate_mib_s", "scrub_rate_mib_s"):
@@ -315,6 +318,13 @@ def way_to(broker: BrokerAddress) -> str:
         return "127.0.0.1"
 
 
+def _require_host(file: DaemonFile, field: str) -> None:
+    table, _, key = field.partition(".")
+    host = getattr(getattr(file, table), key)
+    if host and not is_host(host):
+        raise ConfigurationError(f"{host!r} is no host", field=field, remedy="a name or an address")
+
+
 def _require_port(port: int, field: str) -> None:
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
@@ -323,7 +333,7 @@ def _require_port(port: int, field: str) -> None:
 def _peers(peers: tuple[str, ...]) -> tuple[str, ...]:
     for peer in peers:
         host, _, port = peer.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise ConfigurationError(
                 f"{peer!r} is no host:port",
                 field="node.snapshot_peers",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from ftd.config.address import is_host
 from ftd.config.secrets import read_secret
 from ftd.errors import ConfigurationError
 
@@ -67,7 +68,7 @@ def is_loopback(host: str) -> bool:
 
 def _address(listen: str) -> tuple[str, int]:
     found = _LISTEN.fullmatch(listen)
-    if found is None or int(found["port"]) > 65535:
+    if found is None or int(found["port"]) > 65535 or not is_host(found["v6"] or found["name"]):
         raise ConfigurationError(
             f"{listen!r} is no host:port",
             field="dashboard.listen",
