@@ -49,8 +49,8 @@ class Pair:
         self, step: int = 5, *, token: str = TOKEN, to: Source | None = None, **options: Any
     ) -> int:
         rate = Rate(options.pop("rate_bytes_s", None))
-        async with ShardClient(token, stall_s=2.0) as client:
-            sender = CopySender(client, self.arenas, owner="n0", rate=rate, stall_s=2.0)
+        async with ShardClient(token, stall_s=30.0) as client:
+            sender = CopySender(client, self.arenas, owner="n0", rate=rate, stall_s=30.0)
             return await sender.send(self.held(step), to or self.buddy.source)
 
     async def read(self, step: int = 5) -> bytes:

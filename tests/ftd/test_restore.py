@@ -68,7 +68,7 @@ class Cluster:
                 served = await stack.enter_async_context(Node(owner, self.root / owner))
                 sources[owner] = served.address
             arenas = Arenas(self.root / node, devices=1)
-            client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=1.0))
+            client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0))
             directory = arenas.make_staging(JOB, 9)
             wanted = list(layers)
             stage = staged_in(directory)

@@ -47,7 +47,7 @@ async def restored(root: Path, told: list[tuple[str, str, str]], without: tuple[
             restore=Restore(job_id=JOB, step=STEP, generation=1, groups=GROUPS, sources=sources),
             node="newcomer" if "node-0" in without else "node-0",
             arenas=Arenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
-            client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=1.0)),
+            client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
             tell=lambda *said: told.append(said),
         ).run(range(4), put)
         return found

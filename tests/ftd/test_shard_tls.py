@@ -64,7 +64,7 @@ def with_node(tls: ShardTls, body: Callable[[Node], Coroutine[Any, Any, None]]) 
 
 async def fetched(node: Node, tls: ShardTls | None) -> bytes:
     context = tls.client_context() if tls is not None else None
-    async with ShardClient(TOKEN, tls=context, stall_s=2.0) as client:
+    async with ShardClient(TOKEN, tls=context, stall_s=30.0) as client:
         found = await client.manifest(node.source, JOB, 5)
         assert found is not None
         into = bytearray(len(DATA))

@@ -293,7 +293,9 @@ def head(first: int, end: int, **changed: str) -> bytes:
     return f"HTTP/1.1 206 Partial Content\r\n{text}\r\n".encode()
 
 
-def against(behaviour: Behaviour, check: Callable[[ShardClient, Located], Awaitable[None]]) -> list[int]:
+def against(
+    behaviour: Behaviour, check: Callable[[ShardClient, Located], Awaitable[None]], stall_s: float = 30.0
+) -> list[int]:
     """Run a client against a peer that behaves like this; where each of its requests began."""
     asked: list[int] = []
 
@@ -312,7 +314,7 @@ def against(behaviour: Behaviour, check: Callable[[ShardClient, Located], Awaita
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             source = Source(node="node-9", address=address)
-            async with ShardClient(TOKEN, stall_s=0.3) as client:
+            async with ShardClient(TOKEN, stall_s=stall_s) as client:
                 await check(client, Located(source=source, job_id=JOB, step=5, part=FAKE))
             server.close()
 
@@ -413,7 +415,8 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
     ],
 )
 def test_a_peer_that_breaks_the_contract_is_named(behaviour: Behaviour, size: int, says: str) -> None:
-    against(behaviour, fails(says, size))
+    slow = behaviour in (silence, stalls, drips)
+    against(behaviour, fails(says, size), stall_s=0.3 if slow else 30.0)
 
 
 def test_a_manifest_that_is_none_is_refused() -> None:
