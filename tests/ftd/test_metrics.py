@@ -348,7 +348,7 @@ def served(
         server = MetricsServer(place, registry, **options)
         await server.start()
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as client:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as client:
                 await work(client, f"http://127.0.0.1:{place.port}", server)
         finally:
             await server.close()
@@ -415,7 +415,7 @@ def test_strangers_cannot_keep_it_from_answering() -> None:
         assert b" 400 " in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
-    served(work, lifetime_s=1.0)
+    served(work, lifetime_s=2.5)
 
 
 def test_a_port_that_is_taken_is_a_clear_error() -> None:
