@@ -33,6 +33,8 @@ from runtime.protocol import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 
 LIMIT_S = 100.0
+SILENCE_S = 3.0
+"""Twice the usual: on a busy machine whoever is alive may be kept waiting."""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -336,7 +338,8 @@ class Playground:
 def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
     """A cluster with its home nodes on their way up; gone at the end, however the test ends."""
     with private_directory() as directory:
-        ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", **options}))
+        timing = {"silence_s": SILENCE_S, **options.pop("timing", {})}
+        ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", "timing": timing, **options}))
         try:
             ground.open()
             for name in HOME[:nodes]:

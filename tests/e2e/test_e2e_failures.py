@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.playground import Playground, Run, tiny_job
+from tests.e2e.playground import SILENCE_S, Playground, Run, tiny_job
 
 SameLosses = Callable[[Run], None]
 
@@ -120,7 +120,7 @@ def test_a_frozen_node_is_out_until_it_wakes(
 ) -> None:
     ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(8)
-    ground.inject(do="stop", node="node-2", target="node", for_s=4.0)
+    ground.inject(do="stop", node="node-2", target="node", for_s=2.5 * SILENCE_S)
     recovery = ground.until_recovery("node_lost")
     assert recovery["detected_how"] in ("silence", "no_answer")
     ground.further()

@@ -1,5 +1,6 @@
 """The command line: help, exit codes, messages, JSON; and that torch stays out of our processes."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import RunningBroker
 
+from ftd.config.profile_file import profile_document, save_profile
 from ftd.mqtt.mosquitto import free_port
+from planner.values import LayerProfile, ModelProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
@@ -245,7 +248,13 @@ def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
     tmp_path: Path, module: str, content: str, says: str
 ) -> None:
     (tmp_path / f"{module}.py").write_text(content)
-    options = ("plan", "examples/mlp.toml", "--nodes", "3", "--check")
+    numbers = [field.name for field in dataclasses.fields(LayerProfile) if field.name != "split"]
+    measured = ModelProfile(layers=(LayerProfile(**dict.fromkeys(numbers, 1)),) * 4, microbatch_rows=4)
+    save_profile(tmp_path / "saved.json", profile_document(measured))
+    job = tmp_path / "job.toml"
+    text = (ROOT / "examples" / "mlp.toml").read_text().replace("mlp.py", f"{ROOT}/examples/mlp.py")
+    job.write_text(f'{text}[planner]\nprofile = "saved.json"\n')
+    options = ("plan", str(job), "--nodes", "3", "--check")
     page = ftd(*options, directory=tmp_path, PYTHONPATH=str(tmp_path))
     assert page.returncode == 0, page.stderr
     text = " ".join(page.stdout.split())
