@@ -12,11 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import RunningBroker
 
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.mqtt.mosquitto import free_port
 from planner.values import LayerProfile, ModelProfile
+from tests.commands import ftd_here
+from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
@@ -54,10 +55,12 @@ def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.Com
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(tmp_path: Path, command: str) -> None:
-    done = ftd(*command.split(), "--help", directory=tmp_path)
-    assert done.returncode == 0
-    assert f"Example: ftd {command}" in done.stdout
+def test_every_command_has_help_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ftd_here(*command.split(), "--help", patch=monkeypatch, said=capsys)
+    assert code == 0
+    assert f"Example: ftd {command}" in out
 
 
 def test_shell_completion_is_offered(tmp_path: Path) -> None:
@@ -80,11 +83,24 @@ def test_shell_completion_is_offered(tmp_path: Path) -> None:
         (["events", "--last", "-3"], 2, "--last"),
     ],
 )
-def test_usage_and_configuration_errors(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
-    done = ftd(*arguments, directory=tmp_path)
-    assert done.returncode == code
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_usage_and_configuration_errors(
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # No cluster is found there.
+    found, _, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert found == code
+    assert says in err
+
+
+def test_an_error_is_one_line_and_the_exit_code_of_the_process(tmp_path: Path) -> None:
+    done = ftd("status", directory=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("ftd: ") and "Traceback" not in done.stderr
 
 
 def test_no_broker_is_exit_code_3(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RunningBroker
 
 from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
@@ -49,6 +48,7 @@ from statemachine.messages import (
     StepsWanted,
 )
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import trustme
 import uvloop
-from conftest import RunningBroker
 
 from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
@@ -20,6 +19,7 @@ from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.readahead import PIECE_BYTES, ReadAhead
 from ftd.mqtt.session import MqttSession, Will
+from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 60.0
 

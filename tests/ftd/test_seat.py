@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RunningBroker
 
 from ftd.config.address import BrokerAddress
 from ftd.coordinator.seat import Seat, Throne
@@ -19,6 +18,7 @@ from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
 from statemachine.leadership import Leader, Peer
 from statemachine.timing import Timing
+from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 60.0
 TOPICS = Topics(cluster="t")

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.cli.main import main
 from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.coordinator.journal import Journal
@@ -28,6 +27,7 @@ from runtime.store_protocol import mark_of
 from statemachine.envelopes import FromNode
 from statemachine.messages import Command, Hello, Inquiry, Rejection
 from statemachine.values import NodeFacts
+from tests.commands import ftd_here
 from tests.ftd.secure_broker import SecureBroker, needs_mosquitto
 
 pytestmark = needs_mosquitto
@@ -138,14 +138,9 @@ def test_a_file_with_a_secret_that_cannot_be_used(
     (tmp_path / "secret").write_text("x\n")
     (tmp_path / "secret").chmod(mode)
     (tmp_path / "ftd.toml").write_text(tables)
-    monkeypatch.setattr(
-        "ftd.logs.configure_logs", lambda **_: None
-    )  # Of this process they are others' affair.
-    monkeypatch.setattr(sys, "argv", ["ftd", *role, "--config", str(tmp_path / "ftd.toml")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    code, _, err = ftd_here(*role, "--config", str(tmp_path / "ftd.toml"), patch=monkeypatch, said=capsys)
+    assert code == 2
+    (line,) = err.strip().splitlines()
     assert re.search(says, line), line
 
 
