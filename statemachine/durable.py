@@ -14,12 +14,29 @@ from statemachine.records import Journal, NodeRecord, PersistingRecord
 from statemachine.rules import Resumption
 from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
+from statemachine.values import PROTOCOL
 
 SCHEMA = 1
+"""Of what ``write`` gives: one more where an older program could not read it."""
+OLDEST = 1
+"""That ``read`` takes: with a new schema the one before it, too, so that a newer program can take over."""
 
 
 class JournalError(ValueError):
     """The journal is not of this program, or of another version of it."""
+
+
+def unreadable(schema: int, protocol: int) -> str:
+    """Why this program cannot go on from the journal of another one, in words; empty: it can.
+
+    :param schema: of the journal. :param protocol: that the nodes of its writer speak.
+    """
+    if not OLDEST <= schema <= SCHEMA:
+        readable = str(SCHEMA) if OLDEST == SCHEMA else f"{OLDEST} to {SCHEMA}"
+        return f"the journal has schema {schema}, and this program reads {readable}"
+    if protocol != PROTOCOL:
+        return f"the nodes speak protocol {protocol}, and this program {PROTOCOL}"
+    return ""
 
 
 def _node(node: NodeMachine) -> dict[str, Any]:
@@ -198,14 +215,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
 
     :raises JournalError: the journal does not fit this program.
     """
+    schema = durable.get("schema") if isinstance(durable, dict) else None
+    if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
+        raise JournalError(problem)
     try:
         journal = msgspec.convert(durable, Journal)
     except msgspec.ValidationError as error:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
-    if journal.schema != SCHEMA:
-        raise JournalError(
-            f"the coordinator's journal has schema {journal.schema}, this program writes {SCHEMA}"
-        )
     c = Cluster(
         timing=timing,
         phase=journal.phase,

@@ -30,19 +30,29 @@ A broker that was restarted may have forgotten the record, and the journal with 
 once; who followed leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too
 little, leaves it ``orphan_s``, as does who meets one that knows more.
 
+A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
+it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
+is left it says so, once, and the cluster stays without a leader: training goes on, and the right program
+finds everything as it was. A journal that is read from the seat counts, too, as it may have been written a
+moment before. The bar falls with a newer journal that can be read.
+
 Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before
 it. Two that stand at once throw each other out until one has written its record, which the other one sees.
 """
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
 
-from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
+from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
+from statemachine.election_events import standby_barred, taken_over, takeover_refused
 from statemachine.events import TimerFired
 from statemachine.leadership import (
     Abdicate,
+    Announce,
     BeatHeard,
     ElectionEvent,
+    JournalJudged,
     Leader,
     LeaderSeen,
     LeaderVanished,
@@ -50,6 +60,7 @@ from statemachine.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
+    Refuse,
     Reign,
     SeatLost,
     SeatTaken,
@@ -100,6 +111,8 @@ class ElectionMachine:
         self._reigned = False
         """What we know of the cluster goes on to be true if nobody led since."""
         self._tries = 0
+        self._refused = False
+        """That we must not lead was told, and nobody has led since."""
         self._at, self._cause = 0.0, ""
         self._due: dict[str, float] = {}
         self._out: list[Effect] = []
@@ -119,7 +132,7 @@ class ElectionMachine:
                     self._tries = 0
                 self._look()
             case WatchBroke():
-                self._watching = self._record_there = False
+                self._watching = self._record_there = self._refused = False
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
@@ -131,17 +144,14 @@ class ElectionMachine:
                 if self.leader is not None and event.incarnation == self.leader.incarnation:
                     self._miss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
-                if event.peer.incarnation == self.me.incarnation:
-                    self.me = event.peer  # As it is at this connection.
-                elif (
-                    event.peer.name != self.me.name
-                ):  # One of our name is what is left of us as we were before.
-                    self._shared = True
-                self._show(event.peer.incarnation not in self.peers)
-                self.peers[event.peer.incarnation] = event.peer
+                self._meet(event.peer)
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
                     self._show(self.peers.pop(event.incarnation, None) is not None)
+            case JournalJudged():
+                self._judge(event.problem)
+            case SeatTaken() if problem := event.problem or self.me.barred:
+                self._unfit(problem)
             case SeatTaken():
                 self._seated(event)
             case SeatLost():
@@ -169,6 +179,27 @@ class ElectionMachine:
         else:
             self._wait_turn(0)  # It was us, and nobody since.
 
+    def _meet(self, peer: Peer) -> None:
+        known = self.peers.get(peer.incarnation)
+        self.peers[peer.incarnation] = peer
+        if peer.incarnation == self.me.incarnation:
+            self.me = peer  # As it is at this connection.
+        elif peer.name != self.me.name:  # One of our name is what is left of us as we were before.
+            self._shared = True
+        self._show(known is None or known.barred != peer.barred)
+        if peer.barred and (known is None or not known.barred) and self.role is Role.LEADER:
+            self._out.append(standby_barred(self._cause, peer))
+
+    def _judge(self, problem: str) -> None:
+        """A newer journal than ours: can we go on from it?"""
+        if problem == self.me.barred:
+            return
+        self.me = replace(self.me, barred=problem)
+        self.peers[self.me.incarnation] = self.me
+        self._out.append(Announce(cause=self._cause, peer=self.me))
+        self._refused = False
+        self._look()
+
     def _forgotten_s(self) -> float:
         """How long it is left to others to say what a broker without a record does not."""
         if self._record_there or self._reigned or (self.leader is None and not self._shared):
@@ -185,6 +216,7 @@ class ElectionMachine:
         if leader.term > self.term:
             mine = leader.incarnation == self.me.incarnation
             self.leader, self._lost_how, self._tries = leader, None, 0
+            self._refused = False
             if not mine:
                 self._follow(leader)
         elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
@@ -194,7 +226,7 @@ class ElectionMachine:
         if leader.term > self.term:
             self._see(leader)
         elif leader == self.leader and leader.incarnation != self.me.incarnation:
-            self._lost_how = None
+            self._lost_how, self._refused = None, False
             if self.role is Role.FOLLOWER:
                 self._cancel(TURN)
                 self._look()
@@ -220,11 +252,13 @@ class ElectionMachine:
         self._look()
 
     def _rank(self) -> int:
-        """How many that are there stand before us. The leader that is gone does not."""
+        """How many that are there stand before us: who is barred waits for all others."""
+        return sum(1 for peer in self._standing() if self.me.barred or peer.order < self.me.order)
+
+    def _standing(self) -> list[Peer]:
+        """Who would take the seat: not the leader that is gone, nor who is barred."""
         gone = self.leader.incarnation if self.leader is not None else 0
-        return sum(
-            1 for peer in self.peers.values() if peer.order < self.me.order and peer.incarnation != gone
-        )
+        return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.barred]
 
     def _wait_turn(self, turns: int) -> None:
         turns += min(self._tries, MOST_TURNS)
@@ -242,9 +276,29 @@ class ElectionMachine:
 
     def _stand(self) -> None:
         self._cancel(SILENCE, TURN)
+        if self.me.barred:
+            self._refuse()
+            return
         self.role = Role.CANDIDATE
         self._set(SEAT, self._timing.seat_s)
         self._out.append(TakeSeat(cause=self._cause))
+
+    def _refuse(self) -> None:
+        """Once; and not while there is somebody else to take over."""
+        if self._standing():
+            self._set(TURN, self._timing.election_s)
+        elif not self._refused:
+            self._refused = True
+            self._out.append(Refuse(cause=self._cause, event=takeover_refused(self._cause, self.me)))
+
+    def _unfit(self, problem: str) -> None:
+        """The seat showed a journal that we cannot go on from: whoever can may have it."""
+        if self.role is not Role.CANDIDATE:
+            return
+        self._cancel(SEAT)
+        self._out.append(LeaveSeat(cause=self._cause))
+        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        self._judge(problem)
 
     def _seated(self, event: SeatTaken) -> None:
         if self.role is not Role.CANDIDATE:
@@ -257,31 +311,13 @@ class ElectionMachine:
         self._cancel(SEAT)
         self._out.append(Reign(cause=self._cause, leader=leader, again=again))
         if before is not None and before.name != self.me.name:
-            self._tell(before, leader)
+            noticed_at = self._lost_at if self._lost_how is not None else self._at
+            how = self._lost_how or "last_will"
+            self._out += taken_over(self._cause, before, leader, how, noticed_at, self._at, self._timing)
         self.role, self.leader, self._reigned = Role.LEADER, leader, True
         self._lost_how, self._tries = None, 0
+        self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
         self._beat()
-
-    def _tell(self, before: Leader, leader: Leader) -> None:
-        how = self._lost_how or "last_will"
-        words = {
-            "last_will": "the broker lost its session",
-            "goodbye": "it was stopped",
-            "silence": f"it was silent for {self._timing.leader_silence_s:g} s",
-        }
-        noticed_at = self._lost_at if self._lost_how is not None else self._at
-        reason = f"{before.name} led the cluster: {words[how]}"
-        details = {"leader": before.name, "term": before.term, "how": how, "detected_at": noticed_at}
-        self._out.append(EmitEvent(cause=self._cause, name="LeaderLost", reason=reason, details=details))
-        took_s = self._at - noticed_at
-        self._out.append(
-            EmitEvent(
-                cause=self._cause,
-                name="LeaderElected",
-                reason=f"{leader.name} leads the cluster in place of {before.name}",
-                details={"leader": leader.name, "term": leader.term, "took_s": took_s},
-            )
-        )
 
     def _beat(self) -> None:
         if self.leader is not None:

@@ -32,6 +32,8 @@ class Peer:
     """The greatest stands first."""
     position: tuple[int, int] = (0, 0)
     """Of the newest state that it keeps: of which term, and which of that term's states."""
+    barred: str = ""
+    """Why it must not lead: it cannot go on from the newest journal there is. Empty: it can."""
 
     @property
     def order(self) -> tuple[int, str, int]:
@@ -84,6 +86,14 @@ class PeerVanished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalJudged(Event):
+    """A leader's journal was heard: this coordinator could go on from it, or could not."""
+
+    problem: str
+    """Why not; empty: it could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeatTaken(Event):
     """The seat is ours, so nobody else's word gets through any more; this is what the last holder left."""
 
@@ -91,6 +101,8 @@ class SeatTaken(Event):
     """The record as it is now; ``None``: the broker has none."""
     term: int
     """The highest term that what we read or ever kept speaks of."""
+    problem: str = ""
+    """Why we cannot go on from the journal that is there; empty: we can, or there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,7 @@ class SeatLost(Event):
 
 ElectionEvent = (
     TimerFired | WatchBegan | WatchBroke | LeaderSeen | BeatHeard | LeaderVanished | PeerSeen | PeerVanished
-    | SeatTaken | SeatLost
+    | JournalJudged | SeatTaken | SeatLost
 )  # fmt: skip
 
 
@@ -145,7 +157,21 @@ class SendBeat(Effect):
     leader: Leader
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce(Effect):
+    """Tell the other coordinators what is other of this one."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(Effect):
+    """Nobody leads, it would be our turn, and we must not: tell it, in the cluster's state, too."""
+
+    event: EmitEvent
+
+
 ElectionEffect = (
     SetTimer | CancelTimer | EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate
-    | SendBeat
+    | SendBeat | Announce | Refuse
 )  # fmt: skip

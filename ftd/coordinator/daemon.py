@@ -9,7 +9,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, assert_never, cast
 
 import msgspec
@@ -24,7 +23,7 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.requests import Requests
-from ftd.coordinator.restored import keep, restored
+from ftd.coordinator.restored import Succession
 from ftd.coordinator.restoring import check_restore
 from ftd.coordinator.seat import Seat, Throne, role_in_words
 from ftd.coordinator.told import cancelled, told_state
@@ -92,9 +91,7 @@ class Coordinator:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._timing = config.timing
         self._leading = False
-        self._anew = anew
-        if not anew:  # What cannot be read is said now.
-            restored(config.timing, self._journal, None, time.monotonic())
+        self._succession = Succession(config.timing, self._journal, anew=anew)
         self._machine = ClusterMachine(config.timing)
         self._driver = Driver(
             self._machine,
@@ -184,7 +181,12 @@ class Coordinator:
 
     def _new_seat(self, config: DaemonConfig) -> Seat:
         topics = self._topics
-        me = Peer(name=config.coordinator, incarnation=self._incarnation, priority=config.priority)
+        me = Peer(
+            name=config.coordinator,
+            incarnation=self._incarnation,
+            priority=config.priority,
+            barred=self._succession.barred,
+        )
         return Seat(
             config.broker,
             topics,
@@ -200,6 +202,7 @@ class Coordinator:
             ),
             throne=Throne(
                 begin=self._begin,
+                judge=self._succession.judge,
                 state=lambda: msgspec.msgpack.encode(self._machine.durable_state()),
                 end=self._end_reign,
                 emit=self._emit,
@@ -208,7 +211,7 @@ class Coordinator:
             following=Following(
                 position=lambda: self._journal.position,
                 met=self._journal.share,
-                keep=partial(keep, self._journal),
+                keep=self._succession.keep,
                 heard=self._events.overheard,
                 seen=self._dashboard.on_state,
             ),
@@ -231,11 +234,7 @@ class Coordinator:
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
-        effects: list[Effect] = []
-        self._machine = ClusterMachine(self._timing)
-        if not self._anew:
-            self._machine, effects = restored(self._timing, self._journal, copy, self._driver.now())
-        self._anew = False
+        self._machine, effects = self._succession.begin(copy, self._driver.now())
         self._driver.replace(self._machine)
         self._leading = True
         self._forced_for = ()

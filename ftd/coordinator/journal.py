@@ -37,6 +37,10 @@ Position = tuple[int, int]
 """The leader's term, and how many states it had written under it: the greater, the newer."""
 
 
+Foreign = tuple[int, int, str]
+"""Of a journal that cannot be read here: its schema, the protocol of its nodes, the version that wrote it."""
+
+
 class Journal:
     """One file, one writer (a lock says so), one thread."""
 
@@ -67,11 +71,13 @@ class Journal:
             row = self._db.execute("SELECT value FROM meta WHERE name = 'job'").fetchone()
             place = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
             shared = self._db.execute("SELECT 1 FROM meta WHERE name = 'shared'").fetchone()
+            foreign = self._db.execute("SELECT value FROM meta WHERE name = 'foreign'").fetchone()
         self._job = row[0] if row else ""
         term, serial = place[0].split() if place else (0, 0)
         self.position: Position = (int(term), int(serial))
         self.shared = shared is not None
         """There was another coordinator beside this one, once: it may know more."""
+        self._foreign: tuple[Position, Foreign] | None = _foreign(foreign[0]) if foreign else None
 
     def load(self) -> bytes | None:
         """The last state saved, or None at the very first start."""
@@ -112,6 +118,26 @@ class Journal:
             with self._failing("written"):
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('shared', '1')")
             self.shared = True
+
+    @property
+    def foreign(self) -> Foreign | None:
+        """There is, or was, a newer journal of another version of ftd; ``None``: ours is the newest known."""
+        if self._foreign is None or self._foreign[0] <= self.position:
+            return None
+        return self._foreign[1]
+
+    def bar(self, position: Position, schema: int, protocol: int, version: str) -> None:
+        """Remember that there is a newer journal that cannot be read here.
+
+        :raises JournalError: as ``save``.
+        """
+        foreign = (schema, protocol, version)
+        if self.foreign == foreign:
+            return  # And newer still.
+        text = f"{position[0]} {position[1]} {schema} {protocol} {version}"
+        with self._failing("written"):
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('foreign', ?)", (text,))
+        self._foreign = position, foreign
 
     def record(self, message: EventMessage) -> None:
         """Remember an event; written with the next ``save`` or ``flush``."""
@@ -211,6 +237,11 @@ class Journal:
                 f"the journal {self.path} cannot be {how}: {error} "
                 "(is the disk full? to begin anew, move the file away)"
             ) from None
+
+
+def _foreign(text: str) -> tuple[Position, Foreign]:
+    term, serial, schema, protocol, version = text.split(" ", 4)
+    return (int(term), int(serial)), (int(schema), int(protocol), version)
 
 
 def _text(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""The machine that a coordinator begins to lead with: of its own journal, or of the last leader's copy."""
+"""What a coordinator begins to lead with, its own journal or the last leader's; and when it must not."""
 
 import time
+from importlib.metadata import version
 
 import msgspec
 
@@ -36,14 +37,76 @@ def restored(
         return ClusterMachine.restore(timing, state, now, "restored")
     except (ValueError, RecursionError) as error:  # No msgpack, no state of ours.
         raise JournalError(
-            f"{where}: {error} (to begin anew without the job: ftd coordinator --anew)"
+            f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
+            "ftd coordinator --anew)"
         ) from None
 
 
-def keep(journal: Journal, copy: JournalCopy) -> None:
-    """As a standby: so that what the leader knows is not lost with the broker's memory.
+def foreign(schema: int, protocol: int, theirs: str) -> str:
+    """Why this program cannot go on from a leader's journal, with the remedy; empty: it can.
 
-    :raises JournalError: it cannot be written. :raises WireError: it cannot be unpacked.
+    :param theirs: version of ftd that wrote it.
     """
-    if copy.schema == durable.SCHEMA and copy.position > journal.position:
-        journal.save_copy(copy.unpacked(), copy.position)
+    why = durable.unreadable(schema, protocol)
+    if not why:
+        return ""
+    mine = version("ftd")
+    there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"
+    return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same on this host"
+
+
+class Succession:
+    """What this coordinator would begin to lead with, and whether it could."""
+
+    def __init__(self, timing: Timing, journal: Journal, *, anew: bool) -> None:
+        """:param anew: with nothing, the first time, whatever there is.
+
+        :raises JournalError: the own journal cannot be read.
+        """
+        self._timing, self._journal, self._anew = timing, journal, anew
+        if not anew:
+            restored(timing, journal, None, time.monotonic())
+
+    @property
+    def barred(self) -> str:
+        """Why it must not lead, as far as its journal remembers; empty: it may."""
+        known = self._journal.foreign
+        return "" if self._anew or known is None else foreign(*known)
+
+    def keep(self, copy: JournalCopy) -> str:
+        """As a standby: so that what the leader knows is not lost with the broker's memory.
+
+        What cannot be read is remembered as such alone: who begins from less than there is begins too early.
+
+        :returns: why it could not be gone on from; empty: it could.
+        :raises JournalError: it cannot be written. :raises WireError: it cannot be unpacked.
+        """
+        if copy.position <= self._journal.position:
+            return ""
+        if problem := foreign(copy.schema, copy.protocol, copy.version):
+            self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
+            return "" if self._anew else problem
+        self._journal.save_copy(copy.unpacked(), copy.position)
+        return ""
+
+    def judge(self, copy: JournalCopy | None) -> str:
+        """Why it could not begin with what was found at the broker; empty: it could."""
+        if self._anew or copy is None or copy.position <= self._journal.position:
+            return ""
+        if problem := foreign(copy.schema, copy.protocol, copy.version):
+            return problem
+        try:
+            restored(self._timing, self._journal, copy, time.monotonic())
+        except JournalError as error:
+            return str(error)
+        return ""
+
+    def begin(self, copy: JournalCopy | None, now: float) -> tuple[ClusterMachine, list[Effect]]:
+        """The machine to lead with, and what it begins with.
+
+        :raises JournalError: as ``restored``.
+        """
+        anew, self._anew = self._anew, False
+        return (
+            (ClusterMachine(self._timing), []) if anew else restored(self._timing, self._journal, copy, now)
+        )

@@ -28,17 +28,19 @@ from ftd.wire.coordinators import (
     encode_copy,
     encode_leader,
     encode_peer,
+    encode_unreachable,
 )
-from ftd.wire.public import SCHEMA, encode_json
 from ftd.wire.topics import Topics
 from statemachine import durable
 from statemachine.effects import Effect, EmitEvent, PublishCluster
 from statemachine.election import ElectionMachine, Role
 from statemachine.leadership import (
     Abdicate,
+    Announce,
     Leader,
     LeaveSeat,
     Peer,
+    Refuse,
     Reign,
     SeatLost,
     SeatTaken,
@@ -47,6 +49,7 @@ from statemachine.leadership import (
     TakeSeat,
 )
 from statemachine.timing import Timing
+from statemachine.values import PROTOCOL
 
 _log = structlog.get_logger("ftd.seat")
 
@@ -75,6 +78,8 @@ class Throne:
 
     begin: Callable[[Leader, JournalCopy | None], None]
     """Lead from now on, from what the last leader left at the broker, or from one's own journal."""
+    judge: Callable[[JournalCopy | None], str]
+    """Why we could not begin from what is at the broker; empty: we could."""
     state: Callable[[], bytes]
     """The durable state, encoded."""
     end: Callable[[Leader], None]
@@ -192,6 +197,7 @@ class Seat:
             monotonic_s=at,
             version=self._version,
             schema=durable.SCHEMA,
+            protocol=PROTOCOL,
             state=state,
         )
         if self.connected:
@@ -204,30 +210,26 @@ class Seat:
         return copy.position
 
     def public_state(self) -> dict[str, Any]:
-        """Who leads, and who would next."""
+        """Who leads, who would next, and who would not although it is there."""
         machine = self.machine
-        waiting = sorted(
+        others = sorted(
             (peer for peer in machine.peers.values() if peer.incarnation != self._me.incarnation),
             key=lambda peer: peer.order,
         )
         return {
             "leader": self._me.name,
             "term": machine.term,
-            "standbys": [peer.name for peer in waiting],
+            "standbys": [peer.name for peer in others if not peer.barred],
+            "barred": {peer.name: peer.barred for peer in others if peer.barred},
         }
 
-    def unreachable(self, reason: str, *, graceful: bool) -> bytes:
-        """The cluster's state while we do not lead it, and nobody else does."""
-        return encode_json(
-            {
-                "schema": SCHEMA,
-                "phase": "UNREACHABLE",
-                "reason": reason,
-                "nodes": {},
-                "coordinator": self._me.incarnation,
-                "graceful": graceful,
-            }
-        )
+    def unreachable(self, reason: str, *, graceful: bool, whose: int | None = None) -> bytes:
+        """The cluster's state while we do not lead it, and nobody else does.
+
+        :param whose: incarnation of who led, where it was not us.
+        """
+        incarnation = self._me.incarnation if whose is None else whose
+        return encode_unreachable(reason, incarnation=incarnation, graceful=graceful)
 
     def _stamp(self) -> dict[str, Any]:
         return {"at": self._driver.now(), "cause": self._driver.cause()}
@@ -236,7 +238,17 @@ class Seat:
 
     def _perform(self, effect: Effect) -> None:
         wanted = cast(
-            EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate | SendBeat, effect
+            EmitEvent
+            | PublishCluster
+            | TakeSeat
+            | LeaveSeat
+            | Reign
+            | Suspend
+            | Abdicate
+            | SendBeat
+            | Announce
+            | Refuse,
+            effect,
         )  # Timers are the driver's.
         match wanted:
             case TakeSeat():
@@ -257,6 +269,12 @@ class Seat:
                 self._throne.emit(wanted)
             case PublishCluster():
                 self._throne.show()
+            case Announce():
+                self._watch.show(wanted.peer)
+            case Refuse():
+                event, before = wanted.event, self.machine.leader
+                whose = before.incarnation if before is not None else None  # As its last will says.
+                self._watch.refuse(event, self.unreachable(event.reason, graceful=False, whose=whose))
             case _:
                 assert_never(wanted)
 
@@ -303,7 +321,10 @@ class Seat:
             if not retained and not chair.read:
                 chair.read = True
                 terms = (self._position()[0], chair.copy.term if chair.copy is not None else 0)
-                self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, term=max(terms)))
+                problem = self._throne.judge(chair.copy)
+                self._driver.feed(
+                    SeatTaken(**self._stamp(), found=chair.found, term=max(terms), problem=problem)
+                )
         elif topic in (topics.leader, topics.journal):
             if payload and not chair.read:
                 self._read(chair, topic, payload)
@@ -367,6 +388,8 @@ def role_in_words(seat: Seat) -> str:
     machine = seat.machine
     if seat.leading:
         return "coordinating"
+    if machine.me.barred:
+        return f"standing aside: {machine.me.barred}"
     if machine.leader is not None and machine.role is Role.FOLLOWER:
         return f"standing by for {machine.leader.name}"
     return "waiting for the broker"

@@ -11,12 +11,15 @@ import structlog
 from ftd.config.address import BrokerAddress
 from ftd.errors import WireError
 from ftd.mqtt.session import MqttSession, Will
+from ftd.wire.checking import encode_event
 from ftd.wire.coordinators import JournalCopy, PeerMessage, decode_copy, decode_leader, encode_peer
-from ftd.wire.public import decode_json
+from ftd.wire.public import decode_json, event_message
 from ftd.wire.topics import Topics
+from statemachine.effects import EmitEvent
 from statemachine.events import Event
 from statemachine.leadership import (
     BeatHeard,
+    JournalJudged,
     LeaderSeen,
     LeaderVanished,
     Peer,
@@ -37,8 +40,8 @@ class Following:
     """Of the newest state in its journal."""
     met: Callable[[], None]
     """There is another coordinator, whoever leads."""
-    keep: Callable[[JournalCopy], None]
-    """The leader's journal says this now."""
+    keep: Callable[[JournalCopy], str]
+    """The leader's journal says this now; the answer: why we could not go on from it, or nothing."""
     heard: Callable[[bytes], None]
     """An event of somebody's."""
     seen: Callable[[dict[str, Any]], None]
@@ -90,6 +93,22 @@ class Watch:
         self.session.publish(self._own, b"", retain=True)
         await self.session.flush(timeout_s)
 
+    def show(self, me: Peer) -> None:
+        """This coordinator is another one than it said: it must not lead, or may again."""
+        self._me = me
+        if me.barred:
+            _log.warning("barred", why=me.barred)
+        if self._began:
+            self.session.publish(self._own, encode_peer(me, self._version), retain=True)
+
+    def refuse(self, event: EmitEvent, state: bytes) -> None:
+        """Nobody leads, and we must not: tell it where whoever looks will see it. Whoever comes to lead after
+        all says its own state over this one."""
+        _log.error(event.name, reason=event.reason)
+        message = event_message(event, monotonic=self._stamp()["at"], source="coordinator")
+        self.session.publish(self._topics.cluster_state, state, retain=True)
+        self.session.publish(self._topics.events, encode_event(message))
+
     def _announce(self) -> None:
         """Say that we are there; once we hear it, all that was retained has been heard, too."""
         self._began = False
@@ -132,11 +151,11 @@ class Watch:
             if state.get("phase") == "UNREACHABLE" and isinstance(gone := state.get("coordinator"), int):
                 graceful = state.get("graceful") is True
                 feed(LeaderVanished(**self._stamp(), incarnation=gone, graceful=graceful))
-            elif not self._leading():
+            if not self._leading():
                 self._following.seen(state)
         elif topic == topics.journal:
             if payload and not self._leading():
-                self._following.keep(decode_copy(payload))
+                self._judge(decode_copy(payload))
         elif topic == topics.leader:
             if payload:
                 feed(LeaderSeen(**self._stamp(), leader=decode_leader(payload)))
@@ -146,6 +165,11 @@ class Watch:
             self._see_peer(topic, decode_json(payload, PeerMessage))
         elif (last := topic.rpartition("/")[2]).isdecimal():
             feed(PeerVanished(**self._stamp(), incarnation=int(last)))
+
+    def _judge(self, copy: JournalCopy) -> None:
+        problem = self._following.keep(copy)
+        if problem != self._me.barred:
+            self._feed(JournalJudged(**self._stamp(), problem=problem))
 
     def _see_peer(self, topic: str, seen: PeerMessage) -> None:
         if topic != self._topics.coordinator_peer(seen.incarnation):
@@ -161,6 +185,10 @@ class Watch:
             remedy = "the same version of ftd on all coordinators' hosts"
             _log.warning("version", peer=seen.name, here=self._version, there=seen.version, remedy=remedy)
         peer = Peer(
-            name=seen.name, incarnation=seen.incarnation, priority=seen.priority, position=seen.position
+            name=seen.name,
+            incarnation=seen.incarnation,
+            priority=seen.priority,
+            position=seen.position,
+            barred=seen.barred,
         )
         self._feed(PeerSeen(**self._stamp(), peer=peer))

@@ -63,7 +63,20 @@ class Model:
     # --- what is published ---------------------------------------------------------------------------
 
     def on_state(self, state: Mapping[str, Any]) -> None:
-        """The cluster's public state, whole. It belongs to this model from now on."""
+        """The cluster's public state, whole. It belongs to this model from now on.
+
+        That nobody leads says nothing of the rest, which stays as it was told last.
+        """
+        if state.get("phase") == "UNREACHABLE":
+            why = {
+                "phase": "UNREACHABLE",
+                "reason": state["reason"],
+                "leader": "",
+                "standbys": [],
+                "barred": {},
+            }
+            self._state = {**self._state, **why}
+            return
         before, snapshot = self._state.get("snapshot"), state["snapshot"]
         if before and snapshot and {**snapshot, "at": before["at"]} == before:
             snapshot = before  # The moment is reckoned anew each time, to the millisecond.

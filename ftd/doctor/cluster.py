@@ -11,6 +11,7 @@ from ftd.config.daemon import DaemonConfig
 from ftd.doctor.finding import Finding, failed, ok, warning
 from ftd.errors import Unreachable, WireError
 from ftd.mqtt.session import MqttSession
+from ftd.view.text import barred_words
 from ftd.wire.public import decode_json
 from ftd.wire.topics import Topics
 
@@ -96,9 +97,12 @@ class _Probe:
             return
         phase, theirs = self._state.get("phase"), self._state.get("version")
         if phase == "UNREACHABLE":
-            yield warning("coordinator", "it was here and is gone", "start it: ftd coordinator")
+            reason = str(self._state.get("reason") or "it was here and is gone")
+            yield warning("coordinator", reason, "start it: ftd coordinator")
             return
         yield ok("coordinator", f"it is here, the cluster is {phase}")
+        for sentence in barred_words(self._state):
+            yield warning("standby", sentence, "the same version of ftd on all coordinators' hosts")
         mine = version("ftd")
         if theirs != mine:
             yield warning(

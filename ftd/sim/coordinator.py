@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
 from ftd.sim.checkpoints import CheckpointWork
+from ftd.sim.disk import Disk
 from ftd.sim.losses import Written
 from ftd.sim.network import Copy, Network
 from ftd.sim.plans import plan_event, planner_for
@@ -70,11 +71,7 @@ class SimCoordinator(CheckpointWork):
         self.up = False
         self.frozen = False
         self.machine = ClusterMachine(world.timing)
-        self.journal: dict[str, Any] | None = None
-        """On its own disk: what it wrote as the leader, or kept of the leader's."""
-        self.position = (0, 0)
-        self.shared = False
-        """It once kept another one's, which is on the disk, too."""
+        self.disk = Disk()
         self.leading = False
         self.crash_after: int | None = None
         """Effects until it is killed in the middle of carrying them out."""
@@ -118,9 +115,11 @@ class SimCoordinator(CheckpointWork):
         self._timers.clear()
         self._untold.clear()
         self.planner = None
-        journal = self.journal
-        if copy is not None and copy.position > self.position:
+        journal = self.disk.journal
+        if copy is not None and copy.position > self.disk.position:
             journal = copy.journal
+            if not self.disk.reads(copy):
+                self.invariants.broken(f"{self.name} begins to lead from a journal that it cannot read")
         effects: list[Effect] = []
         if journal is None:
             self.machine = ClusterMachine(self.world.timing)
@@ -150,22 +149,12 @@ class SimCoordinator(CheckpointWork):
 
     def replicate(self) -> None:
         """The journal, at the broker and on the disk. What is at the broker counts."""
-        term = self.seat.machine.term
-        serial = self.position[1] + 1 if self.position[0] == term else 1
-        self.position, self.journal = (term, serial), self.machine.durable_state()
-        view = Written(self.machine)
-        self.network.from_seat(
-            self.seat, self._replicated, Copy(position=self.position, journal=self.journal), view
-        )
+        copy = self.disk.write(self.seat.machine.term, self.machine.durable_state())
+        self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
 
     def _replicated(self, copy: Copy, view: Written) -> None:
         self.network.replicate(copy)
         self.invariants.persisted(view)
-
-    def keep(self, copy: Copy) -> None:
-        if copy.position > self.position:
-            self.position, self.journal = copy.position, copy.journal
-            self.shared = True
 
     def tell(self, event: EmitEvent) -> None:
         """Publish an event, now or when the seat is ours again."""
@@ -388,4 +377,4 @@ def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCo
     """The one that leads; or that did, as far as it knows."""
     if network.seat is not None:
         return network.seat.coordinator
-    return max(coordinators, key=lambda one: (one.leading, one.up, one.position))
+    return max(coordinators, key=lambda one: (one.leading, one.up, one.disk.position))

@@ -34,6 +34,8 @@ class Copy:
 
     position: tuple[int, int]
     journal: dict[str, Any]
+    edition: int
+    """Of the program that wrote it."""
 
 
 class Client(Protocol):
@@ -360,6 +362,11 @@ class Network:
         """A coordinator's process starts."""
         self.watches[seat.name] = seat
         self.register(seat)
+
+    def announce(self, watch: "SimSeat") -> None:
+        """A coordinator tells the others what is other of it."""
+        if self.up and self.sessions[watch.name].open:
+            self._tell_watches("met", watch.peer)
 
     def retained_for_watch(self, watch: "SimSeat") -> list[tuple[type[Any], dict[str, Any]]]:
         found: list[tuple[type[Any], dict[str, Any]]] = []

@@ -3,7 +3,7 @@
 import traceback
 from dataclasses import dataclass
 
-from ftd.sim import faults
+from ftd.sim import faults, upgrades
 from ftd.sim.coordinator import SimCoordinator, leader_of
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
@@ -57,6 +57,8 @@ class Leaning:
     protection: str = ""
     checkpoints: bool | None = None
     coordinators: int | None = None
+    upgrades: bool | None = None
+    """Coordinators get another program in the middle of it."""
     strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
     """Shortly behind an event of this name, so many of which are passed over."""
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
@@ -180,6 +182,7 @@ class Simulation:
             self.add_node()
         world.at(world.between(0.1, 1.0), self.submit)
         faults.draw(self, CHAOS_S)
+        upgrades.draw(self, CHAOS_S)
         world.at(HEAL_S, self.heal)
 
     def add_node(self) -> None:
@@ -269,6 +272,7 @@ class Simulation:
         self.place.opens()
         for name in list(self.network.sessions):
             self.network.heal(name)
+        upgrades.finish(self)
         for coordinator in self.coordinators:
             coordinator.thaw()
             coordinator.restart()

@@ -13,9 +13,11 @@ from statemachine.election import ElectionMachine
 from statemachine.events import TimerFired
 from statemachine.leadership import (
     Abdicate,
+    Announce,
     BeatHeard,
     ElectionEffect,
     ElectionEvent,
+    JournalJudged,
     Leader,
     LeaderSeen,
     LeaderVanished,
@@ -23,6 +25,7 @@ from statemachine.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
+    Refuse,
     Reign,
     SeatLost,
     SeatTaken,
@@ -45,7 +48,7 @@ class SimSeat:
         self.coordinator, self.world, self.network = coordinator, world, network
         self.name = coordinator.name
         self.incarnation = coordinator.incarnation
-        self.machine = ElectionMachine(self.peer, world.timing, shared=coordinator.shared)
+        self.machine = ElectionMachine(self.peer, world.timing, shared=coordinator.disk.shared)
         self.reigning = False
         self.speaks = False
         """Under the present taking of the seat, the journal and the record are on their way."""
@@ -59,7 +62,8 @@ class SimSeat:
 
     @property
     def peer(self) -> Peer:
-        return Peer(name=self.name, incarnation=self.incarnation, position=self.coordinator.position)
+        disk = self.coordinator.disk
+        return Peer(name=self.name, incarnation=self.incarnation, position=disk.position, barred=disk.barred)
 
     @property
     def alive(self) -> bool:
@@ -91,7 +95,7 @@ class SimSeat:
 
     def met(self, peer: Peer) -> None:
         if peer.name != self.name:
-            self.coordinator.shared = True
+            self.coordinator.disk.shared = True
         self.feed(PeerSeen, peer=peer)
 
     def parted(self, incarnation: int) -> None:
@@ -100,15 +104,19 @@ class SimSeat:
     def kept(self, copy: "Copy") -> None:
         """The leader's journal, for the day that the broker forgets it."""
         if self.alive and not self.coordinator.frozen and not self.reigning:
-            self.coordinator.keep(copy)
+            disk = self.coordinator.disk
+            disk.keep(copy)
+            if disk.barred != self.machine.me.barred:
+                self.feed(JournalJudged, problem=disk.barred)
 
     # --- the seat's session --------------------------------------------------------------------------
 
     def seated(self, attempt: int, found: Leader | None, copy: "Copy | None") -> None:
         if attempt == self.attempt:
             self.copy = copy
-            terms = (self.coordinator.position[0], copy.position[0] if copy is not None else 0)
-            self.feed(SeatTaken, found=found, term=max(terms))
+            disk = self.coordinator.disk
+            terms = (disk.position[0], copy.position[0] if copy is not None else 0)
+            self.feed(SeatTaken, found=found, term=max(terms), problem=disk.judge(copy))
 
     def unseated(self, attempt: int) -> None:
         if attempt == self.attempt:
@@ -158,6 +166,10 @@ class SimSeat:
                 self.network.from_seat(self, self.network.beat, effect.leader)
             case EmitEvent():
                 self.coordinator.tell(effect)
+            case Announce():
+                self.network.announce(self)
+            case Refuse():
+                self.world.note(self.name, effect.event.reason)
             case PublishCluster():
                 pass  # Nobody here reads who stands by.
             case _:

@@ -57,8 +57,9 @@ class Picture:
         return int(job["steps"]) if job else self._total_steps
 
     def see_state(self, state: JsonMap) -> None:
-        if "nodes" not in state:  # the last will of the coordinator says the phase alone
-            state = {**self._state, **state}
+        if state.get("phase") == "UNREACHABLE":  # It knows no more: what stood there is the newest there is.
+            why = {"phase": "UNREACHABLE", "reason": state.get("reason", "")}
+            state = {**self._state, **why, "waiting_for": "", "leader": "", "standbys": [], "barred": {}}
         self._state = state
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
@@ -119,6 +120,8 @@ class Picture:
             f"{phase}, {plural(at_work, 'node')} at work",
         ]
         waiting = self._state.get("waiting_for")
+        if self._state.get("phase") == "UNREACHABLE":
+            waiting = f"a coordinator: {self._state['reason']}"
         planning = planning_words(self._state)
         parts[-1] += (f", waiting for {waiting}" if waiting else "") + (f", {planning}" if planning else "")
         return "  ".join(parts)
@@ -194,9 +197,13 @@ class Picture:
             grid,
             title=title,
             title_align="left",
-            subtitle=leader_words(self._state) if self._state.get("standbys") else None,
+            subtitle=leader_words(self._state) if self._several() else None,
             border_style=style,
         )
+
+    def _several(self) -> bool:
+        """There is more than one coordinator."""
+        return bool(self._state.get("standbys") or self._state.get("barred"))
 
     def _current_loss(self) -> float | None:
         return self._loss if self._loss is not None else self._state.get("loss")

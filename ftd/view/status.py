@@ -7,7 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, node_table
-from ftd.view.text import PHASE_STYLES, JsonMap, NodeColours, duration, leader_words, number, size
+from ftd.view.text import (
+    PHASE_STYLES,
+    JsonMap,
+    NodeColours,
+    barred_words,
+    duration,
+    leader_words,
+    number,
+    size,
+)
 
 _MEANINGS = {
     "WAITING": "no job is running",
@@ -53,6 +62,8 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("plan", f"generation {state['generation']}")
     if leader := leader_words(state):
         grid.add_row("coordinator", leader)
+    for sentence in barred_words(state):
+        grid.add_row("", Text(sentence, style="yellow"))
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
     if checkpoint := state.get("checkpoint"):

@@ -37,10 +37,13 @@ EVENT_MARKS = {
     "NodeFenced": ("✖", "red"),
     "NodeRejected": ("✖", "yellow"),
     "JobFailed": ("✖", "bold red"),
+    "TakeoverRefused": ("✖", "bold red"),
     "ReplicasDiverged": ("✖", "bold red"),
     "ChaosInjected": ("↯", "bold yellow"),
     "ChaosRefused": ("↯", "yellow"),
     "BrokerLost": ("▲", "yellow"),
+    "LeaderLost": ("▲", "yellow"),
+    "StandbyBarred": ("▲", "yellow"),
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
     "ReplicaDiverged": ("▲", "yellow"),
@@ -52,6 +55,7 @@ EVENT_MARKS = {
     "RecoveryCompleted": ("✔", "bold green"),
     "JobFinished": ("✔", "bold green"),
     "BrokerRestored": ("✔", "green"),
+    "LeaderElected": ("✔", "green"),
 }
 """Every other event gets a dim dot."""
 
@@ -150,7 +154,14 @@ def leader_words(state: JsonMap) -> str:
         return ""
     standbys = [str(name) for name in state.get("standbys") or ()]
     behind = f"standing by: {', '.join(standbys)}" if standbys else "nobody stands by"
-    return f"{leader} leads, {behind}"
+    barred = state.get("barred") or {}
+    beside = f"; not able to take over: {', '.join(map(str, barred))}" if barred else ""
+    return f"{leader} leads, {behind}{beside}"
+
+
+def barred_words(state: JsonMap) -> list[str]:
+    """A sentence for each coordinator that is there and would not take over."""
+    return [f"{name} will not take over: {why}" for name, why in (state.get("barred") or {}).items()]
 
 
 def layer_range(first_layer: int, end_layer: int) -> str:

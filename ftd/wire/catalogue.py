@@ -56,6 +56,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.ChaosInjected,
         e.ChaosRefused,
         e.LeaderLost,
+        e.StandbyBarred,
         e.BrokerLost,
         e.MessageRefused,
     ),
@@ -68,7 +69,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         s.RestoreFailed,
         s.CheckpointGivenUp,
     ),
-    "critical": (e.JobFailed, e.ClusterPaused),
+    "critical": (e.JobFailed, e.ClusterPaused, e.TakeoverRefused),
 }
 
 EVENTS: dict[str, type[Details]] = {kind.__name__: kind for kinds in _BY_SEVERITY.values() for kind in kinds}

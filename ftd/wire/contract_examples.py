@@ -91,6 +91,8 @@ DETAILS: dict[str, Json] = {
     "CheckpointSkipped": {"url": "/checkpoints/gpt"},
     "LeaderLost": {"leader": "host-a", "term": 3, "how": "last_will", "detected_at": 1005.003},
     "LeaderElected": {"leader": "host-b", "term": 4, "took_s": 0.012},
+    "StandbyBarred": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
+    "TakeoverRefused": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
 }  # fmt: skip
 """Of events that have any."""
 
@@ -117,7 +119,7 @@ def envelope(event: str, details: Json) -> Json:
 EXAMPLES: dict[str, Json] = {
     "ClusterState": {
         "schema": 1, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
-        "standbys": ["host-b"], "at": _AT, "phase": "RUNNING",
+        "standbys": ["host-b"], "barred": {}, "at": _AT, "phase": "RUNNING",
         "generation": 3, "step": 90, "loss": 2.6112, "step_s": 0.1, "samples_per_s": 320.0, "waiting_for": "",
         "outcome": "", "planning": None,
         "snapshot": {

@@ -36,6 +36,8 @@ class PeerMessage(msgspec.Struct, frozen=True, kw_only=True):
     position: tuple[int, int] = (0, 0)
     """Term and number of the newest state that it keeps."""
     version: str = ""
+    barred: str = ""
+    """Why it must not lead; empty: it would."""
     gone: bool = False
     """It is not there any more: its last will."""
     schema: int = SCHEMA
@@ -54,6 +56,8 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
     """Of ``state``."""
     state: bytes
     packed: bool = False
+    protocol: int = 0
+    """That the writer's nodes speak; 0: it did not say."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -88,8 +92,23 @@ def encode_peer(peer: Peer, version: str, *, gone: bool = False) -> bytes:
             priority=peer.priority,
             position=peer.position,
             version=version,
+            barred=peer.barred,
             gone=gone,
         )
+    )
+
+
+def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> bytes:
+    """The cluster's state where nobody leads. ``incarnation``: of who did."""
+    return encode_json(
+        {
+            "schema": SCHEMA,
+            "phase": "UNREACHABLE",
+            "reason": reason,
+            "nodes": {},
+            "coordinator": incarnation,
+            "graceful": graceful,
+        }
     )
 
 

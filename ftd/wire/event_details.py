@@ -334,6 +334,21 @@ class LeaderElected(Details, frozen=True, kw_only=True):
     """Since the loss was noticed."""
 
 
+class StandbyBarred(Details, frozen=True, kw_only=True):
+    """A coordinator stands by and would not take over: it cannot go on from the leader's journal."""
+
+    coordinator: str
+    """Its name."""
+    why: str
+
+
+class TakeoverRefused(Details, frozen=True, kw_only=True):
+    """Nobody leads, and the coordinator that is left must not: told by itself. Training goes on."""
+
+    coordinator: str
+    why: str
+
+
 class BrokerLost(Details, frozen=True, kw_only=True):
     """The coordinator lost the broker (told when it is back)."""
 

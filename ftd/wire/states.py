@@ -93,6 +93,8 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     """Under which it leads; one more with each taking over."""
     standbys: list[str] = []
     """Names of the coordinators that would take over, in this order."""
+    barred: dict[str, str] = {}
+    """Those that are there and would not, each with the reason in words: another version of ftd."""
     at: str
     """ISO-8601, UTC."""
     phase: ClusterPhase

@@ -47,6 +47,7 @@ class Coordinator:
             subscriptions=(TOPICS.node_signal(), TOPICS.cluster_state),
             throne=Throne(
                 begin=lambda leader, copy: self.begun.append((leader, copy)),
+                judge=lambda copy: "",
                 state=lambda: self.state,
                 end=self.ended.append,
                 emit=self._emit,
@@ -55,7 +56,7 @@ class Coordinator:
             following=Following(
                 position=lambda: (0, 0),
                 met=lambda: None,
-                keep=self.copies.append,
+                keep=self._keep,
                 heard=lambda payload: None,
                 seen=lambda state: None,
             ),
@@ -77,6 +78,10 @@ class Coordinator:
 
     def _emit(self, event: EmitEvent) -> None:
         self.events.append(event.name)
+
+    def _keep(self, copy: JournalCopy) -> str:
+        self.copies.append(copy)
+        return ""
 
     def _shown(self) -> None:
         self.told.append(self.seat.public_state()["standbys"])

@@ -12,6 +12,7 @@ import pytest
 
 from ftd.sim import damage, faults, plans
 from ftd.sim.coordinator import SimCoordinator
+from ftd.sim.disk import Disk
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, run_seed
 from planner.parts import part_needs
@@ -112,6 +113,41 @@ def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytes
     blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
     found("generation", leaning=Leaning(coordinators=3, strikes=strikes))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "expected", "strikes"),
+    [
+        ("judge", "a journal that it cannot read", ()),
+        (
+            "start",
+            "",
+            (
+                ("GenerationStarted", faults.restart_broker, 1),
+                ("StepCommitted", faults.crash_coordinator, 3),
+                ("StepCommitted", faults.restart_broker, 6),
+            ),
+        ),
+    ],
+)
+def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutant: str, expected: str, strikes: Any
+) -> None:
+    """It takes what it cannot read for nothing; or forgets with its process that there was such a journal."""
+
+    def start(self: SimCoordinator, real: Callable[[SimCoordinator], None] = SimCoordinator.start) -> None:
+        self.disk.foreign = None
+        real(self)
+
+    if mutant == "judge":
+        monkeypatch.setattr(Disk, "judge", lambda self, copy: "")
+    else:
+        monkeypatch.setattr(SimCoordinator, "start", start)
+    found(
+        expected,
+        range(20, 220),
+        Leaning(coordinators=3 if mutant == "judge" else 2, upgrades=True, strikes=strikes),
+    )
 
 
 def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

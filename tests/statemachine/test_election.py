@@ -1,5 +1,6 @@
 """Who leads: the election machine, event by event."""
 
+from dataclasses import replace
 from typing import Any
 
 from statemachine.effects import Effect, PublishCluster
@@ -7,8 +8,10 @@ from statemachine.election import ElectionMachine, Role
 from statemachine.events import TimerFired
 from statemachine.leadership import (
     Abdicate,
+    Announce,
     BeatHeard,
     ElectionEvent,
+    JournalJudged,
     Leader,
     LeaderSeen,
     LeaderVanished,
@@ -16,6 +19,7 @@ from statemachine.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
+    Refuse,
     Reign,
     SeatLost,
     SeatTaken,
@@ -233,3 +237,63 @@ def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
     orphan.machine = ElectionMachine(orphan.machine.me, TIMING, shared=True)
     orphan.feed(WatchBegan)
     assert orphan.machine._due["silence"] == orphan.at + TIMING.orphan_s
+
+
+def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> None:
+    one = One().follows()
+    [announced] = [e for e in one.feed(JournalJudged, problem="schema 2") if isinstance(e, Announce)]
+    assert announced.peer.barred == "schema 2" and announced.peer.name == "bert"
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    [refused] = [e for e in one.out if isinstance(e, Refuse)]
+    assert "bert must not: schema 2" in refused.event.reason and not one.has(TakeSeat)
+    assert not one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(WatchBroke)
+    one.feed(LeaderSeen, leader=ANNA)
+    one.feed(WatchBegan)
+    assert one.has(Refuse)  # The broker may have forgotten it.
+    one.feed(LeaderSeen, leader=Leader(term=5, name="cora", incarnation=3))
+    one.feed(JournalJudged, problem="")
+    assert one.has(Announce) and not one.machine.me.barred
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    one.reigns(found=Leader(term=5, name="cora", incarnation=3))
+
+
+def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all() -> None:
+    anna, aside = (
+        Peer(name="anna", incarnation=1),
+        Peer(name="aside", incarnation=9, priority=9, barred="old"),
+    )
+    one = One().follows(ANNA, anna, aside)
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.has(TakeSeat)
+    other = One("aside", 9, priority=9).follows(ANNA, anna, Peer(name="bert", incarnation=2))
+    other.feed(JournalJudged, problem="old")
+    other.feed(LeaderVanished, incarnation=1, graceful=False)
+    other.fire("turn")
+    assert not other.has(TakeSeat) and not other.has(Refuse)
+    other.feed(PeerVanished, incarnation=2)
+    other.fire("turn")
+    assert other.has(Refuse)
+
+
+def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attempt() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(SeatTaken, found=ANNA, term=4, problem="damaged")
+    assert one.has(LeaveSeat) and one.has(Refuse) and not one.has(Reign)
+    assert one.machine.role is Role.FOLLOWER and one.machine.me.barred == "damaged"
+
+
+def test_the_leader_tells_who_would_not_take_over() -> None:
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, barred="older"))
+    one.feed(WatchBegan)
+    one.fire("silence")
+    one.reigns()
+    assert one.names().count("StandbyBarred") == 1
+    cora = Peer(name="cora", incarnation=3)
+    one.feed(PeerSeen, peer=cora)
+    one.feed(PeerSeen, peer=replace(cora, barred="older"))
+    assert one.names().count("StandbyBarred") == 1 and one.has(PublishCluster)
+    one.feed(PeerSeen, peer=replace(cora, barred="older"))
+    assert not one.out

@@ -48,7 +48,11 @@ export function drawHeader(store) {
     + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · what the coordinator publishes, and nothing else`);
 }
 
-const leads = ({ leader, standbys }) => `${leader} leads${standbys?.length ? `, ${standbys.join(", ")} standing by` : ""}`;
+function leads({ leader, standbys, barred }) {
+  const behind = standbys?.length ? `, ${standbys.join(", ")} standing by` : "";
+  const beside = Object.keys(barred ?? {});
+  return `${leader} leads${behind}${beside.length ? `, ${beside.join(", ")} not able to take over ▲` : ""}`;
+}
 
 function drawLink(store) {
   const link = $("link");
@@ -61,6 +65,9 @@ function banner(store, state, phase) {
   let text = "", grave = false;
   if (store.link === "lost") {
     text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`;
+    grave = true;
+  } else if (phase === "UNREACHABLE") {
+    text = `No coordinator leads: ${state.reason}. Training goes on by itself; what stands here is as of then.`;
     grave = true;
   } else if (phase === "PAUSED") {
     text = `Paused: training stands still until there is ${state.waiting_for || "what it needs"}.`;

@@ -7,10 +7,11 @@ export const NODE_WORDS = {
 };
 export const PHASE_MARKS = {
   WAITING: "◌", RUNNING: "▶", QUIESCING: "◐", RECOVERING: "◑", PAUSED: "▮▮", FINISHED: "✔", FAILED: "✖",
+  UNREACHABLE: "?",
 };
 export const SEVERITIES = ["info", "warning", "error", "critical"];
 export const SEVERITY_MARKS = { info: "·", warning: "▲", error: "◆", critical: "⬢" };
-const GOOD = new Set(["RecoveryCompleted", "JobFinished", "NodeRecovered", "NodeJoined", "BrokerRestored",
+const GOOD = new Set(["RecoveryCompleted", "JobFinished", "NodeRecovered", "NodeJoined", "BrokerRestored", "LeaderElected",
   "StragglerRecovered", "TrainingResumed", "ShardRepaired", "SnapshotCompleted", "CheckpointCompleted"]);
 const BAD = new Set(["NodeLost", "TrainerLost", "NodeFenced"]);
 
