@@ -1,5 +1,7 @@
 """``ftd chaos``: faults on demand, over MQTT, where the nodes' configuration allows it."""
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,7 +20,7 @@ from ftd.cli.options import (
 from ftd.config.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.chaos.values import NodeFault, Process
+    from ftd.chaos.values import NodeFault
 
 NodeArgument = Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")]
 TargetOption = Annotated[
@@ -27,6 +29,14 @@ TargetOption = Annotated[
 DeviceOption = Annotated[
     int | None, typer.Option(min=0, help="Strike the trainer of this device alone; default: all.")
 ]
+ForEver = Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")]
+For10 = Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")]
+SizeOption = Annotated[
+    int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
+]
+SeedOption = Annotated[int, typer.Option(help="What is drawn from.")]
+Wish = dict[str, Any]
+"""What a command says of its fault beyond kind and node: fields of ``ftd.chaos.values.Fault``, and a seed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +48,7 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode=None,
     )
     for command in (kill, term, stop, hang, raise_, slow, flip, disconnect, lossy, fill_memory, fill_disk):
-        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(command)
+        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_striking(command))
     chaos.command("run")(run)
     chaos.command("soak")(soak.soak)
     app.add_typer(chaos)
@@ -48,78 +58,58 @@ def kill(
     node: NodeArgument,
     target: TargetOption = "node",
     device: DeviceOption = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """SIGKILL a node's daemon and all its trainers together, or trainers alone.
 
     Example: ftd chaos kill node-2 --target trainer
     """
-    _strike(address_of(broker, cluster, config), "kill", node, target, device, None, as_json)
+    return {"process": target, "device": device}
 
 
 def term(
     node: NodeArgument,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """Make a node leave gracefully, as SIGTERM and a spot notice do.
 
     Example: ftd chaos term node-2
     """
-    _strike(address_of(broker, cluster, config), "term", node, "node", None, None, as_json)
+    return {"process": "node"}
 
 
 def stop(
     node: NodeArgument,
     target: TargetOption = "trainer",
     device: DeviceOption = None,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    for_s: ForEver = None,
+) -> Wish:
     """SIGSTOP: trainers freeze, or with --target node the daemon, too.
 
     Example: ftd chaos stop node-2 --for 5
     """
-    _strike(address_of(broker, cluster, config), "stop", node, target, device, for_s, as_json)
+    return {"process": target, "device": device, "for_s": for_s}
 
 
 def hang(
     node: NodeArgument,
     device: DeviceOption = None,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: an hour.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """Put the main thread of trainers to sleep while their other threads live on.
 
     Example: ftd chaos hang node-2
     """
-    _strike(address_of(broker, cluster, config), "hang", node, "trainer", device, for_s, as_json)
+    return {"device": device, "for_s": for_s}
 
 
 def raise_(
     node: NodeArgument,
     device: DeviceOption = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """Have an exception come out of the training loop, as a bug of the user's code would.
 
     Example: ftd chaos raise node-2
     """
-    _strike(address_of(broker, cluster, config), "raise", node, "trainer", device, None, as_json)
+    return {"device": device}
 
 
 def slow(
@@ -128,47 +118,35 @@ def slow(
         float, typer.Option(min=1.0, help="Computing takes so many times as long; 1 ends it.")
     ] = 3.0,
     device: DeviceOption = None,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    for_s: ForEver = None,
+) -> Wish:
     """Make a node's trainers compute slowly, as a hot or shared machine does.
 
     Example: ftd chaos slow node-2 --factor 3 --for 60
     """
-    _strike(address_of(broker, cluster, config), "slow", node, "trainer", device, for_s, as_json, factor)
+    return {"device": device, "for_s": for_s, "factor": factor}
 
 
 def flip(
     node: NodeArgument,
     device: DeviceOption = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """Change one bit of what a node's memory keeps of the newest snapshot.
 
     Example: ftd chaos flip node-2
     """
-    _strike(address_of(broker, cluster, config), "flip", node, "trainer", device, None, as_json)
+    return {"device": device}
 
 
 def disconnect(
     node: NodeArgument,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 5.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Wish:
     """Cut a node's connection to the broker without a goodbye; it comes back by itself.
 
     Example: ftd chaos disconnect node-2 --for 3
     """
-    _strike(address_of(broker, cluster, config), "disconnect", node, "node", None, for_s, as_json)
+    return {"process": "node", "for_s": for_s}
 
 
 def lossy(
@@ -180,89 +158,83 @@ def lossy(
     late_s: Annotated[
         float, typer.Option("--late", min=0.0, max=60.0, help="Seconds that a message is late at most.")
     ] = 0.0,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn from.")] = 0,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    for_s: For10 = None,
+    seed: SeedOption = 0,
+) -> Wish:
     """Lose, double and delay messages between a node and the coordinator, in both directions.
 
     Example: ftd chaos lossy node-2 --drop 0.05 --duplicate 0.2 --late 0.3 --for 20
     """
-    address = address_of(broker, cluster, config)
-    more = {"drop": drop, "duplicate": duplicate, "late_s": late_s}
-    _strike(address, "lossy", node, "node", None, for_s, as_json, seed=seed, **more)
+    return {
+        "process": "node",
+        "for_s": for_s,
+        "drop": drop,
+        "duplicate": duplicate,
+        "late_s": late_s,
+        "seed": seed,
+    }
 
 
 def fill_memory(
     node: NodeArgument,
-    size_mib: Annotated[
-        int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
-    ] = None,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    size_mib: SizeOption = None,
+    for_s: For10 = None,
+) -> Wish:
     """Leave no room in the memory file system that a node's snapshots live in.
 
     Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
     """
-    address = address_of(broker, cluster, config)
-    _strike(address, "fill_memory", node, "node", None, for_s, as_json, size_mib=size_mib)
+    return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
 def fill_disk(
     node: NodeArgument,
-    size_mib: Annotated[
-        int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
-    ] = None,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    size_mib: SizeOption = None,
+    for_s: For10 = None,
+) -> Wish:
     """Leave no room on the disk that the job's checkpoints are on.
 
     Example: ftd chaos fill-disk node-2 --size-mib 512 --for 5
     """
-    address = address_of(broker, cluster, config)
-    _strike(address, "fill_disk", node, "node", None, for_s, as_json, size_mib=size_mib)
+    return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
-def _strike(
-    address: ClusterAddress,
-    do: "NodeFault",
-    node: str,
-    target: "Process",
-    device: int | None,
-    for_s: float | None,
-    as_json: bool,
-    factor: float | None = None,
-    seed: int = 0,
-    **more: Any,
-) -> None:
+def _where(
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> tuple[ClusterAddress, bool]:
+    """The options that all have."""
+    return address_of(broker, cluster, config), as_json
+
+
+def _striking(wish: Callable[..., Wish]) -> Callable[..., None]:
+    """The command of a fault: its own options, then those of ``_where``."""
+    own, common = inspect.signature(wish).parameters, inspect.signature(_where).parameters
+
+    def command(**given: Any) -> None:
+        address, as_json = _where(**{name: given.pop(name) for name in common})
+        do: Any = wish.__name__.rstrip("_")
+        _strike(address, do, given["node"], wish(**given), as_json=as_json)
+
+    parameters = [*own.values(), *common.values()]
+    command.__doc__ = wish.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: Wish, *, as_json: bool) -> None:
     """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
     from ftd.chaos.inject import RemoteInjector
     from ftd.chaos.targets import layout_of
     from ftd.chaos.values import AfterTime, Fault, Nodes
     from ftd.client import ClusterClient
 
-    fault = Fault(
-        id=do,
-        trigger=AfterTime(delay_s=0.0),
-        do=do,
-        target=Nodes(names=(node,)),
-        process=target,
-        device=device,
-        for_s=for_s,
-        factor=factor,
-        **more,
-    )
+    seed = wish.pop("seed", 0)
+    wanted = {"process": "trainer", **wish}
+    fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=Nodes(names=(node,)), **wanted)
 
     async def ask() -> None:
         async with ClusterClient(address) as client:
