@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
 from ftd.sim.checkpoints import CheckpointWork
-from ftd.sim.disk import Disk
+from ftd.sim.disk import Copy, Disk
 from ftd.sim.losses import Written
-from ftd.sim.network import Copy, Network
+from ftd.sim.network import Network
 from ftd.sim.plans import plan_event, planner_for
 from ftd.sim.seat import SimSeat
 from ftd.sim.world import World

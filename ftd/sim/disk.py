@@ -1,8 +1,17 @@
 """A simulated coordinator's disk and program: what outlives its process, and which journals it can read."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from ftd.sim.network import Copy
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """The leader's journal, as it is retained."""
+
+    position: tuple[int, int]
+    journal: dict[str, Any]
+    edition: int
+    """Of the program that wrote it."""
 
 
 class Disk:

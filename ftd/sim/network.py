@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ftd.sim.disk import Copy
 from ftd.sim.world import World
 from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, Peer, PeerSeen, PeerVanished
@@ -26,16 +27,6 @@ TO_ALL = "coordinator to all"
 
 COORDINATOR = "coordinator"
 """The seat: the session of whichever coordinator leads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """The leader's journal, as it is retained."""
-
-    position: tuple[int, int]
-    journal: dict[str, Any]
-    edition: int
-    """Of the program that wrote it."""
 
 
 class Client(Protocol):

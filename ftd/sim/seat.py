@@ -38,7 +38,8 @@ from statemachine.leadership import (
 
 if TYPE_CHECKING:
     from ftd.sim.coordinator import SimCoordinator
-    from ftd.sim.network import Copy, Network
+    from ftd.sim.disk import Copy
+    from ftd.sim.network import Network
 
 
 class SimSeat:
