@@ -108,7 +108,8 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
     replicas = policy.tolerate + 1
     if nodes < replicas * n0:
         most = nodes // n0 - 1
-        advice = f"set tolerance.failures to at most {most}, or start" if most >= 0 else "start"
+        fewer = f"at most {most}" if most > 0 else "0"
+        advice = f"set tolerance.failures to {fewer}, or start" if most >= 0 else "start"
         raise InfeasibleError(
             f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {n0} nodes each, "
             f"{replicas * n0} nodes, and there are {nodes} nodes; {advice} {replicas * n0} nodes"

@@ -67,7 +67,9 @@ def _recoveries(report: Report) -> list[str]:
     if not report.recoveries:
         return [
             "<h2>Recoveries</h2>",
-            "<p>No failure, no join, no drain: one plan from the first step on.</p>",
+            "<p>No failure, no join, no drain: one plan from the first step on.</p>"
+            if report.steps
+            else "<p>No step was committed.</p>",
         ]
     key = "".join(f'<i style="background:{colour}"></i>{name}' for name, colour in PHASES)
     longest = max(sum(_phases_ms(r)) for r in report.recoveries)

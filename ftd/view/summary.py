@@ -46,7 +46,8 @@ def render_summary(report: Report) -> RenderableType:
         ]
         parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
     else:
-        parts += ["", Text("No failure, no join, no drain: one plan from the first step to the last.")]
+        ran = "No failure, no join, no drain: one plan from the first step to the last."
+        parts += ["", Text(ran if report.steps else "No step was committed.")]
     unanswered = [f for f in report.faults if not f.generations]
     if unanswered:
         parts += [

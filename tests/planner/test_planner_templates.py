@@ -95,6 +95,8 @@ def test_one_row_per_microbatch_cannot_keep_two_devices_busy_with_one_layer() ->
 def test_f_too_large_names_the_setting_and_what_would_work() -> None:
     with pytest.raises(InfeasibleError, match=r"tolerance\.failures = 2 .* at most 1, or start 6 nodes"):
         check_tolerance(policy_of(tolerate=2), n0=2, nodes=4)
+    with pytest.raises(InfeasibleError, match=r"set tolerance\.failures to 0, or start 4 nodes"):
+        check_tolerance(policy_of(tolerate=1), n0=2, nodes=3)
     check_tolerance(policy_of(tolerate=1), n0=2, nodes=4)
 
 

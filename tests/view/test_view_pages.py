@@ -78,11 +78,14 @@ def test_the_summary_begins_with_the_outcome(report: Report) -> None:
     assert "ab" * 32 in text
 
 
-def test_the_summary_of_a_quiet_and_unfinished_run() -> None:
-    text = printed(render_summary(ReportBuilder().build()))
+def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
+    builder = ReportBuilder()
+    text = printed(render_summary(builder.build()))
     assert "unfinished" in text
-    assert "No failure, no join, no drain" in text
+    assert "No step was committed" in text
     assert "none: the job did not finish" in text
+    builder.on_event(event("StepCommitted", 1.0, step=1, generation=1, details={"loss": 2.0, "step_s": 0.1}))
+    assert "No failure, no join, no drain" in printed(render_summary(builder.build()))
 
 
 def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
