@@ -105,7 +105,8 @@ def shards(result: Result, mib: int, directory: Path) -> None:
         )
 
 
-def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path) -> None:
+def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport]) -> Engine:
+    """An engine that trains a model of about ``mib`` MiB of state by itself, and takes snapshots."""
     layers = max(2, mib // 12)
     (directory / "linear.py").write_text(SCRIPT)
     data = TrainingData(
@@ -119,8 +120,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     )
     pace = Pace()
     engine = Engine(data, torch.device("cpu"), pace)
-    reports: list[SnapshotReport] = []
-    writer = engine.snapshots = SnapshotWriter(
+    engine.snapshots = SnapshotWriter(
         job_id="benchmark",
         directory=arena,
         limit_bytes=None,
@@ -148,19 +148,36 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
         ),
         SoloCommunicator(),
     )
-    steps_s: dict[bool, list[float]] = {True: [], False: []}
     engine.step(lambda: False)
+    return engine
+
+
+def steps_of(engine: Engine, *, snaps: bool) -> list[float]:
+    """Seconds of one round's, with a snapshot behind each or with none."""
+    writer = engine.snapshots
+    assert writer is not None
+    steps_s = []
+    for step in range(STEPS):
+        started = time.perf_counter()
+        if engine.step(lambda: False, lambda: snaps).snap:
+            writer.keep(engine.committed_step - 1)
+            engine.begin_snapshot(1)
+        if step:
+            steps_s.append(time.perf_counter() - started)
+    writer.finish()
+    return steps_s
+
+
+def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path) -> None:
+    """Notes and limits of a run in rounds with and without snapshots."""
+    reports: list[SnapshotReport] = []
+    engine = alone(mib, directory, arena, reports)
+    steps_s: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * rounds):
         snaps = number % 2 == 1
-        for step in range(STEPS):
-            started = time.perf_counter()
-            if engine.step(lambda: False, lambda: snaps).snap:  # noqa: B023
-                writer.keep(engine.committed_step - 1)
-                engine.begin_snapshot(1)
-            if step:
-                steps_s[snaps].append(time.perf_counter() - started)
-        writer.finish()
-    writer.close()
+        steps_s[snaps] += steps_of(engine, snaps=snaps)
+    assert engine.snapshots is not None
+    engine.snapshots.close()
     snapped = [report for report in reports if isinstance(report, Snapped)]
     size_bytes = snapped[-1].size_bytes
     one, other = np.ones(size_bytes, dtype=np.uint8), np.ones(size_bytes, dtype=np.uint8)
@@ -171,7 +188,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     copy_s = statistics.median(report.copy_s for report in snapped)
     without_s, with_s = statistics.median(steps_s[False]), statistics.median(steps_s[True])
     figures = {
-        "state": f"{size_bytes / MIB:.0f} MiB in {layers} layers",
+        "state": f"{size_bytes / MIB:.0f} MiB in {engine.model.layer_count} layers",
         "copying, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
         "stall, median / worst": f"{1e3 * stall_s:.1f} / {1e3 * worst_s:.1f} ms",
         "one memcpy of it": f"{1e3 * memcpy_s:.1f} ms",
@@ -185,10 +202,10 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
         "memcpy_s": memcpy_s,
         "steps_s": {"with": steps_s[True], "without": steps_s[False]},
     }
-    result.limits.append(
-        Limit(name="stall, median, in memcpys of the shard", measured=stall_s / memcpy_s, limit=1)
-    )
-    result.limits.append(Limit(name="step with over step without", measured=with_s / without_s, limit=1.02))
+    result.limits += [
+        Limit(name="stall, median, in memcpys of the shard", measured=stall_s / memcpy_s, limit=1),
+        Limit(name="step with over step without", measured=with_s / without_s, limit=1.02),
+    ]
 
 
 def run() -> None:

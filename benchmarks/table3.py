@@ -153,23 +153,56 @@ def report(
             "step ms", "less %", "gap %", "its s",
         ),
     )  # fmt: skip
+    gains = [100 * (1 - found.step_ms / found.paper_step_ms) for found in planned]
+    gaps = [
+        100 * (found.step_ms / found.step_bound_ms - 1) if found.step_bound_ms else math.inf
+        for found in planned
+    ]
     unequal = 0
-    gains, gaps = [], []
-    for entry, cell, found in zip(known, cells, planned, strict=True):
+    for entry, cell, found, gain, gap in zip(known, cells, planned, gains, gaps, strict=True):
         wanted = {split: entry["optimum_ms"][name] for split, name in READINGS.items()}
         equal = found.objective_ms == wanted and found.proved
         unequal += not equal
-        gains.append(100 * (1 - found.step_ms / found.paper_step_ms))
-        gaps.append(100 * (found.step_ms / found.step_bound_ms - 1) if found.step_bound_ms else math.inf)
         result.rows.append((
             cell.name, f"{entry['paper_table3_s']:,.2f}", f"{max(found.seconds.values()):.3f}",
             f"{found.objective_ms['any']:.3f}", "yes" if equal else "NO",
-            f"{found.step_ms:.2f}", f"{gains[-1]:.1f}", f"{gaps[-1]:.2f}", f"{found.step_seconds:.2f}",
+            f"{found.step_ms:.2f}", f"{gain:.1f}", f"{gap:.2f}", f"{found.step_seconds:.2f}",
         ))  # fmt: skip
-    worst = max(max(found.seconds.values()) for found in planned)
-    result.limits = [
+    result.limits = limits(cells, planned, unequal, largest, sizes)
+    result.notes = [
+        "ours: the slower of the two node splits; optimum: ms, with the split in any order",
+        "equal: both splits' objectives are the known ones to the last bit, and are proved",
+        "step: of the plan for 128 microbatches, simulated; less: than the step of the paper's plan",
+        "gap: how far its step may at most be from the best one; its s: to plan it",
+        *(
+            f"all templates of {name} in one go: {seconds:.3f} s, {proved} proved"
+            for name, (seconds, proved) in sizes.items()
+        ),
+        f"less: {statistics.mean(gains):.1f}% in the mean, {max(gains):.1f}% at most; "
+        f"gap: {statistics.mean(gaps):.2f}% in the mean, {max(gaps):.2f}% at most",
+    ]
+    result.data = {
+        cell.name: {**asdict(found), "paper_s": entry["paper_table3_s"], "known_ms": entry["optimum_ms"]}
+        for entry, cell, found in zip(known, cells, planned, strict=True)
+    }
+    result.data["all_sizes"] = {name: seconds for name, (seconds, _) in sizes.items()}
+    return result
+
+
+def limits(
+    cells: list[Cell],
+    planned: list[Planned],
+    unequal: int,
+    largest: list[int],
+    sizes: dict[str, tuple[float, int]],
+) -> list[Limit]:
+    return [
         Limit(name="cells that differ from the known optimum", measured=unequal, limit=0),
-        Limit(name="slowest cell, CPU s", measured=worst, limit=CELL_S),
+        Limit(
+            name="slowest cell, CPU s",
+            measured=max(max(found.seconds.values()) for found in planned),
+            limit=CELL_S,
+        ),
         Limit(
             name=f"largest cell ({cells[largest[0]].name}), CPU s",
             measured=max(max(planned[index].seconds.values()) for index in largest),
@@ -191,26 +224,6 @@ def report(
             limit=0,
         ),
     ]
-    result.notes = [
-        "ours: the slower of the two node splits; optimum: ms, with the split in any order",
-        "equal: both splits' objectives are the known ones to the last bit, and are proved",
-        "step: of the plan for 128 microbatches, simulated; less: than the step of the paper's plan",
-        "gap: how far its step may at most be from the best one; its s: to plan it",
-    ]
-    result.notes += [
-        f"all templates of {name} in one go: {seconds:.3f} s, {proved} proved"
-        for name, (seconds, proved) in sizes.items()
-    ]
-    result.notes.append(
-        f"less: {statistics.mean(gains):.1f}% in the mean, {max(gains):.1f}% at most; "
-        f"gap: {statistics.mean(gaps):.2f}% in the mean, {max(gaps):.2f}% at most"
-    )
-    result.data = {
-        cell.name: {**asdict(found), "paper_s": entry["paper_table3_s"], "known_ms": entry["optimum_ms"]}
-        for entry, cell, found in zip(known, cells, planned, strict=True)
-    }
-    result.data["all_sizes"] = {name: seconds for name, (seconds, _) in sizes.items()}
-    return result
 
 
 if __name__ == "__main__":
