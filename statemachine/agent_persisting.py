@@ -14,6 +14,9 @@ def persist(a: Agent, command: Persist) -> None:
     if a.job is None or command.job_id != a.job.job_id:
         a.ignore("a Persist of another job")
         return
+    if command.attempt == a.cancelled:
+        a.say(_failed(command, "it was given up before it came"))
+        return
     if a.persist is not None and a.persist.attempt == command.attempt:
         say_persisted(a)
         return
@@ -24,6 +27,7 @@ def persist(a: Agent, command: Persist) -> None:
 
 def cancel(a: Agent, command: CancelPersist) -> None:
     if a.persist is None or a.persist.attempt != command.attempt:
+        a.cancelled = command.attempt  # It may be on its way: there is no order between the two.
         a.ignore("a CancelPersist of another attempt")
         return
     # The order itself stays known: a late duplicate of it would begin again.

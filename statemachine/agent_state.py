@@ -141,6 +141,8 @@ class Agent:
     """Step of the one that cannot be repaired here; 0: of none."""
     pinned: int = 0
     """Step of one that stays besides, while it is persisted; 0: none."""
+    cancelled: str = ""
+    """Attempt at a checkpoint that is over, and of which no order came."""
     persist: Persist | None = None
     """The last order to write a part of a persistent checkpoint."""
     persisted: LayersPersisted | PersistFailed | None = None

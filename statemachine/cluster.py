@@ -43,7 +43,7 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.membership import inquire
+from statemachine.membership import inquire_all
 from statemachine.state import FINISH, GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
@@ -281,10 +281,8 @@ class ClusterMachine:
             rollback.tell_untold(c)
         else:
             c.emit("BrokerRestored", "the broker is back")
-        c.inquired.clear()
         c.presumed_at = c.at
-        for node in c.alive():
-            inquire(c, node.name, node.incarnation)
+        inquire_all(c)
         restored, c.restored = c.restored, False
         if restored:
             persisting.restarted(c)

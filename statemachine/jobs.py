@@ -143,8 +143,8 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.emit(name, reason, **details)
     if c.templates_for:
         c.out.append(CancelTemplates(cause=c.cause, job_id=c.job.job_id))
+    c.send_all(c.alive(), Stop(job_id=c.job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE))
     for node in c.alive():
-        c.send(node, Stop(job_id=c.job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE))
         if node.draining is not None and not node.released:
             release(c, node)
     c.publish()
@@ -208,16 +208,20 @@ def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
     job = c.job
     assert job is not None, "a job is under way"
+    others = []
     for node in c.alive():
         if node.asked or node.released or node.draining is not None or node.unfit is not None:
             continue
         profile = c.profiled is None and c.profiler is None
         if node.prepared and not profile:
             continue
+        node.asked, node.prepared = True, False
         if profile:
             c.profiler = node.name
-        node.asked, node.prepared = True, False
-        c.send(node, Prepare(job=job, profile=profile))
+            c.send(node, Prepare(job=job, profile=True))
+        else:
+            others.append(node)
+    c.send_all(others, Prepare(job=job, profile=False))
     build_templates(c)
 
 

@@ -214,6 +214,13 @@ def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     c.emit("NodeLost", reason, node=node.name, how=how, detected_at=c.at, incarnation=node.incarnation)
 
 
+def inquire_all(c: Cluster) -> None:
+    """Everybody that should be here, anew."""
+    nodes = c.alive()
+    c.inquired = {(node.name, node.incarnation): c.at for node in nodes}
+    c.send_all(nodes, Inquiry())
+
+
 def inquire(c: Cluster, name: str, incarnation: int) -> None:
     """Ask for a Hello, once in a while: a backlog of heartbeats is one question."""
     asked = c.inquired.get((name, incarnation))

@@ -277,10 +277,8 @@ def give_up(c: Cluster, why: str) -> None:
     if writing.committing:
         c.persisting.unanswered[writing.attempt] = writing.record.step
     c.cancel_timer(PERSIST)
-    for name in writing.shares:
-        node = c.nodes.get(name)
-        if node is not None and node.alive:
-            c.send(node, CancelPersist(job_id=job.job_id, attempt=writing.attempt))
+    ordered = [c.nodes[name] for name in writing.shares if name in c.nodes and c.nodes[name].alive]
+    c.send_all(ordered, CancelPersist(job_id=job.job_id, attempt=writing.attempt))
     c.out.append(AbandonCheckpoint(cause=c.cause, job=job, attempt=writing.attempt, step=writing.record.step))
     _tell_given_up(c, writing.record, why)
     _unpin(c, writing.record)
@@ -302,9 +300,8 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
     """Should this be lost, the next KeepSnapshot says it again."""
     newest, job = c.keeping.newest, c.job
     if newest is not None and newest.step > record.step and job is not None:
-        for node in c.alive():
-            if node.prepared:
-                c.send(node, KeepSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage))
+        keep = KeepSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage)
+        c.send_all((node for node in c.alive() if node.prepared), keep)
     c.publish()
     c.dirty = True
 

@@ -95,8 +95,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
     c.giving_up = False
     c.persist()
     c.emit("GenerationStarted", why, mode=mode, why=why)
-    for node in members:
-        c.send(node, Quiesce(generation=c.generation, mode=mode))
+    c.send_all(members, Quiesce(generation=c.generation, mode=mode))
     limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.ledger.step_s)
     c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
     c.publish()
@@ -360,7 +359,6 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     )
     command = resume_command(c)
     if command is not None:
-        for name in sorted(attempt.members):
-            c.send(c.nodes[name], command)
+        c.send_all((c.nodes[name] for name in sorted(attempt.members)), command)
     c.set_timer(RESUME, resume_limit_s(c))
     c.publish()

@@ -45,8 +45,8 @@ def pursue(c: Cluster) -> None:
     )
     keeping.behind, keeping.urgent, keeping.asked = known, False, False
     # Whose trainers are done has no ballot to ask the others in.
-    for name in c.planned if last else (resumption.plan.devices[0].node,):
-        c.send(c.nodes[name], Snap(generation=attempt.generation, behind=known))
+    asked = c.planned if last else (resumption.plan.devices[0].node,)
+    c.send_all((c.nodes[name] for name in asked), Snap(generation=attempt.generation, behind=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
 
 

@@ -168,7 +168,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
         node.snapshots = {held for held in node.snapshots if same_snapshot(held, key)}
-        _say_keep(c, node, record)
+    _say_keep(c, c.alive(), record)
     for owner, buddy in record.buddies.items():
         c.nodes[buddy].snapshots.add(copy_of(key, owner))
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
@@ -295,21 +295,23 @@ def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if newest is None or not node.prepared:
         return
     if signal.kept != newest.step:
-        _say_keep(c, node, newest)
+        _say_keep(c, [node], newest)
     elif signal.spoiled == newest.step and not node.spoiled[key_of(c, newest)]:
         # A new one is wanted at once. For a rollback what is sound here still counts.
         node.spoiled[key_of(c, newest)] += 1
         c.keeping.urgent = c.dirty = True
 
 
-def _say_keep(c: Cluster, node: NodeMachine, record: Snapshot) -> None:
+def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
     """Not with every heartbeat: the answer takes a while."""
-    job = c.job
+    job, late = c.job, c.at - 2 * c.timing.heartbeat_s
     assert job is not None, "a snapshot is of a job"
-    if node.keep_said != record.step or c.at - node.keep_said_at >= 2 * c.timing.heartbeat_s:
+    due = [node for node in nodes if node.keep_said != record.step or node.keep_said_at <= late]
+    for node in due:
         node.keep_said, node.keep_said_at = record.step, c.at
-        c.send(
-            node,
+    if due:
+        c.send_all(
+            due,
             KeepSnapshot(
                 job_id=job.job_id,
                 step=record.step,

@@ -205,7 +205,7 @@ class Network:
         session = self.sessions[name]
         was_open, session.open = session.open, False
         session.epoch += 1
-        session.held.clear()
+        self._lose(session)
         if was_open and self.up:
             if (watch := self.watches.get(name)) is not None:
                 self.remains.append(watch.peer)
@@ -217,6 +217,10 @@ class Network:
         if not process_died:
             session.client.disconnected()
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
+
+    def _lose(self, session: Session) -> None:
+        """What was under way is gone; that its seat is gone, who was cut off is yet to find out."""
+        session.held = [held for held in session.held if held[0] == self._notice]
 
     def cut(self, name: str, for_s: float) -> None:
         """The link is dead for a while; nobody notices at once."""
@@ -253,7 +257,7 @@ class Network:
         for session in self.sessions.values():
             was_open, session.open = session.open, False
             session.epoch += 1
-            session.held.clear()
+            self._lose(session)
             if session.client.name == COORDINATOR:
                 continue
             if was_open:

@@ -19,7 +19,7 @@ from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import RequestRefused, Unreachable
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.session import MqttSession, Will
-from ftd.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, encode_from_node
+from ftd.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, decode_to_nodes, encode_from_node
 from ftd.wire.public import (
     DrainRequest,
     NodeStateMessage,
@@ -31,7 +31,7 @@ from ftd.wire.public import (
 )
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile
-from statemachine.envelopes import FromNode
+from statemachine.envelopes import FromNode, ToNode
 from statemachine.messages import (
     Command,
     Heartbeat,
@@ -46,6 +46,7 @@ from statemachine.messages import (
     Signal,
     Stepped,
     StepsWanted,
+    Stop,
 )
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 from tests.ftd.conftest import RunningBroker
@@ -124,6 +125,7 @@ class PlayedNode:
         self.generation = 0
         self.training = False
         self.commands: asyncio.Queue[Command] = asyncio.Queue()
+        self.broadcasts = 0
         will = NodeStateMessage(
             node=name,
             incarnation=incarnation,
@@ -138,7 +140,7 @@ class PlayedNode:
         self.session = MqttSession(
             daemon.address.broker,
             client_id=f"{name}-{incarnation}",
-            subscriptions=[self.topics.node_command(name)],
+            subscriptions=[self.topics.node_command(name), self.topics.command],
             will=Will(topic=self.topics.node_state(name), payload=encode_json(will)),
             on_message=self._on_command,
             on_connected=self.hello,
@@ -160,8 +162,16 @@ class PlayedNode:
             await asyncio.sleep(0.25)
             self.say(Heartbeat(generation=self.generation, committed=None))
 
-    def _on_command(self, _topic: str, payload: bytes, _retained: bool) -> None:
-        command = decode_to_node(payload, self.name).command
+    def _on_command(self, topic: str, payload: bytes, _retained: bool) -> None:
+        meant: ToNode | None
+        if topic == self.topics.command:
+            meant = decode_to_nodes(payload).addressed(self.name, self.incarnation)
+            self.broadcasts += meant is not None
+        else:
+            meant = decode_to_node(payload, self.name)
+        if meant is None:
+            return
+        command = meant.command
         if isinstance(command, Inquiry):
             self.hello()
         self.commands.put_nowait(command)
@@ -265,6 +275,33 @@ def test_a_job_starts_on_a_node_and_its_story_is_kept(daemon: Daemon, tmp_path: 
             assert [name for name in names if name in wanted] == wanted
             steps = await client.history(what="steps")
             assert [(s["step"], s["details"]["loss"]) for s in steps] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+
+    asyncio.run(scene())
+
+
+def test_what_is_for_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path) -> None:
+    """What is for one alone goes to its own topic; who is not named is not meant."""
+
+    async def scene() -> None:
+        async with (
+            ClusterClient(daemon.address) as client,
+            PlayedNode(daemon, "node-0") as first,
+            PlayedNode(daemon, "node-1") as second,
+            PlayedNode(daemon, "node-2", incarnation=7) as stranger,
+        ):
+            await state_when(client, lambda s: len(s["nodes"]) == 3)
+            stranger.incarnation = 8  # So it takes nothing that is for the one that the coordinator knows.
+            job_id = await submitted(client, job_data(tmp_path))
+            asked = [(await node.expect(Prepare)).profile for node in (first, second)]
+            assert sorted(asked) == [False, True] and asked[0], "the first one measures"
+            assert (first.broadcasts, second.broadcasts, stranger.broadcasts) == (0, 1, 0)
+            stop = StopRequest(**client.envelope(), job=job_id)
+            await client.request(stop, timeout_s=PATIENCE_S)
+            for node in (first, second):
+                assert (await node.expect(Stop)).job_id == job_id
+            assert (first.broadcasts, second.broadcasts, stranger.broadcasts) == (1, 2, 0)
+            # The coordinator hears its own words, too.
+            assert "MessageRefused" not in await events_of(client)
 
     asyncio.run(scene())
 
@@ -374,12 +411,13 @@ def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemo
                 (topics.request, b'{"do": "explode"}'),
                 (topics.events, b"[1]"),
                 (topics.cluster_state, b"[]"),
+                (topics.command, b"\xc1garbage"),
                 (f"{topics.root}/node/a/b/c/state", b"x"),
             ]:
                 client._session.publish(topic, payload)
             refused: dict[str, str] = {}
             async with asyncio.timeout(PATIENCE_S):
-                while len(refused) < 6:  # Of each topic one in a second, whatever is wrong with it.
+                while len(refused) < 7:  # Of each topic one in a second, whatever is wrong with it.
                     event = await anext(client.events())
                     if event["event"] == "MessageRefused":
                         refused[event["details"]["topic"]] = event["reason"]

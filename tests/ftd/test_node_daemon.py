@@ -1,5 +1,6 @@
 """``ftd node`` by itself: wrong configuration, a broker that is not there, systemd, the way out."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,8 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import RunningBroker
 
+from ftd.mqtt.session import MqttSession
 from ftd.node.processes import alive, descendants, trainer_environment
+from ftd.wire.codec import decode_from_node, encode_to_nodes
+from ftd.wire.topics import Topics
+from statemachine.envelopes import FromNode, ToNodes
+from statemachine.messages import Stepped, StepsWanted
 
 LIMIT_S = 60.0
 
@@ -143,3 +150,55 @@ def test_each_trainer_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "7"}
     assert trainer_environment(2) == {}
+
+
+def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker: RunningBroker) -> None:
+    """Not what another incarnation or node is told; what nobody can read it logs, and tells nobody."""
+    topics, heard, refused = Topics(cluster="ftd"), list[FromNode](), list[str]()
+
+    def on_message(topic: str, payload: bytes, _retained: bool) -> None:
+        if topic == topics.events:
+            event = json.loads(payload)
+            refused.extend([event["details"]["topic"]] if event["event"] == "MessageRefused" else [])
+        else:
+            heard.append(decode_from_node(payload, "node-0"))
+
+    def wanted(first: int, receivers: dict[str, int]) -> bytes:
+        command = StepsWanted(first=first, last=first)
+        return encode_to_nodes(ToNodes(receivers=receivers, command=command, cause="c"))
+
+    def answered() -> list[int]:
+        return [m.signal.wanted for m in heard if isinstance(m.signal, Stepped) and m.signal.wanted]
+
+    async def scene(log: Path) -> None:
+        session = MqttSession(
+            broker.address,
+            client_id="test",
+            subscriptions=[topics.node_signal("node-0"), topics.events],
+            on_message=on_message,
+        )
+        running = asyncio.create_task(session.run())
+        await session.wait_connected(LIMIT_S)
+        await asyncio.to_thread(until, lambda: bool(heard), "a Hello")
+        here = heard[0].incarnation
+        session.publish(topics.command, b"\xc1garbage")
+        session.publish(topics.command, wanted(1, {"node-0": here}), retain=True)
+        session.publish(topics.command, wanted(2, {"node-0": here - 1, "node-1": here}))
+        session.publish(topics.command, wanted(3, {"node-1": 1, "node-0": here}))
+        await asyncio.to_thread(until, lambda: answered()[-1:] == [3], "the answer")
+        await asyncio.to_thread(until, lambda: "MessageRefused" in log.read_text(), "a line in the log")
+        session.publish(topics.node_command("node-0"), b"\xc1garbage")
+        await asyncio.to_thread(until, lambda: bool(refused), "a refusal")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    log = directory / "log"
+    config = write_config(directory, port=broker.port)
+    with log.open("w") as stream, subprocess.Popen(command(config), stderr=stream) as daemon:
+        try:
+            asyncio.run(scene(log))
+        finally:
+            daemon.kill()
+    # What is published retained comes to those who listen already as any other message.
+    assert answered() == [1, 3]
+    assert refused == [topics.node_command("node-0")]

@@ -1,13 +1,16 @@
 """Valid messages to spoil, and daemons to annoy."""
 
+import zlib
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftd.sim.run import run_seed
 from ftd.wire import codec
 from statemachine.agent import AgentMachine
 from statemachine.cluster import ClusterMachine
+from statemachine.effects import BroadcastCommand
 from statemachine.events import CommandArrived, SignalArrived
 
 
@@ -17,6 +20,13 @@ class Wire:
     def __init__(self) -> None:
         self.signals: dict[str, bytes] = {}
         self.commands: dict[str, bytes] = {}
+        self.broadcasts: dict[str, bytes] = {}
+        """What is ``folded`` of commands to several nodes."""
+
+
+def folded(content: bytes) -> bytes:
+    """A command to several nodes, as it travels."""
+    return msgspec.msgpack.encode({"folded": True, "content": zlib.compress(content)})
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +40,14 @@ def wire() -> Wire:
                 if isinstance(event, SignalArrived):
                     name = type(event.message.signal).__name__
                     heard.signals[name] = codec.encode_from_node(event.message)
-            return cluster(self, events)
+            effects = cluster(self, events)
+            for effect in effects:
+                if isinstance(effect, BroadcastCommand):
+                    name, message = type(effect.command).__name__, codec.encode_to_nodes(effect.message)
+                    sent = msgspec.msgpack.decode(message)
+                    content = sent["content"]
+                    heard.broadcasts[name] = zlib.decompress(content) if sent["folded"] else content
+            return effects
 
         def commanded(self: AgentMachine, event: Any) -> Any:
             if isinstance(event, CommandArrived):
@@ -41,5 +58,6 @@ def wire() -> Wire:
         patch.setattr(AgentMachine, "step", commanded)
         for seed in range(12):
             run_seed(seed)
+    assert len(heard.broadcasts) >= 6
     assert len(heard.signals) >= 12 and len(heard.commands) >= 9
     return heard

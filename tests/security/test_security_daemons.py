@@ -30,7 +30,7 @@ from ftd.wire.topics import Topics
 from runtime import frames, store_protocol
 from runtime.store import Connection, Rendezvous, StoreError
 from tests.fuzzing import deep, garbled, seeded, twisted
-from tests.security.conftest import Wire
+from tests.security.conftest import Wire, folded
 from tests.security.listening import Door, answer, documented, doors_of, refusal, undocumented
 
 pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
@@ -270,6 +270,7 @@ def poison(wire: Wire, rng: Any) -> tuple[str, bytes]:
             (T.node_signal("host-a"), signal),
             (T.node_signal("ghost"), signal),
             (T.node_command("host-a"), command),
+            (T.command, rng.choice(list(wire.broadcasts.values()))),
             (T.node_state("host-a"), state),
             (T.node_state("ghost"), {**state, "node": "ghost", "state": "OFFLINE"}),
             (T.request, {**ask, "do": "submit", "job": job}),
@@ -285,10 +286,11 @@ def poison(wire: Wire, rng: Any) -> tuple[str, bytes]:
     )
     if isinstance(valid, bytes):
         data = msgspec.msgpack.decode(valid)
-        data["node"] = topic.split("/")[-2]
-        return topic, rng.choice(
-            (valid, garbled(rng, valid), msgspec.msgpack.encode({**data, "body": twisted(rng, data["body"])}))
-        )
+        if topic != T.command:
+            data["node"] = topic.split("/")[-2]
+        wrong = msgspec.msgpack.encode({**data, "body": twisted(rng, data["body"])})
+        found = rng.choice((valid, garbled(rng, valid), wrong))
+        return topic, folded(found) if topic == T.command and rng.random() < 0.8 else found
     text = json.dumps(twisted(rng, valid) if rng.random() < 0.6 else valid, default=str).encode()
     return topic, garbled(rng, text) if rng.random() < 0.3 else text
 
@@ -305,7 +307,9 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
             for topic in (T.node_signal("host-a"), T.request, T.events, T.trace("host-a")):
                 session.publish(topic, b"\x91" * (MAX_PAYLOAD_BYTES + 1))
                 session.publish(topic, deep(b"[", b"]"))
-            session.publish(T.node_command("host-a"), b"\x91" * (MAX_COMMAND_BYTES + 1))
+            for topic in (T.node_command("host-a"), T.command):
+                session.publish(topic, b"\x91" * (MAX_COMMAND_BYTES + 1))
+            session.publish(T.command, folded(bytes(MAX_COMMAND_BYTES + 1)))
             await session.flush(PATIENCE_S)
             answer = await client.request(StatusRequest(**client.envelope()))
             assert answer.data is not None and answer.data["job"] is None

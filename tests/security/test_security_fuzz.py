@@ -34,8 +34,7 @@ from runtime.frames import Decoder, ProtocolError, encode
 from statemachine import durable
 from statemachine.agent import AgentMachine
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import SendCommand
-from statemachine.envelopes import ToNode
+from statemachine.effects import BroadcastCommand, SendCommand
 from statemachine.events import CommandArrived, SignalArrived
 from statemachine.timing import Timing
 from storage.checkpoint import CheckpointStore
@@ -45,7 +44,7 @@ from storage.layerstate import decode_header
 from storage.manifest import Manifest, Part, check_parts, decode_record, digest_of
 from tests.ftd.kept_snapshots import make_layer
 from tests.fuzzing import deep, garbled, seeded, survives, twisted
-from tests.security.conftest import Wire
+from tests.security.conftest import Wire, folded
 
 ROOT = Path(__file__).resolve().parents[2]
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))
@@ -59,6 +58,7 @@ def test_signals_and_commands_made_wrong_are_refused(wire: Wire) -> None:
     corpora = [
         (list(wire.signals.values()), lambda data: codec.decode_from_node(data, "node-0")),
         (list(wire.commands.values()), lambda data: codec.decode_to_node(data, "node-0")),
+        (list(wire.broadcasts.values()), lambda data: codec.decode_to_nodes(folded(data))),
     ]
     for corpus, decode in corpora:
         taken = 0
@@ -93,9 +93,9 @@ def test_a_hostile_node_and_a_hostile_coordinator_confuse_nobody(monkeypatch: py
             return
         for effect in effects:
             if isinstance(effect, SendCommand):
-                codec.encode_to_node(
-                    ToNode(node=effect.node, incarnation=1, command=effect.command, cause="c")
-                )
+                codec.encode_to_node(effect.message)
+            elif isinstance(effect, BroadcastCommand):
+                codec.encode_to_nodes(effect.message)
         state = {
             **twin.public_state(),
             "planning": None,

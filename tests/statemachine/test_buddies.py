@@ -8,7 +8,7 @@ from transcripts import PROFILE, Coordination, committed, job, report, vote
 from ftd.coordinator.restoring import check_restore
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.buddies import buddies_of
-from statemachine.effects import CheckRestore, ComputePlan, EmitEvent, SendCommand
+from statemachine.effects import CheckRestore, ComputePlan, EmitEvent
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -82,7 +82,7 @@ class Alone(Coordination):
         for name in names:
             self.quiesced(name, 1, report())
         self.plan()
-        self.resume = self.all(SendCommand)[0].command
+        self.resume = self.commands()[0].command
         for name in names:
             self.resumed(name, 1)
         self.stepped("node-0", 1, 1)
@@ -161,5 +161,5 @@ def test_an_idle_buddy_that_is_lost_takes_a_new_generation() -> None:
     s.hello("node-9", 900)
     s.machine._c.resumption.buddies["node-1"] = "node-9"  # As if it had been idle when the plan was made.
     s.feed(NodeVanished, node="node-9", incarnation=900)
-    sent = [one.command for one in s.all(SendCommand) if isinstance(one.command, Quiesce)]
+    sent = [one.command for one in s.commands(Quiesce)]
     assert sent and all(command.mode == "boundary" for command in sent)

@@ -56,7 +56,7 @@ from statemachine.values import ClusterPhase
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
     """Commands of this kind among the last effects, by node."""
-    return {e.node: e.command for e in s.all(SendCommand) if isinstance(e.command, kind)}
+    return {e.node: e.command for e in s.commands(kind)}
 
 
 def events(s: Coordination) -> list[str]:
@@ -307,14 +307,14 @@ def test_a_hint_about_a_peer_is_only_an_event() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="connection reset by node-3"))
     assert events(s) == ["PeerSuspected"]
-    assert not s.all(SendCommand)
+    assert not s.commands()
 
 
 def test_a_replica_that_differed_is_only_an_event() -> None:
     s = running()
     s.say("node-0", ReplicaDiverged(generation=1, step=50, layer=3, detail="the momentum differs"))
     assert events(s) == ["ReplicaDiverged"]
-    assert not s.all(SendCommand)
+    assert not s.commands()
 
 
 # --- recovery ------------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     assert set(sent(s, Inquiry)) == {"node-0", "node-1", "node-2", "node-3"}
     for name in ("node-0", "node-1", "node-2", "node-3"):
         s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
-        assert not s.all(SendCommand)
+        assert not s.commands()
     s.stepped("node-0", 1, 2)
     assert [e.step for e in s.all(EmitEvent)] == [2]
 
@@ -762,7 +762,7 @@ def test_late_news_of_earlier_steps_is_no_sign_of_life() -> None:
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.stepped("node-0", 1, 2, 3)
     s.fire("suspicion", 3.0)
-    assert not s.all(SendCommand)
+    assert not s.commands()
     s.fire("suspicion", 3.0)
     assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
 

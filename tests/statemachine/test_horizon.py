@@ -9,7 +9,7 @@ from transcripts import PROFILE, Coordination, job, report
 
 from planner.values import Situation
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, SendCommand
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -137,7 +137,7 @@ def test_a_job_that_brings_its_profile_has_nothing_measured() -> None:
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
     s.feed(JobSubmitted, request="r", job=job(), profile=PROFILE)
-    commands = [e.command for e in s.all(SendCommand) if isinstance(e.command, Prepare)]
+    commands = [one.command for one in s.commands(Prepare)]
     assert [command.profile for command in commands] == [False]
     assert s.one(BuildTemplates).profiled.profile == PROFILE
     _, situation = started(2, profile=PROFILE)

@@ -17,7 +17,6 @@ from statemachine.effects import (
     EmitEvent,
     FindCheckpoint,
     PersistLayers,
-    SendCommand,
     SendSignal,
     StopPersisting,
 )
@@ -144,9 +143,6 @@ class Writing(Coordination):
 
     def orders(self) -> dict[str, Persist]:
         return {sent.node: sent.command for sent in self.commands(Persist)}
-
-    def commands(self, kind: type[Any]) -> list[SendCommand]:
-        return [sent for sent in self.all(SendCommand) if isinstance(sent.command, kind)]
 
     def events(self, name: str) -> list[EmitEvent]:
         return [event for event in self.all(EmitEvent) if event.name == name]

@@ -8,7 +8,7 @@ from ftd.coordinator.restoring import check_restore
 from planner.errors import StateLostError
 from planner.values import Device
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import CheckRestore, ComputePlan, EmitEvent, PersistState, SendCommand
+from statemachine.effects import BroadcastCommand, CheckRestore, ComputePlan, EmitEvent, PersistState
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -130,9 +130,6 @@ class Snapshots(Coordination):
     def events(self, name: str) -> list[EmitEvent]:
         return [event for event in self.all(EmitEvent) if event.name == name]
 
-    def commands(self, kind: type[Any]) -> list[SendCommand]:
-        return [sent for sent in self.all(SendCommand) if isinstance(sent.command, kind)]
-
 
 def test_a_snapshot_s_life() -> None:
     s = Snapshots()
@@ -203,7 +200,7 @@ def test_one_is_durable_before_its_predecessor_is_released() -> None:
     assert not s.commands(KeepSnapshot)
     s.completed("node-3")
     kinds = [type(effect) for effect in s.last]
-    assert kinds.index(PersistState) < kinds.index(SendCommand)
+    assert kinds.index(PersistState) < kinds.index(BroadcastCommand)
     assert len(s.commands(KeepSnapshot)) == 4
     snapshot = s.machine.durable_state()["snapshot"]
     assert snapshot["step"] == 3

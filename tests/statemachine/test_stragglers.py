@@ -7,7 +7,7 @@ import pytest
 from transcripts import Coordination, committed, report
 
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import ComputePlan, EmitEvent, SendCommand, WeighPlan
+from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
 from statemachine.events import NodeVanished, PlanReady, PlanWeighed
 from statemachine.messages import Heartbeat, Quiesce
 from statemachine.timing import Timing
@@ -58,7 +58,7 @@ class Watched(Coordination):
 
     def replanned(self, step: int) -> Any:
         """From the boundary to the next group; the plan."""
-        modes = {e.node: e.command.mode for e in self.all(SendCommand) if isinstance(e.command, Quiesce)}
+        modes = {one.node: one.command.mode for one in self.commands(Quiesce)}
         assert modes == dict.fromkeys(NAMES, "boundary")
         self.generation += 1
         for name in NAMES:

@@ -14,8 +14,8 @@ from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
 from statemachine.agent import AgentMachine
 from statemachine.cluster import ClusterMachine
-from statemachine.effects import ComputePlan, Effect, EmitEvent, SetTimer
-from statemachine.envelopes import FromNode
+from statemachine.effects import BroadcastCommand, ComputePlan, Effect, EmitEvent, SendCommand, SetTimer
+from statemachine.envelopes import FromNode, ToNode
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -203,6 +203,20 @@ class Script:
 
     def all(self, kind: type[Any]) -> list[Any]:
         return [effect for effect in self.last if isinstance(effect, kind)]
+
+    def commands(self, kind: type[Any] = object) -> list[ToNode]:
+        """Those of this kind among the last effects, as each receiver gets them."""
+        found: list[ToNode] = []
+        for effect in self.last:
+            match effect:
+                case SendCommand():
+                    found.append(effect.message)
+                case BroadcastCommand(message=message):
+                    to_each = (message.addressed(*receiver) for receiver in message.receivers.items())
+                    found += [to_one for to_one in to_each if to_one is not None]
+                case _:
+                    pass
+        return [to_one for to_one in found if isinstance(to_one.command, kind)]
 
     def one(self, kind: type[Any]) -> Any:
         found = self.all(kind)
