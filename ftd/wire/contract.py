@@ -89,7 +89,7 @@ def _channels() -> Json:
         "reply": _channel(topics.reply("{client}"), "Answers to one client.", ["Answer"]),
         "nodeSignal": _channel(topics.node_signal("{node}"), "Our own: node to coordinator.", ["Signal"]),
         "nodeCommand": _channel(topics.node_command("{node}"), "Our own: coordinator to node.", ["Command"]),
-        "command": _channel(topics.command, "Our own: coordinator to several nodes.", ["Command"]),
+        "nodesCommand": _channel(topics.command, "Our own: coordinator to several nodes.", ["Command"]),
         "leader": _channel(topics.leader, "Our own: which coordinator leads.", ["LeaderMessage"]),
         "leaderBeat": _channel(topics.leader_beat, "Our own: it is there.", ["LeaderMessage"]),
         "leaderJournal": _channel(topics.journal, "Our own: what it knows, for who takes over.", ["Journal"]),
@@ -133,7 +133,7 @@ def _operations() -> Json:
         }
         operations[f"ask_{name}"] = asked
     retained = {"leader": True, "leaderJournal": True, "leaderPeer": True}
-    for name in ("nodeSignal", "nodeCommand", "command", "nodeEcho", "leaderBeat", *retained):
+    for name in ("nodeSignal", "nodeCommand", "nodesCommand", "nodeEcho", "leaderBeat", *retained):
         operations[f"internal_{name}"] = _operation("send", name, retained.get(name, False))
     return operations
 

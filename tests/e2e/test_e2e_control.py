@@ -158,6 +158,7 @@ def test_garbage_on_every_topic_harms_nobody(
         topics.node_signal("node-0"),
         topics.node_state("node-1"),
         topics.node_command("node-2"),
+        topics.command,
         topics.chaos("node-3"),
     ):
         for payload in (b"", b"\xc1", b"{", b'{"do": "kill"}', b"\x00" * 1_100_000):

@@ -28,6 +28,7 @@ from statemachine import (
     signals,
     snapshots,
 )
+from statemachine.envelopes import ToNode, ToNodes
 from statemachine.events import TrainerSnapped
 from statemachine.messages import Prepare
 from statemachine.rules import Decision, Reports, Resumption
@@ -161,6 +162,28 @@ def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: 
 def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "persist", lambda self: None)
     found("published before it was persisted")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "expected"),
+    [
+        (lambda to_all, node, incarnation: to_all.receivers.get(node), "takes a command"),
+        (lambda to_all, node, incarnation: incarnation, "takes a command"),
+    ],
+    ids=["another incarnation's", "another node's"],
+)
+def test_a_node_that_obeys_what_is_for_others_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., int | None], expected: str
+) -> None:
+    def addressed(to_all: ToNodes, node: str, incarnation: int) -> ToNode | None:
+        if mutant(to_all, node, incarnation) is None:
+            return None
+        said = {"command": to_all.command, "cause": to_all.cause}
+        return ToNode(node=node, incarnation=incarnation, **said)
+
+    monkeypatch.setattr(ToNodes, "addressed", addressed)
+    restarts = tuple(("GenerationStarted", faults.crash_node, passed) for passed in (0, 1))
+    found(expected, leaning=Leaning(strikes=restarts))
 
 
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from statemachine.cluster import ClusterMachine
 from statemachine.durable import JournalError
 from statemachine.effects import (
     AnswerRequest,
+    BroadcastCommand,
     BuildTemplates,
     CancelTimer,
     ComputePlan,
@@ -50,6 +51,8 @@ from statemachine.messages import (
     Stop,
     TrainerLost,
 )
+from statemachine.node import NodeMachine
+from statemachine.state import Cluster
 from statemachine.timing import Timing
 from statemachine.values import ClusterPhase
 
@@ -315,6 +318,21 @@ def test_a_replica_that_differed_is_only_an_event() -> None:
     s.say("node-0", ReplicaDiverged(generation=1, step=50, layer=3, detail="the momentum differs"))
     assert events(s) == ["ReplicaDiverged"]
     assert not s.commands()
+
+
+def test_a_command_to_several_nodes_is_one_effect_and_to_nobody_none() -> None:
+    c = Cluster(timing=Timing(), cause="c-1")
+    nodes = [NodeMachine(name=f"node-{n}", incarnation=100 + n, facts=facts()) for n in range(3)]
+    stop = Stop(job_id="job-1", reason="over")
+    c.send_all([], stop)
+    assert c.out == []
+    c.send_all(nodes[1:2], stop)
+    c.send_all(iter(nodes), stop)
+    receivers = {"node-0": 100, "node-1": 101, "node-2": 102}
+    assert c.out == [
+        SendCommand(cause="c-1", node="node-1", incarnation=101, command=stop),
+        BroadcastCommand(cause="c-1", receivers=receivers, command=stop),
+    ]
 
 
 # --- recovery ------------------------------------------------------------------------------------

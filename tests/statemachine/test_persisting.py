@@ -507,3 +507,16 @@ def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
     assert s.one(StopPersisting).attempt == order(9).attempt
     s.command(order(9))
     assert not s.all(PersistLayers)
+
+
+def test_an_order_that_comes_behind_its_cancelling_is_not_carried_out() -> None:
+    """They come on two topics, between which there is no order."""
+    s = Node()
+    s.command(CancelPersist(job_id="job-1", attempt=order(5).attempt))
+    s.command(order(5))
+    assert not s.all(PersistLayers)
+    assert "given up" in s.said(PersistFailed)[0].detail
+    s.command(order(9))
+    assert s.one(PersistLayers).order == order(9)
+    s.command(order(5))
+    assert not s.all(StopPersisting) and not s.all(PersistLayers)
