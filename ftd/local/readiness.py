@@ -51,4 +51,5 @@ class Readiness:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            raise PeerError(f"{self.missing(names)[0]} was not ready within {limit_s:g} s") from None
+            if late := self.missing(names):  # The news may have come with the end of the wait.
+                raise PeerError(f"{late[0]} was not ready within {limit_s:g} s") from None
