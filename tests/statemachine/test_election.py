@@ -117,6 +117,7 @@ def test_silence_deposes_and_beats_do_not() -> None:
     one = One().follows()
     for _ in range(10):
         one.feed(BeatHeard, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
+        assert one.machine._due["silence"] == one.at + TIMING.leader_silence_s
     one.fire("silence")
     one.reigns(found=ANNA)
 
