@@ -58,7 +58,11 @@ class Journal:
             self._lock = _lock(directory / "journal.lock")
             self._db = sqlite3.connect(self.path, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(f"the journal {self.path} cannot be opened: {error}") from None
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise JournalError(
+                f"the journal {self.path} cannot be opened: {why} "
+                "(let coordinator.state_dir be a directory that this user can write to)"
+            ) from None
         with self._failing("opened"):
             self._db.execute("PRAGMA journal_mode = WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -142,6 +143,73 @@ def test_a_file_with_a_secret_that_cannot_be_used(
     assert code == 2
     (line,) = err.strip().splitlines()
     assert re.search(says, line), line
+
+
+# Root reads and writes everything: without these two it is held to a file's mode, as its owner.
+UNPRIVILEGED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search",
+                "--inh-caps", "-dac_override,-dac_read_search")  # fmt: skip
+
+
+def test_files_and_directories_that_this_user_may_not_use_are_named_with_the_remedy(tmp_path: Path) -> None:
+    """As processes: whoever runs the tests, these may do no more than the modes say."""
+    if os.getuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed, and root may read everything")
+    (tmp_path / "secret").write_text("x\n")
+    (tmp_path / "closed").mkdir()
+    node = '[node]\nname = "a"\nhost = "127.0.0.1"\n'
+    cases = {
+        "secret": (
+            "node",
+            'secret_file = "secret"\n',
+            2,
+            "secret_file: .*check the path, and that this user",
+        ),
+        "password": (
+            "coordinator",
+            f'{USER}password_file = "secret"\n',
+            2,
+            "broker.password_file: .*this user",
+        ),
+        "state": (
+            "coordinator",
+            '[coordinator]\nstate_dir = "closed"\n',
+            1,
+            "denied .*coordinator.state_dir",
+        ),
+        "runtime": (
+            "node",
+            f'{node}runtime_dir = "{tmp_path}/closed/run"\n',
+            2,
+            "node.runtime_dir: .*choose a",
+        ),
+        "memory": (
+            "node",
+            f'{node}runtime_dir = "{tmp_path}/run"\nsnapshot_dir = "{tmp_path}/closed/shm"\n',
+            2,
+            "node.snapshot_dir: .*choose a directory below /dev/shm",
+        ),
+    }
+    (tmp_path / "secret").chmod(0)
+    (tmp_path / "closed").chmod(0o555)
+    running = {}
+    held = UNPRIVILEGED if os.getuid() == 0 else ()
+    for name, (role, tables, _, _) in cases.items():
+        config = tmp_path / f"{name}.toml"
+        config.write_text(tables)
+        running[name] = subprocess.Popen(
+            [*held, sys.executable, "-m", "ftd.cli.main", role, "--config", str(config)],
+            env={**os.environ, "FTD_SECRET": "s"} if name in ("runtime", "memory") else None,
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    try:
+        for name, (_, _, code, says) in cases.items():
+            said = running[name].communicate(timeout=PATIENCE_S)[1]
+            assert running[name].returncode == code and re.search(says, said), f"{name}: {said}"
+            assert "Traceback" not in said
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
 # --- the broker ----------------------------------------------------------------------------------
