@@ -191,9 +191,11 @@ def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> No
     assert training.loss(rows[None], target[None]).ndim == 0
 
 
-def test_the_commands_of_the_readme_exist() -> None:
+def test_the_commands_of_the_first_pages_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    used = re.findall(r"^(?:[AB]\$ )?ftd ([a-z]+)(.*?)(?:#.*)?$", PAGES["README.md"], re.MULTILINE)
+    used = re.findall(
+        r"^(?:[AB]\$ )?ftd ([a-z]+)(.*?)(?:#.*)?$", PAGES["README.md"] + PAGES["overview.md"], re.MULTILINE
+    )
     assert {name for name, _ in used} >= {"local", "top", "report", "submit", "node", "coordinator", "plan"}
     for name, rest in used:
         assert name in commands
