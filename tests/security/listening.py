@@ -46,7 +46,8 @@ def _doors_of(pid: int) -> list[Door]:
                 inodes.add(found[1])
     doors = []
     for file, size in (("tcp", 4), ("tcp6", 16)):
-        for line in Path(f"/proc/{pid}/net/{file}").read_text().splitlines()[1:]:
+        table = Path(f"/proc/{pid}/net/{file}")
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():  # A kernel without IPv6.
             fields = line.split()
             if fields[3] == _LISTEN and fields[9] in inodes:
                 address, port = fields[1].split(":")
