@@ -64,19 +64,19 @@ def order_for(port: int, token: str, backend: str = "gloo") -> LinkOrder:
 
 def test_ranks_that_cannot_meet_are_an_error_and_all_end() -> None:
     with ServerThread("right") as server:
-        out, err = run(order_for(server.port, "wrong")).communicate(timeout=60)
+        out, err = run(order_for(server.port, "wrong")).communicate(timeout=240)
     assert out == b"" and b"rendezvous" in err
 
 
 def test_an_order_that_is_none_is_refused() -> None:
     process = run(b"{}")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and out == b"" and b"no LinkOrder on stdin" in err
 
 
 def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
     process = run(order_for(1, "t", backend="nccl"))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     answer = msgspec.json.decode(out)
     assert (answer["type"], answer["sent"], answer["reduced"]) == ("LinksMeasured", [], [])
@@ -88,7 +88,7 @@ def test_ranks_do_not_outlive_the_process_that_forked_them() -> None:
         process = run(order_for(listener.getsockname()[1], "t"))
         connections = [listener.accept()[0] for _ in range(2)]
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         for connection in connections:
             connection.settimeout(60)
             while connection.recv(4096):
