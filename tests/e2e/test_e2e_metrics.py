@@ -44,7 +44,7 @@ def scrape(daemon: str, openmetrics: bool = False) -> dict[str, Metric]:
     request = urllib.request.Request(f"http://127.0.0.1:{PORTS[daemon]}/metrics")
     if openmetrics:
         request.add_header("Accept", "application/openmetrics-text; version=1.0.0")
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         text = answer.read().decode()
     families = (parse_openmetrics if openmetrics else parse_text)(text)
     return {f.name + ("_total" if f.type == "counter" else ""): f for f in families}

@@ -48,7 +48,7 @@ def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.Com
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=ROOT,
         env={**surroundings, "XDG_RUNTIME_DIR": str(directory / "run"), "COLUMNS": "200", **environment},
     )
@@ -318,7 +318,7 @@ def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_
 def test_our_processes_do_not_load_torch(module: str) -> None:
     script = f"import sys, {module}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=100
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
     )
     assert done.stdout.strip() == ""
 
@@ -327,7 +327,7 @@ def test_the_command_line_starts_without_what_only_daemons_need() -> None:
     heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
     script = "import sys, ftd.cli.main; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=100
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
     )
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
 

@@ -144,7 +144,7 @@ def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp
 
     def ftd(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", code, "checkpoint", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
 
     done = ftd("list", str(tmp_path / "nowhere"))
     assert done.returncode == 1 and done.stderr.startswith("ftd: ") and done.stderr.count("\n") == 1

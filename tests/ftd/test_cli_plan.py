@@ -369,7 +369,7 @@ def test_json_loads_nothing_that_it_does_not_need(profile: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=240,
     )
     assert json.loads(done.stdout)["nodes"] == 3
     assert not {"matplotlib", "pyomo", "scipy", "rich", "torch", "structlog"} & set(done.stderr.split())

@@ -135,15 +135,15 @@ def test_what_nobody_foresaw_is_an_answer_too(
         with monkeypatch.context() as patched:
             patched.setattr(CheckpointStore, "at", broken)
             checkpoints.commit(committing(job, 30, ()))
-            failed = await asyncio.to_thread(answers.get, timeout=60)
+            failed = await asyncio.to_thread(answers.get, timeout=240)
             assert isinstance(failed, CheckpointFailed) and failed.detail == "KeyError: 'region'"
             checkpoints.find(finding(job))
-            found = await asyncio.to_thread(answers.get, timeout=60)
+            found = await asyncio.to_thread(answers.get, timeout=240)
             assert isinstance(found, CheckpointFound) and found.unreadable and "region" in found.reason
             checkpoints.begin(job, lambda _, refusal: answers.put(refusal))
-            assert await asyncio.to_thread(answers.get, timeout=60) == "KeyError: 'region'"
+            assert await asyncio.to_thread(answers.get, timeout=240) == "KeyError: 'region'"
             checkpoints.abandon(AbandonCheckpoint(cause="c", job=job, attempt="z", step=20))
         checkpoints.commit(committing(job, 30, layers_written(store, 30, "a")))
-        assert isinstance(await asyncio.to_thread(answers.get, timeout=60), CheckpointWritten)
+        assert isinstance(await asyncio.to_thread(answers.get, timeout=240), CheckpointWritten)
 
     asyncio.run(body())

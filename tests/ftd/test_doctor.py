@@ -38,7 +38,7 @@ def write_config(directory: Path, broker: SecureBroker, port: int, *, name: str,
 
 def examine(config: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     command = [FTD, "doctor", "--config", str(config), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
 
@@ -72,7 +72,7 @@ def test_daemons_in_their_rights(
     deadline = time.monotonic() + PATIENCE_S * 2
     while True:
         command = [FTD, "status", "--config", str(operator), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         if done.returncode == 0 and json.loads(done.stdout)["nodes"].get("host-a"):
             break
         assert time.monotonic() < deadline, (done.stdout, done.stderr)

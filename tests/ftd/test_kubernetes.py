@@ -115,7 +115,7 @@ class Pod:
     def alive(self) -> bool:
         command = self.command(self.container["livenessProbe"]["exec"]["command"])
         return (
-            subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, timeout=60).returncode
+            subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, timeout=240).returncode
             == 0
         )
 

@@ -484,7 +484,7 @@ def promtool(*arguments: str) -> None:
     found = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
     if found is None:
         pytest.skip("promtool is not installed (tools/install-promtool brings it where apt has it)")
-    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -435,7 +435,7 @@ def test_a_port_in_use_is_said(start_broker: Callable[[str], RunningBroker]) -> 
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{broker.port}" in done.stderr

@@ -230,7 +230,7 @@ def ftd(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=directory,
         env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
     )

@@ -197,7 +197,7 @@ def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "No space left" in done.stdout and str(tmp_path) in done.stdout

@@ -444,7 +444,7 @@ def test_a_full_disk_is_said_and_costs_only_the_draft(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "no space left" in done.stdout and str(tmp_path) in done.stdout
@@ -494,7 +494,7 @@ def test_a_read_only_directory_is_said_and_can_be_read(store: CheckpointStore) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("it is read-only") == 2
