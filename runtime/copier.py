@@ -6,6 +6,7 @@ and takes units too, so that the wait is at most one memcpy, shared. Digests are
 are still in the cache, unless somebody waits: then copying goes first.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -150,9 +151,12 @@ class Copier:
         # A helper may still write into the slot: it must not be given to the next snapshot before.
         with self._changed:
             self._changed.wait_for(lambda: capture.copied == capture.taken)
+        with contextlib.suppress(Exception):  # Of a device that failed there is nothing to wait for.
+            self.side.finish(capture.devices)
         self.failed(capture.step, error)
 
     def _carry(self, capture: Capture) -> None:
+        self.side.adopt(capture.devices)
         header = capture.header()
         slot = self.open_slot(capture.body_bytes + len(header))
         if capture.devices:

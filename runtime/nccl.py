@@ -8,8 +8,12 @@ orders the current stream behind it and only ``settle`` waits on the host. Opera
 run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
 each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
 peer end, with garbage in their buffers, which nobody reads since ``settle`` raises.
+
+torch's own watchdog would end the process of every survivor as soon as it sees that a peer is gone, or that
+an abort takes long. Here others decide that: it is told to leave errors alone, whatever the environment says.
 """
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -37,6 +41,10 @@ from runtime.store import Rendezvous, RendezvousStore
 
 _POLL_S = 50e-6
 """Between two looks at a CUDA event: NCCL offers no host-side wait that another thread can end."""
+
+
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read by each process group when it is made."""
 
 
 class _Issued(Pending):
@@ -83,6 +91,7 @@ class NcclCommunicator(Communicator):
 
     def _form(self, groups: Sequence[Members]) -> None:
         torch.cuda.set_device(self._device)
+        os.environ.update(_WATCHDOG)
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
         with self._condition:
             self._store = store

@@ -100,6 +100,8 @@ class Replica:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            self._side.adopt({self._device})
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._update is not None or self._stopped)

@@ -30,6 +30,12 @@ class SideStreams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
+    def adopt(self, devices: set[torch.device]) -> None:
+        """On a thread beside training: what it asks the driver for is not to be done on the first device,
+        where it would take memory."""
+        for device in sorted(devices, key=str)[:1]:
+            torch.cuda.set_device(device)
+
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         with torch.cuda.stream(self._streams[device]):
@@ -58,6 +64,10 @@ class SideStreams:
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if size and int(driver.cudaHostRegister(address, size, 0)) == 0:
             self._pinned[number] = (address, size)
+        elif size:
+            # The driver tells this thread's next kernel of it, which is to be one that nobody needs.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         for number in list(self._pinned):

@@ -210,8 +210,6 @@ class SnapshotWriter:
     # --- both threads ----------------------------------------------------------------------------
 
     def _made(self, generation: int, step: int, vote: VoteData) -> Capture:
-        if self._device.type == "cuda":
-            self._side.begin({self._device})
         unit_bytes = self._schedule.unit_bytes
         capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
@@ -219,6 +217,8 @@ class SnapshotWriter:
                 capture.add(group, self._states, self._mover)
             else:
                 add_parts(capture, group, self._model, self._sharding, self._mover)
+        if self._device.type == "cuda":
+            self._side.begin({self._device})  # Behind what was gathered on the device just now, too.
         return capture
 
     def _make_next(self, capture: Capture, *, idle: bool) -> bool:
@@ -262,6 +262,8 @@ class SnapshotWriter:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            self._side.adopt({self._device})
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._tasks or self._stopped)

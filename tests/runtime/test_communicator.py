@@ -304,10 +304,14 @@ def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
 
     monkeypatch.setattr(NcclCommunicator, "_make", make_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    watchdog = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    for name in watchdog:
+        monkeypatch.setenv(name, "1")
     rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
     one = NcclCommunicator(rendezvous, 0, 2, torch.device("cpu"))
     blocked = start(lambda: one.form([]))
     eventually(lambda: len(made) == 4 and made[-1].asked.is_set())
+    assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"
     one.abort()
     one.close()  # As the main thread does at once.
     with pytest.raises(Aborted):

@@ -31,6 +31,9 @@ class SlowStreams(SideStreams):
     def begin(self, devices: set[torch.device]) -> None:
         pass
 
+    def adopt(self, devices: set[torch.device]) -> None:
+        pass
+
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         yield
@@ -83,6 +86,45 @@ def test_a_step_comes_behind_copies_that_the_device_was_asked_for_and_has_not_ma
     streams.held.clear()
     copier.finish()
     assert streams.held == [], "what is complete holds nobody up"
+
+
+def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
+    told: list[str] = []
+
+    class Torn(SlowStreams):
+        def finish(self, devices: set[torch.device]) -> None:
+            super().finish(devices)
+            told.append("the device is through")
+
+    streams = Torn()
+    broken = capture(torch.arange(64, dtype=torch.uint8))
+    broken.units.append(Unit(64, 1, (Piece(entry=9, start=0, offset=64, size_bytes=1),)))
+    copier = Copier(
+        open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
+        complete=lambda step, slot, parts, layout: pytest.fail("it is not complete"),
+        failed=lambda step, error: told.append(type(error).__name__),
+        side=streams,
+    )
+    streams.arrive.set()
+    copier.begin(broken)
+    copier.close()
+    assert told == ["the device is through", "IndexError"]
+
+
+def test_memory_that_the_driver_refuses_is_nobody_else_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 712)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    started: list[str] = []
+
+    def refused(size: int, *, device: str) -> torch.Tensor:
+        started.append(device)
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    monkeypatch.setattr(torch, "zeros", refused)
+    streams = SideStreams()
+    streams.pin(0, np.ones(4096, dtype=np.uint8))
+    assert started == ["cuda"], "a kernel that nobody needs takes the error with it"
+    streams.close()
 
 
 def test_a_slot_s_memory_is_registered_once_though_its_contents_vary(monkeypatch: pytest.MonkeyPatch) -> None:
