@@ -35,8 +35,8 @@ from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
 from ftd.wire.checking import encode_state
 from ftd.wire.codec import decode_from_node
-from ftd.wire.coordinators import JournalCopy
-from ftd.wire.public import NodeStateMessage, decode_json
+from ftd.wire.coordinators import JournalCopy, pack
+from ftd.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
@@ -203,7 +203,7 @@ class Coordinator:
             throne=Throne(
                 begin=self._begin,
                 judge=self._succession.judge,
-                state=lambda: msgspec.msgpack.encode(self._machine.durable_state()),
+                state=lambda: pack(msgspec.msgpack.encode(self._machine.durable_state())),
                 end=self._end_reign,
                 emit=self._emit,
                 show=self._publish_state_soon,
@@ -301,8 +301,7 @@ class Coordinator:
 
     def _on_cluster_state(self, payload: bytes) -> None:
         """Our predecessor's last will may come after our own first word: say ours again."""
-        seen = decode_json(payload, dict)
-        if seen.get("phase") == "UNREACHABLE" and not self._stopping:
+        if decode_json(payload, CoordinatorSaid).phase == "UNREACHABLE" and not self._stopping:
             self._publish_state_soon()
 
     def _refuse(self, topic: str, why: str) -> None:
@@ -357,8 +356,8 @@ class Coordinator:
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it (see ``journal``), written in any case."""
         state = self._machine.durable_state()
-        encoded = msgspec.msgpack.encode(state)
-        position = self._session.replicate(encoded, self._driver.now())
+        kept_as = pack(msgspec.msgpack.encode(state))
+        position = self._session.replicate(kept_as, self._driver.now())
         kept = state["snapshot"] and (state["snapshot"]["generation"], state["snapshot"]["step"])
         moving = self._machine.phase in (
             ClusterPhase.QUIESCING,
@@ -367,7 +366,7 @@ class Coordinator:
         )
         phase = "" if moving else state["phase"]  # Those of a generation follow from its number.
         promise = (state["generation"], phase, state["job"] and state["job"]["job_id"], kept)
-        self._journal.save(encoded, forced=promise != self._forced_for, position=position)
+        self._journal.save(kept_as, forced=promise != self._forced_for, position=position)
         self._forced_for = promise
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:

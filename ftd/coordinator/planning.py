@@ -20,6 +20,7 @@ import structlog
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
+from ftd.coordinator.rehearsal import rehearse
 from ftd.driver import Driver
 from ftd.errors import PeerError
 from ftd.protection_choice import protect
@@ -50,6 +51,8 @@ T = TypeVar("T")
 
 PROGRESS_AFTER_S = 1.0
 """Planning that takes no longer is not worth a progress bar."""
+REHEARSE_AFTER_S = 1.0
+"""What follows a plan is more urgent than what may be asked next."""
 
 
 class PlanningService:
@@ -75,6 +78,7 @@ class PlanningService:
         self._planned_job = ""
         self._process: PlanProcess | None = None
         self._building: asyncio.Task[None] | None = None
+        self._rehearsal: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
         self.progress: tuple[int, int] | None = None
         """Instantiations made, of all; ``None`` while none are made, or for less than a second."""
@@ -104,6 +108,8 @@ class PlanningService:
             self._stop_building()
 
     def plan(self, effect: ComputePlan) -> None:
+        if self._rehearsal is not None:
+            self._rehearsal.cancel()
         self._start(self._plan(effect))
 
     def weigh(self, effect: WeighPlan) -> None:
@@ -247,7 +253,19 @@ class PlanningService:
     # --- planning ----------------------------------------------------------------------------------
 
     async def _plan(self, effect: ComputePlan) -> None:
-        self._feed(await self._in_thread(lambda: self._answer(effect)))
+        answer = await self._in_thread(lambda: self._answer(effect))
+        self._feed(answer)
+        if isinstance(answer, PlanReady):
+            self._rehearsal = self._start(self._rehearse(effect.situation, answer.plan))
+
+    async def _rehearse(self, situation: Situation, plan: Plan) -> None:
+        """Once nothing is precomputed: what is not yet would be made here."""
+        await asyncio.sleep(REHEARSE_AFTER_S)
+        if self._building is not None:
+            await asyncio.wait([self._building])
+        planner = self._planner
+        if planner is not None:
+            await self._in_thread(lambda: rehearse(planner, situation, plan))
 
     def _answer(self, effect: ComputePlan) -> Event:
         """In the worker thread."""

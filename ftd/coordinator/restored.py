@@ -6,8 +6,8 @@ from importlib.metadata import version
 import msgspec
 
 from ftd.coordinator.journal import Journal
-from ftd.errors import JournalError
-from ftd.wire.coordinators import JournalCopy
+from ftd.errors import JournalError, WireError
+from ftd.wire.coordinators import JournalCopy, unpack
 from statemachine import durable
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import Effect
@@ -27,15 +27,15 @@ def restored(
     """
     saved, where, moved_s = journal.load(), str(journal.path), 0.0
     if copy is not None and copy.position > journal.position:
-        saved, where = copy.unpacked(), f"the journal at the broker, of ftd {copy.version}"
+        saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
         ahead_s = (now - time.time()) - (copy.monotonic_s - copy.wall_s)
         moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
         return ClusterMachine(timing), []
     try:
-        state = durable.moved(msgspec.msgpack.decode(saved), moved_s)
+        state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
         return ClusterMachine.restore(timing, state, now, "restored")
-    except (ValueError, RecursionError) as error:  # No msgpack, no state of ours.
+    except (ValueError, RecursionError, WireError) as error:  # No msgpack, no state of ours.
         raise JournalError(
             f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
             "ftd coordinator --anew)"
@@ -86,7 +86,8 @@ class Succession:
         if problem := foreign(copy.schema, copy.protocol, copy.version):
             self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
             return "" if self._anew else problem
-        self._journal.save_copy(copy.unpacked(), copy.position)
+        unpack(copy.state)
+        self._journal.save_copy(copy.state, copy.position)
         return ""
 
     def judge(self, copy: JournalCopy | None) -> str:

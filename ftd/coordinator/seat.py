@@ -29,6 +29,8 @@ from ftd.wire.coordinators import (
     encode_leader,
     encode_peer,
     encode_unreachable,
+    is_packed,
+    unpack,
 )
 from ftd.wire.topics import Topics
 from statemachine import durable
@@ -81,7 +83,7 @@ class Throne:
     judge: Callable[[JournalCopy | None], str]
     """Why we could not begin from what is at the broker; empty: we could."""
     state: Callable[[], bytes]
-    """The durable state, encoded."""
+    """The durable state, as it is kept."""
     end: Callable[[Leader], None]
     """Another one leads: forget the cluster."""
     emit: Callable[[EmitEvent], None]
@@ -199,6 +201,7 @@ class Seat:
             schema=durable.SCHEMA,
             protocol=PROTOCOL,
             state=state,
+            packed=is_packed(state),
         )
         if self.connected:
             try:
@@ -339,7 +342,7 @@ class Seat:
                 chair.found = decode_leader(payload)
             else:
                 copy = decode_copy(payload)
-                copy.unpacked()
+                unpack(copy.state)
                 chair.copy = copy
         except WireError as error:
             _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")

@@ -13,7 +13,7 @@ from ftd.errors import WireError
 from ftd.mqtt.session import MqttSession, Will
 from ftd.wire.checking import encode_event
 from ftd.wire.coordinators import JournalCopy, PeerMessage, decode_copy, decode_leader, encode_peer
-from ftd.wire.public import decode_json, event_message
+from ftd.wire.public import CoordinatorSaid, decode_json, event_message
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
 from statemachine.events import Event
@@ -147,12 +147,12 @@ class Watch:
             if not self._leading():
                 self._following.heard(payload)
         elif topic == topics.cluster_state:
-            state = decode_json(payload, dict[str, Any])
-            if state.get("phase") == "UNREACHABLE" and isinstance(gone := state.get("coordinator"), int):
-                graceful = state.get("graceful") is True
-                feed(LeaderVanished(**self._stamp(), incarnation=gone, graceful=graceful))
+            said = decode_json(payload, CoordinatorSaid)
+            if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
+                graceful = said.graceful is True
+                feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
             if not self._leading():
-                self._following.seen(state)
+                self._following.seen(decode_json(payload, dict[str, Any]))
         elif topic == topics.journal:
             if payload and not self._leading():
                 self._judge(decode_copy(payload))

@@ -13,8 +13,24 @@ from statemachine.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
 """Of a journal on its topic, and of what it may unfold to."""
-PACK_FROM_BYTES = 256 * 1024
-"""A larger journal is compressed: it goes out with each step that is told."""
+PACK_FROM_BYTES = 64 * 1024
+"""A larger durable state is compressed: it is written, and goes out, with each step that is told."""
+_DEFLATED = b"\x78\x01"
+"""What is compressed begins so; the msgpack of a state, which is a map, does not."""
+
+
+def pack(state: bytes) -> bytes:
+    """A durable state as it is kept, here and at the broker."""
+    return fold(state, PACK_FROM_BYTES)[0]
+
+
+def is_packed(kept: bytes) -> bool:
+    return kept.startswith(_DEFLATED)
+
+
+def unpack(kept: bytes) -> bytes:
+    """:raises WireError: it cannot be, or is too large."""
+    return unfold(kept, MAX_COPY_BYTES, "a durable state") if is_packed(kept) else kept
 
 
 class LeaderMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,19 +71,15 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     """Of ``state``."""
     state: bytes
+    """As it is kept: see ``pack``."""
     packed: bool = False
+    """Which one sees; older versions ask."""
     protocol: int = 0
     """That the writer's nodes speak; 0: it did not say."""
 
     @property
     def position(self) -> tuple[int, int]:
         return (self.term, self.serial)
-
-    def unpacked(self) -> bytes:
-        """:raises WireError: it cannot be, or is too large."""
-        if not self.packed:
-            return self.state
-        return unfold(self.state, MAX_COPY_BYTES, "the journal's copy")
 
 
 def encode_leader(leader: Leader, version: str) -> bytes:
@@ -114,8 +126,7 @@ def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> byte
 
 def encode_copy(copy: JournalCopy) -> bytes:
     """:raises WireError: it is too large to be kept at the broker."""
-    state, packed = fold(copy.state, PACK_FROM_BYTES)
-    payload = msgspec.msgpack.encode(msgspec.structs.replace(copy, state=state, packed=packed))
+    payload = msgspec.msgpack.encode(copy)
     check_size(payload, MAX_COPY_BYTES)
     return payload
 

@@ -42,6 +42,14 @@ class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
+class CoordinatorSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the cluster's state, what coordinators look for in each: a thousand nodes take longer to read."""
+
+    phase: Any = None
+    coordinator: Any = None
+    graceful: Any = None
+
+
 class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One fact on ``events``; ``monotonic`` is this host's CLOCK_MONOTONIC in seconds."""
 

@@ -7,11 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftd.coordinator.journal import MAX_PAGE, Journal
-from ftd.errors import JournalError
+from ftd.coordinator.restored import Succession, restored
+from ftd.errors import JournalError, WireError
+from ftd.wire.coordinators import (
+    MAX_COPY_BYTES,
+    JournalCopy,
+    decode_copy,
+    encode_copy,
+    is_packed,
+    pack,
+    unpack,
+)
 from ftd.wire.public import EventMessage
+from statemachine import durable
+from statemachine.node import NodeMachine
+from statemachine.state import Cluster
+from statemachine.timing import Timing
+from statemachine.values import PROTOCOL, NodeFacts
 
 
 def event(name: str, step: int | None = None, **details: object) -> EventMessage:
@@ -167,4 +183,47 @@ def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
     journal.record(event("StepCommitted", 4))
     rows, _ = journal.steps(after=0, limit=100, newest=False)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    journal.close()
+
+
+def test_a_large_state_is_kept_small_and_restored() -> None:
+    state = msgspec.msgpack.encode({f"node-{index}": {"state": "HEALTHY"} for index in range(10_000)})
+    kept = pack(state)
+    assert is_packed(kept)
+    assert len(kept) < len(state) / 5
+    assert unpack(kept) == state
+    small = msgspec.msgpack.encode({"phase": "RUNNING"})
+    assert pack(small) == small == unpack(small)
+    for damaged in (kept[:-1], kept[:2] + b"\xff" * 50):
+        with pytest.raises(WireError):
+            unpack(damaged)
+    with pytest.raises(WireError, match="larger than"):
+        unpack(pack(bytes(MAX_COPY_BYTES + 1)))
+
+
+def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    timing = Timing()
+    for nodes in (1, 1000):
+        cluster = Cluster(timing=timing, generation=nodes)
+        for index in range(nodes):
+            facts = NodeFacts(devices=1, host="h", rendezvous_port=1)
+            cluster.nodes[f"n{index}"] = NodeMachine(name=f"n{index}", incarnation=1, facts=facts)
+        state = pack(msgspec.msgpack.encode(durable.write(cluster)))
+        assert is_packed(state) == (nodes > 1)
+        journal.save(state, forced=False, position=(1, nodes))
+        assert restored(timing, journal, None, 0.0)[0].generation == nodes
+        copy = JournalCopy(
+            term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
+            state=state, protocol=PROTOCOL,
+        )  # fmt: skip
+        assert Succession(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
+        assert journal.position == (2, nodes)
+        assert restored(timing, journal, None, 0.0)[0].generation == nodes
+    journal.save(state[:-9], forced=False)
+    with pytest.raises(JournalError, match=r"cut off.*--anew"):
+        restored(timing, journal, None, 0.0)
+    with pytest.raises(WireError):
+        Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
+    assert journal.position == (2, 1000)
     journal.close()

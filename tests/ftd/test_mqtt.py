@@ -1,6 +1,7 @@
 """The MQTT session against both brokers: order, wills, retained state, outages, goodbyes."""
 
 import asyncio
+import gc
 import socket
 import subprocess
 import time
@@ -301,6 +302,25 @@ def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBro
             assert [(await a.next())[1] for _ in payloads] == payloads
 
     uvloop.run(scene())
+
+
+def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
+    """A thousand heartbeats a second would have the collector look through everything again and again."""
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(500):
+                    b.session.publish("t", b"x")
+                for _ in range(500):
+                    await a.next()
+                assert gc.collect() < 500
+            finally:
+                gc.enable()
+
+    asyncio.run(scene())
 
 
 def test_nobody_there_is_a_clear_error() -> None:

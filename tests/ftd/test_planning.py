@@ -12,12 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from ftd.coordinator import planning
 from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache
 from ftd.coordinator.plan_process import COMMAND
 from ftd.coordinator.plan_worker import Work
 from ftd.coordinator.planning import PlanningService
+from ftd.coordinator.rehearsal import likely_losses, rehearse
 from ftd.driver import Driver
 from ftd.node.processes import alive
+from planner.errors import PlanningError
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Policy, Situation
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
@@ -202,6 +205,38 @@ def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> No
     lost = replace(situation(4, layers=3), previous=plan.plan, speeds={"node-1": 0.25})
     _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=lost))
     assert isinstance(answer, PlanWeighed) and answer.possible_s == answer.present_s, "there is none"
+
+
+def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "REHEARSE_AFTER_S", 0.0)
+
+    async def story(scene: Scene) -> None:
+        scene.service.build(build(max_nodes=22))
+        await scene.fed.get()
+        answer = await scene.ask(asking(22))
+        assert isinstance(answer, PlanReady)
+        planner = scene.service._planner
+        assert planner is not None
+        await scene.until(lambda: not scene.service._work)
+        assert scene.fed.empty(), "nobody is told"
+        made = len(planner.instantiator(22)._of)
+        losses = list(likely_losses(situation(22), answer.plan))
+        assert [len(loss.nodes) for loss in losses] == [21, 20]
+        for loss in losses:
+            assert {device.node for device in loss.holdings} == set(loss.nodes)
+            assert planner.plan(loss) == Planner(PROFILE, POLICY).plan(loss)
+        assert len(planner.instantiator(22)._of) == made, "there was nothing new in them"
+
+    play(Scene(tmp_path), story)
+
+
+def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
+    planner = Planner(PROFILE, replace(POLICY, minimum="oobleck"))
+    planner.precompute(2)
+    plan = planner.plan(situation(2))
+    with pytest.raises(PlanningError):
+        planner.plan(next(likely_losses(situation(2), plan)))
+    rehearse(planner, situation(2), plan)
 
 
 def test_a_model_that_fits_nowhere_fails_with_the_reason(tmp_path: Path) -> None:
