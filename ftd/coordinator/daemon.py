@@ -65,6 +65,8 @@ _log = structlog.get_logger("ftd.coordinator")
 STATE_PERIOD_S = 0.1
 STATE_SHARE = 0.05
 """Of the time, at most, goes into the public state: one of a thousand nodes takes milliseconds."""
+STATE_LATER = 25
+"""Times as long as it takes it waits, at least: a decision among a thousand nodes comes first."""
 GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
@@ -385,7 +387,7 @@ class Coordinator:
             return
         loop = asyncio.get_running_loop()
         due = self._published_at + max(STATE_PERIOD_S, self._publish_took_s / STATE_SHARE)
-        wait_s = max(due - loop.time(), 10 * self._publish_took_s)
+        wait_s = max(due - loop.time(), STATE_LATER * self._publish_took_s)
         self._publish_timer = loop.call_later(wait_s, self._publish_state)
 
     def _publish_state(self) -> None:
