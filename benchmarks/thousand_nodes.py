@@ -7,8 +7,8 @@ mosquitto): 1,000 MQTT sessions, each with its last will, its heartbeat every se
 Nodes are killed by closing their sockets, one at a time and 100 at once. Measured from that moment: until
 another client of the broker reads the event GenerationStarted (it is known, everybody is told to stop) and
 PlanChosen (everybody reported, it is decided from which step and with which plan), and until the last node
-got its Resume. Until the decision the broker and the crowd, on one core, are part of that time; so CPU time of
-each is told beside it. Load is CPU time of the coordinator's process over wall time while the job trains.
+got its Resume. Until the decision broker and crowd, on one core, are part of that time; so CPU time of each
+is told beside it. Load is CPU time of the coordinator's process over wall time while the job trains.
 
 The templates for 1,000 nodes take a minute of CPU time; ``--plans DIR`` keeps them for the next time.
 """

@@ -195,13 +195,13 @@ class Coordinator:
             me,
             config.timing,
             subscriptions=(
-                topics.node_signal(),
                 topics.node_state(),
                 topics.request,
                 topics.events,
                 topics.cluster_state,
                 topics.command,
             ),
+            unacknowledged=(topics.node_signal(),),
             throne=Throne(
                 begin=self._begin,
                 judge=self._succession.judge,

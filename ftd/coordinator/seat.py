@@ -102,6 +102,7 @@ class Seat:
         timing: Timing,
         *,
         subscriptions: Sequence[str],
+        unacknowledged: Sequence[str],
         throne: Throne,
         following: Following,
         shared: bool,
@@ -110,13 +111,14 @@ class Seat:
         on_lost: Callable[[], None],
         on_acknowledged: Callable[[float], None],
     ) -> None:
-        """``subscriptions``, ``on_…``: as of a ``MqttSession``, while this coordinator leads.
+        """``subscriptions``, ``unacknowledged``, ``on_…``: as of a ``MqttSession``, while we lead.
         ``shared``: it has had others beside it."""
         self.machine = ElectionMachine(me, timing, shared=shared)
         self.serial = 0
         self._broker, self._topics, self._me = broker, topics, me
         self._position = following.position
-        self._subscriptions, self._throne = tuple(subscriptions), throne
+        self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
+        self._throne = throne
         self._on_message, self._on_connected = on_message, on_connected
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
         self._version = version("ftd")
@@ -288,6 +290,7 @@ class Seat:
             self._broker,
             client_id=leader_client_id(topics.cluster, self._broker),
             subscriptions=(*self._subscriptions, topics.leader, topics.journal, self._own),
+            unacknowledged=self._unacknowledged,
             will=Will(
                 topic=topics.cluster_state,
                 payload=self.unreachable("the coordinator vanished", graceful=False),

@@ -90,18 +90,25 @@ class MqttSession:
         *,
         client_id: str,
         subscriptions: Sequence[str] = (),
+        unacknowledged: Sequence[str] = (),
         will: Will | None = None,
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None] = _ignore,
         on_lost: Callable[[], None] = _ignore,
         on_acknowledged: Callable[[float], None] = _ignore,
     ) -> None:
-        """``on_message`` gets (topic, payload, retained). ``client_id`` must be unique at the broker: a
-        daemon's is its name and incarnation. ``on_acknowledged`` gets the seconds that the broker took for
-        a message."""
+        """``unacknowledged``: further subscriptions, at QoS 0 from the broker to us. A clean session loses
+        nothing by that: TCP brings everything for as long as the connection holds; and of what a client does
+        not read in time mosquitto drops at QoS 1, too, what is beyond ``max_queued_messages``, and sooner.
+        ``on_message`` gets (topic, payload, retained). ``client_id`` must be unique at the broker: a daemon's
+        is its name and incarnation. ``on_acknowledged`` gets the seconds that the broker took for a message.
+        """
         self.broker = broker
         self.client_id = client_id
-        self._subscriptions = tuple(subscriptions)
+        self._subscriptions = (
+            *((topic, 1) for topic in subscriptions),
+            *((topic, 0) for topic in unacknowledged),
+        )
         self._will = will
         self._on_message = on_message
         self._on_connected = on_connected
@@ -206,10 +213,10 @@ class MqttSession:
                 _read_ahead(client)
                 guard = asyncio.create_task(_read_now_and_then(client))
                 if self._subscriptions:
-                    await client.subscribe([(topic, 1) for topic in self._subscriptions])
+                    await client.subscribe(list(self._subscriptions))
                 self._client = client
                 up, self._heard_itself = True, False
-                if self._will is not None and self._will.topic in self._subscriptions:
+                if self._will is not None and (self._will.topic, 1) in self._subscriptions:
                     echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
                 self._announce_up()
                 try:

@@ -304,6 +304,29 @@ def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBro
     uvloop.run(scene())
 
 
+def test_what_is_not_acknowledged_comes_all_the_same(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        heard: list[bytes] = []
+        session = MqttSession(
+            broker.address,
+            client_id="a",
+            unacknowledged=("t",),
+            on_message=lambda _, payload, __: heard.append(payload),
+        )
+        task = asyncio.create_task(session.run())
+        await session.wait_connected(PATIENCE_S)
+        async with Listener(broker.address, "b") as b:
+            said = [b"%d" % index for index in range(1500)]
+            for payload in said:
+                b.session.publish("t", payload)
+            await until(lambda: len(heard) >= len(said))
+        assert heard == said
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
     """A thousand heartbeats a second would have the collector look through everything again and again."""
 

@@ -44,7 +44,8 @@ class Coordinator:
             TOPICS,
             Peer(name=name, incarnation=incarnation),
             TIMING,
-            subscriptions=(TOPICS.node_signal(), TOPICS.cluster_state),
+            subscriptions=(TOPICS.cluster_state,),
+            unacknowledged=(TOPICS.node_signal(),),
             throne=Throne(
                 begin=lambda leader, copy: self.begun.append((leader, copy)),
                 judge=lambda copy: "",
