@@ -117,8 +117,7 @@ class Seat:
         self.serial = 0
         self._broker, self._topics, self._me = broker, topics, me
         self._position = following.position
-        self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
-        self._throne = throne
+        self._subscriptions, self._unacknowledged, self._throne = tuple(subscriptions), unacknowledged, throne
         self._on_message, self._on_connected = on_message, on_connected
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
         self._version = version("ftd")
