@@ -26,9 +26,11 @@ LEADER                the seat is lost → SUSPENDED; a higher term is seen → 
 SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
 ====================  ======================================================================================
 
-A broker that was restarted may have forgotten the record, and the journal with it. Then who led goes on at
-once; who followed leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too
-little, leaves it ``orphan_s``, as does who meets one that knows more.
+A broker that was restarted may have forgotten the record, and the journal with it. Then who led and never had
+others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
+all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
+leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
+``orphan_s``, as does who meets one that knows more.
 
 A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
 it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
@@ -110,6 +112,8 @@ class ElectionMachine:
         self._lost_at = 0.0
         self._reigned = False
         """What we know of the cluster goes on to be true if nobody led since."""
+        self._beside: set[str] = set()
+        """Others that were there since we led: one of them may have led meanwhile."""
         self._tries = 0
         self._refused = False
         """That we must not lead was told, and nobody has led since."""
@@ -133,6 +137,7 @@ class ElectionMachine:
                 self._look()
             case WatchBroke():
                 self._watching = self._record_there = self._refused = False
+                self._beside |= {peer.name for peer in self.peers.values()} - {self.me.name}
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
@@ -145,6 +150,8 @@ class ElectionMachine:
                     self._miss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
                 self._meet(event.peer)
+                if self.role is Role.SUSPENDED:
+                    self._look()
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
                     self._show(self.peers.pop(event.incarnation, None) is not None)
@@ -202,13 +209,21 @@ class ElectionMachine:
 
     def _forgotten_s(self) -> float:
         """How long it is left to others to say what a broker without a record does not."""
-        if self._record_there or self._reigned or (self.leader is None and not self._shared):
+        if self._record_there or (not self._shared and (self._reigned or self.leader is None)):
             return 0.0
+        timing = self._timing
         others = [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
         behind = any(peer.position > self.me.position for peer in others)
         kept_up = self.leader is not None and self.me.position[0] >= self.leader.term
         lately = kept_up or any(peer.position < self.me.position for peer in others)
-        wait_s = self._timing.leader_silence_s if lately and not behind else self._timing.orphan_s
+        if behind or not (lately or self._reigned):
+            wait_s = timing.orphan_s
+        elif not self._reigned:
+            wait_s = timing.leader_silence_s
+        elif not self._beside:
+            wait_s = timing.leader_silence_s / 2
+        else:
+            wait_s = timing.orphan_s if self._beside - {peer.name for peer in others} else 0.0
         return self._began_at + wait_s - self._at
 
     def _see(self, leader: Leader) -> None:
@@ -304,6 +319,10 @@ class ElectionMachine:
         if self.role is not Role.CANDIDATE:
             return
         found = event.found
+        if found is None and self._forgotten_s() > 0:
+            self._out.append(LeaveSeat(cause=self._cause))
+            self._unseated(SeatLost(at=self._at, cause=self._cause, why="the broker forgot who leads"))
+            return
         before = found if found is not None and found.term >= self.term else self.leader
         again = self._reigned and before is not None and before.incarnation == self.me.incarnation
         term = max(self.term, event.term, found.term if found is not None else 0) + 1
@@ -317,6 +336,7 @@ class ElectionMachine:
         self.role, self.leader, self._reigned = Role.LEADER, leader, True
         self._lost_how, self._tries = None, 0
         self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
+        self._beside.clear()
         self._beat()
 
     def _beat(self) -> None:
@@ -346,6 +366,8 @@ class ElectionMachine:
                 self._look()
             case "silence" if late_s > self._timing.leader_silence_s / 2:
                 self._look()  # We were away ourselves: what was said meanwhile is yet to be read.
+            case "silence" if self.role is Role.SUSPENDED:
+                self._look()
             case "silence" if self.leader is None:
                 self._wait_turn(self._rank())
             case "silence":

@@ -27,6 +27,9 @@ def _is_news(c: Cluster, generation: int) -> bool:
 def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
     ledger = c.ledger
+    if not c.active:
+        c.ignore("steps while no job is under way", node.name)
+        return
     if signal.lineage != c.lineage:
         c.ignore("steps of another lineage", node.name)
         signal = replace(signal, steps=())
@@ -60,7 +63,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
 def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
     committed = signal.committed
-    if committed is None or signal.lineage != c.lineage:
+    if committed is None or signal.lineage != c.lineage or not c.active:
         return
     node.step = max(node.step, committed.step)
     if committed.step > c.ledger.known_step and _is_news(c, signal.generation):

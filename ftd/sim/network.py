@@ -25,6 +25,8 @@ KEEP_ALIVE_S = 4.0
 TO_ALL = "coordinator to all"
 """The sender of broadcasts, for ``Network._last``: MQTT keeps the order of messages on one topic alone."""
 
+_NOTICE_S = 0.25
+"""Who was cut off when its session ended finds out so long after the link is back, at most."""
 COORDINATOR = "coordinator"
 """The seat: the session of whichever coordinator leads."""
 
@@ -323,9 +325,8 @@ class Network:
             self._notice(seat, seat.attempt)
 
     def _notice(self, seat: "SimSeat", attempt: int) -> None:
-        link = self.sessions[seat.name]
-        if link.cut:
-            link.held.append((self._notice, (seat, attempt)))
+        if self.sessions[seat.name].cut:  # Not among what is held: that is lost with the broker.
+            self.world.at(_NOTICE_S, self._notice, seat, attempt)
         else:
             self.world.at(self.world.between(0.001, 0.05), seat.unseated, attempt)
 

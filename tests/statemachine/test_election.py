@@ -214,6 +214,34 @@ def test_a_seat_that_is_not_had_in_time_is_left() -> None:
     assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
 
 
+def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> None:
+    """It goes on when all who were beside it are there again, and know less."""
+    for position, patience_s in (((4, 9), 0.0), ((6, 1), TIMING.orphan_s), (None, TIMING.orphan_s)):
+        one = One()
+        one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
+        one.feed(PeerVanished, incarnation=1)
+        one.feed(WatchBegan)
+        one.fire("silence")
+        one.feed(SeatTaken, found=None, term=4)
+        one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+        one.feed(WatchBroke)
+        one.feed(SeatLost, why="cut off")
+        assert one.machine.role is Role.SUSPENDED
+        one.feed(PeerSeen, peer=Peer(name="bert", incarnation=2, position=(5, 7)))
+        one.feed(WatchBegan)
+        assert not one.has(TakeSeat)
+        began = one.at
+        if position is not None:
+            one.feed(PeerSeen, peer=Peer(name="carl", incarnation=4, position=position))
+        if patience_s:
+            assert not one.has(TakeSeat)
+            while one.at < began + patience_s:
+                one.fire("silence")
+        elif not one.has(TakeSeat):
+            one.fire("turn")
+        assert one.has(TakeSeat)
+
+
 def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
     """Broker and coordinator are killed together: alone, it need not wait for one that knows more."""
     for name, alone in (("bert", True), ("anna", False)):

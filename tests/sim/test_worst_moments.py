@@ -1,0 +1,117 @@
+"""What may go wrong at the worst moment, provoked in every seed; whatever the seed draws comes on top."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ftd.sim import faults
+from ftd.sim.run import Leaning, Simulation, run_seed
+
+SEEDS = 5
+Fault = Callable[[Simulation], None]
+
+
+def amid(sim: Simulation) -> None:
+    """The leader dies between two of the effects of one of its next steps."""
+    sim.coordinator.crash_after = sim.world.rng.randrange(12)
+
+
+def lost_with_their_memory(sim: Simulation) -> None:
+    """Two hosts, at once."""
+    live = [node for node in sim.nodes.values() if node.up]
+    for node in sim.world.rng.sample(live, min(2, len(live))):
+        node.crash(host=True)
+        sim.world.at(sim.world.between(0.5, 5.0), sim.revive, node)
+
+
+def deposed_and_forgotten(sim: Simulation) -> None:
+    """The leader is cut off until another one leads; when it is back, the broker has just forgotten all."""
+    rng, for_s = sim.world.rng, sim.world.between(6.0, 9.0)
+    sim.network.cut(sim.coordinator.name, for_s)
+    sim.world.at(for_s + rng.uniform(-0.3, 0.3), sim.network.stop_broker, rng.uniform(0.1, 1.5))
+
+
+def suspended(sim: Simulation) -> None:
+    """Every process stands still for as long, and goes on as if nothing were."""
+    for_s = sim.world.between(2.0, 9.0)
+    for coordinator in sim.coordinators:
+        coordinator.freeze(for_s)
+    for node in sim.nodes.values():
+        if node.up:
+            node.freeze(for_s)
+
+
+def power_cut(sim: Simulation) -> None:
+    """The broker's host and the leader's are one, and without power for a moment."""
+    sim.network.stop_broker(sim.world.between(0.1, 3.0))
+    leader = sim.coordinator
+    leader.crash()
+    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)
+
+
+def other_protection(sim: Simulation) -> None:
+    scheme = sim.world.rng.choice(faults.protections(sharded=sim.policy.zero1))
+    sim.coordinator.ask_snapshots(protection=scheme)
+
+
+def now(sim: Simulation) -> None:
+    sim.coordinator.ask_snapshots(now=True)
+
+
+MOMENTS: dict[str, Leaning] = {
+    "the leader dies between journal and command": Leaning(
+        strikes=(("GenerationStarted", amid, 1), ("Quiesced", amid, 2), ("PlanChosen", amid, 3))
+    ),
+    "hosts are lost between SnapshotCompleted and KeepSnapshot": Leaning(
+        protection="aec2", zero1=False, strikes=(("SnapshotCompleted", lost_with_their_memory, 1),)
+    ),
+    "a node joins while a checkpoint is written": Leaning(
+        checkpoints=True, strikes=(("CheckpointStarted", faults.add_node, 0),)
+    ),
+    "the protection is switched while rolling back": Leaning(
+        protection="aec",
+        zero1=False,
+        strikes=(
+            ("SnapshotCompleted", faults.fail_all_trainers, 1),
+            ("RolledBack", other_protection, 0),
+            ("RolledBack", other_protection, 0),
+        ),
+    ),
+    "a standby takes over while a checkpoint is committed": Leaning(
+        checkpoints=True, coordinators=2, strikes=(("CheckpointStarted", amid, 0),) * 3
+    ),
+    "a deposed leader and a broker that forgot everything": Leaning(
+        coordinators=2, strikes=(("RecoveryCompleted", deposed_and_forgotten, 0),)
+    ),
+    "everything is suspended": Leaning(
+        strikes=(("SnapshotCompleted", suspended, 0), ("Quiesced", suspended, 2))
+    ),
+    "a daemon is killed, and its memory kept, while rolling back": Leaning(
+        protection="aec",
+        zero1=False,
+        strikes=(
+            ("SnapshotCompleted", faults.fail_all_trainers, 1),
+            ("RolledBack", faults.restart_node, 0),
+            ("RolledBack", faults.restart_node, 0),
+        ),
+    ),
+    "the broker's host is the leader's, and loses power": Leaning(
+        strikes=(("RecoveryCompleted", power_cut, 0), ("PlanChosen", power_cut, 1))
+    ),
+    "the leader dies when a user asks for a snapshot": Leaning(
+        protection="aec+arc:1",
+        zero1=False,
+        strikes=(
+            ("RecoveryCompleted", now, 0),
+            ("SnapshotCompleted", now, 0),
+            ("SnapshotCompleted", amid, 0),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_worst_moments(moment: str) -> None:
+    for seed in range(SEEDS):
+        result = run_seed(seed, leaning=MOMENTS[moment])
+        assert result.violation is None, (moment, seed, result.violation, result.faults)
