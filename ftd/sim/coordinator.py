@@ -129,6 +129,9 @@ class SimCoordinator(CheckpointWork):
                 self.world.timing, plain, self.world.now, "restart"
             )
         self.leading = True
+        if self.machine.lineage > self.invariants.lineage:
+            # A rollback that is on its disk alone: the broker was out of reach.
+            self.invariants.persisted(Written(self.machine))
         self.invariants.coordinator_starts(self.machine)
         self._perform_all(effects)
 

@@ -250,8 +250,8 @@ class Network:
             seat = self.sessions[COORDINATOR]
             seat.cut = False
             held, seat.held = [*seat.held, *held], []
-        for action, arguments in held:
-            action(*arguments)
+        for action, arguments in sorted(held, key=lambda one: one[0] != self.from_seat):
+            action(*arguments)  # What it sent, it sent before it hears.
 
     def stop_broker(self, for_s: float) -> None:
         if not self.up:
