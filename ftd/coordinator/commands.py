@@ -1,14 +1,29 @@
 """What the machine has nodes told, as messages: to one node on its own topic, to several on that of all."""
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
+import structlog
+
+from ftd.mqtt.session import ECHO_S
 from ftd.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
 from ftd.wire.topics import Topics
 from statemachine.effects import BroadcastCommand, SendCommand
 
+_log = structlog.get_logger("ftd.coordinator")
+
 MOST_SAID = 64
 """Broadcasts that are known again when the broker sends them to us, too."""
+
+
+class Session(Protocol):
+    """The seat, as far as it is used here."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    def publish(self, topic: str, payload: bytes) -> None: ...
 
 
 class Commands:
@@ -17,17 +32,22 @@ class Commands:
     It hears the topic of all nodes itself, and refuses for all of them what they cannot read.
     """
 
-    def __init__(self, topics: Topics, publish: Callable[[str, bytes], None]) -> None:
-        self._topics, self._publish = topics, publish
+    def __init__(self, topics: Topics, session: Session) -> None:
+        self._topics, self._session = topics, session
         self._said: deque[bytes] = deque(maxlen=MOST_SAID)
 
     def send(self, effect: SendCommand | BroadcastCommand) -> None:
         if isinstance(effect, SendCommand):
-            self._publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
+            self._session.publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
         else:
             payload = encode_to_nodes(effect.message)
             self._said.append(payload)
-            self._publish(self._topics.command, payload)
+            self._session.publish(self._topics.command, payload)
+            asyncio.get_running_loop().call_later(ECHO_S, self._miss, payload)
+
+    def connected(self) -> None:
+        """A new session: what went out by the one before does not come back."""
+        self._said.clear()
 
     def overhear(self, payload: bytes, retained: bool) -> None:
         """What came on the topic of all nodes: mostly our own words, which are not read again.
@@ -39,3 +59,10 @@ class Commands:
             self._said.remove(payload)
         else:
             decode_to_nodes(payload)
+
+    def _miss(self, payload: bytes) -> None:
+        """mosquitto drops without a word what an ACL forbids: then the nodes do not hear it, either."""
+        if payload in self._said and self._session.connected:
+            self._said.remove(payload)
+            remedy = "does the broker's ACL know this topic? one made by ftd acl of this version does"
+            _log.error("unheard", topic=self._topics.command, remedy=remedy)

@@ -125,7 +125,7 @@ class Coordinator:
             shown=self._dashboard.on_event,
         )
         self._session = self._new_seat(config)
-        self._commands = Commands(self._topics, self._session.publish)
+        self._commands = Commands(self._topics, self._session)
         self._requests = Requests(
             topics=self._topics,
             session=self._session,
@@ -261,6 +261,7 @@ class Coordinator:
             self._driver.feed(event)
 
     def _on_connected(self) -> None:
+        self._commands.connected()
         systemd.notify(self._status())
         self._driver.feed(BrokerConnected(**self._stamp()))
 

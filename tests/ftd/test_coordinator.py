@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.config.profile_file import profile_document, save_profile
+from ftd.coordinator import commands
 from ftd.errors import RequestRefused, Unreachable
 from ftd.mqtt.mosquitto import free_port
 from ftd.mqtt.session import MqttSession, Will
@@ -31,6 +33,7 @@ from ftd.wire.public import (
 )
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile
+from statemachine.effects import BroadcastCommand
 from statemachine.envelopes import FromNode, ToNode
 from statemachine.messages import (
     Command,
@@ -550,3 +553,35 @@ def test_a_damaged_journal_is_a_clear_error(tmp_path: Path) -> None:
     assert daemon.process is not None
     assert daemon.process.wait(PATIENCE_S) == 1
     assert "move the file away" in daemon.said() and "Traceback" not in daemon.said()
+
+
+def test_a_broker_that_lets_nobody_hear_what_is_for_all_is_complained_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with an ACL of a version that did not have the topic; mosquitto says nothing."""
+    told: list[str] = []
+    log = SimpleNamespace(error=lambda event, **fields: told.append(f"{event}: {fields['remedy']}"))
+    monkeypatch.setattr(commands, "_log", log)
+    monkeypatch.setattr(commands, "ECHO_S", 0.01)
+    stop = BroadcastCommand(cause="c", receivers={"a": 1, "b": 2}, command=Stop(job_id="j", reason="over"))
+
+    async def scene() -> None:
+        published: list[bytes] = []
+        session = SimpleNamespace(connected=True, publish=lambda topic, payload: published.append(payload))
+        saying = commands.Commands(Topics(cluster="t"), session)
+        saying.send(stop)
+        saying.overhear(published[0], False)
+        saying.send(stop)
+        saying.connected()  # What is under way when a session breaks is lost with it.
+        await asyncio.sleep(0.1)
+        session.connected = False
+        saying.send(stop)
+        await asyncio.sleep(0.1)
+        saying.connected()
+        session.connected = True
+        assert told == []
+        saying.send(stop)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(scene())
+    assert [line for line in told if "ftd acl" in line] == told and len(told) == 1
