@@ -57,6 +57,8 @@ class Leaning:
     protection: str = ""
     checkpoints: bool | None = None
     coordinators: int | None = None
+    duplicates: float | None = None
+    """Probability that a message comes again."""
     upgrades: bool | None = None
     """Coordinators get another program in the middle of it."""
     strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
@@ -145,7 +147,8 @@ class Simulation:
         self.versions = Versions()
         self.invariants = Invariants(world, self.versions, self.policy, self.profile)
         self.network = Network(world)
-        self.network.duplicates = world.rng.choice((0.0, 0.0, 0.03))
+        drawn = world.rng.choice((0.0, 0.0, 0.03))
+        self.network.duplicates = drawn if leaning.duplicates is None else leaning.duplicates
         self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
         self.place = self.invariants.place = SimPlace(
             invariants=self.invariants,
