@@ -70,6 +70,7 @@ class Crowd:
         self.read: tuple[bytes, m.Command] | None = None
         self.heard: tuple[bytes, ToNodes] | None = None
         self.bodies: dict[m.Signal, bytes] = {}
+        self.quiesced: dict[tuple[Any, ...], m.Quiesced] = {}
         self.resumed_at: dict[int, float] = {}
         self.lines = b""
 
@@ -227,15 +228,23 @@ class Crowd:
         self.group.step_at = self.group.snap_at = None
         known = self.committed
         fresh = known is None or not self.group.planned
-        report = DeviceReport(
-            device=0,
-            committed_step=0 if fresh or not node.held else known.step if known else 0,
-            ready_step=None,
-            vote=known.vote if known is not None and node.held else None,
-            held=tuple(range(node.layers)) if fresh else node.held,
-            lineage=node.lineage,
-        )
-        quiesced = m.Quiesced(generation=command.generation, reports=(report,))
+        held = tuple(range(node.layers)) if fresh else node.held
+        committed = known if node.held and not fresh else None
+        alike = (command.generation, held, node.lineage, committed is None)
+        quiesced = self.quiesced.get(alike)
+        if quiesced is None:
+            if len(self.quiesced) > MOST_BODIES:
+                self.quiesced.clear()
+            report = DeviceReport(
+                device=0,
+                committed_step=committed.step if committed is not None else 0,
+                ready_step=None,
+                vote=committed.vote if committed is not None else None,
+                held=held,
+                lineage=node.lineage,
+            )
+            quiesced = m.Quiesced(generation=command.generation, reports=(report,))
+            self.quiesced[alike] = quiesced
         self.say(node, quiesced, reason=f"quiescing for generation {command.generation}")
 
     def resume(self, node: Node, command: m.Resume) -> None:
@@ -317,7 +326,7 @@ class Crowd:
                 self.flush(node)
 
     def receive(self, node: Node) -> None:
-        data = node.sock.recv(1 << 20)
+        data = node.sock.recv(1 << 16)  # More would be allocated, each time.
         if not data:
             raise SystemExit(f"the broker closed the session of {node.name}")
         acknowledged = bytearray()
