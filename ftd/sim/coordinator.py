@@ -166,6 +166,10 @@ class SimCoordinator(CheckpointWork):
         else:
             self._untold.append((self._told, (event,)))
 
+    def unsent(self, held: list[tuple[Any, ...]]) -> None:
+        """What the broker never acknowledged: of that, events are told later."""
+        self._untold += [(action, tuple(rest)) for _, action, *rest in held if action == self._told]
+
     def _told(self, event: EmitEvent) -> None:
         self.invariants.public_event(event)
         if self.on_event is not None:

@@ -257,11 +257,11 @@ class Network:
         if not self.up:
             return
         for session in self.sessions.values():
+            if session.client.name == COORDINATOR:
+                continue
             was_open, session.open = session.open, False
             session.epoch += 1
             self._lose(session)
-            if session.client.name == COORDINATOR:
-                continue
             if was_open:
                 session.client.disconnected()
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
@@ -315,6 +315,7 @@ class Network:
         if seat is None:
             return
         self.seat = None
+        seat.coordinator.unsent([sent for action, sent in session.held if action == self.from_seat])
         session.open = session.cut = False
         session.epoch += 1
         session.held.clear()
