@@ -30,7 +30,7 @@ A broker that was restarted may have forgotten the record, and the journal with 
 others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
 all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
 leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
-``orphan_s``, as does who meets one that knows more.
+``orphan_s``, as does who meets one that knows more. Where nobody has ever known anything, nobody waits.
 
 A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
 it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
@@ -97,6 +97,8 @@ class ElectionMachine:
         """:param shared: this coordinator has had others beside it, ever."""
         self.me = me
         self._shared = shared
+        self._new = not shared
+        """Nobody that was met has ever known of a cluster: it begins with whoever leads first."""
         self._record_there = False
         """The broker remembers who leads."""
         self.role = Role.FOLLOWER
@@ -189,6 +191,7 @@ class ElectionMachine:
     def _meet(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
         self.peers[peer.incarnation] = peer
+        self._new &= peer.position == (0, 0) and not peer.barred
         if peer.incarnation == self.me.incarnation:
             self.me = peer  # As it is at this connection.
         elif peer.name != self.me.name:  # One of our name is what is left of us as we were before.
@@ -209,7 +212,11 @@ class ElectionMachine:
 
     def _forgotten_s(self) -> float:
         """How long it is left to others to say what a broker without a record does not."""
-        if self._record_there or (not self._shared and (self._reigned or self.leader is None)):
+        if (
+            self._record_there
+            or (self._new and self.leader is None)
+            or (not self._shared and (self._reigned or self.leader is None))
+        ):
             return 0.0
         timing = self._timing
         others = [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]

@@ -218,7 +218,7 @@ def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> Non
     """It goes on when all who were beside it are there again, and know less."""
     for position, patience_s in (((4, 9), 0.0), ((6, 1), TIMING.orphan_s), (None, TIMING.orphan_s)):
         one = One()
-        one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
+        one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1, position=(4, 8)))
         one.feed(PeerVanished, incarnation=1)
         one.feed(WatchBegan)
         one.fire("silence")
@@ -246,11 +246,22 @@ def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
     """Broker and coordinator are killed together: alone, it need not wait for one that knows more."""
     for name, alone in (("bert", True), ("anna", False)):
         one = One()
-        one.feed(PeerSeen, peer=Peer(name=name, incarnation=1))
+        one.feed(PeerSeen, peer=Peer(name=name, incarnation=1, position=(4, 8)))
         one.feed(PeerVanished, incarnation=1)
         one.feed(WatchBegan)
         assert one.has(TakeSeat) is alone
         assert ("silence" in one.machine._due) is not alone
+
+
+def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
+    one.feed(WatchBegan)
+    while not one.has(TakeSeat):
+        one.fire("turn")
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    one.feed(SeatTaken, found=None, term=0)
+    assert one.machine.role is Role.LEADER and one.at < TIMING.leader_silence_s
 
 
 def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
