@@ -19,7 +19,7 @@ from ftd.chaos.values import (
     Scenario,
     Trigger,
 )
-from ftd.errors import FtdError
+from ftd.errors import FtdError, PeerError
 
 log = structlog.get_logger()
 
@@ -97,8 +97,8 @@ class Cues:
 class Conductor:
     """Runs a scenario: ``on_event`` with every event, ``inject`` is awaited for every fault that is due.
 
-    Faults that are due together are injected together. One that fails (a node that is gone, a refusal) is
-    told to ``on_failure`` and does not keep the others from happening.
+    Faults that are due together are injected together. One that fails (a node that is gone, a refusal, an
+    error of whatever kind) is told to ``on_failure`` and does not keep the others from happening.
     """
 
     def __init__(
@@ -170,5 +170,9 @@ class Conductor:
             await self._inject(fault)
         except FtdError as error:
             self._on_failure(fault, error)
+        except Exception as error:
+            # Nobody awaits this task: what is not told here is lost, and the fault would seem to strike on.
+            log.exception("inject", fault=str(fault))
+            self._on_failure(fault, PeerError(f"{type(error).__name__}: {error}"))
         else:
             self._perform(self._cues.on_struck(fault))

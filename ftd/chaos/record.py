@@ -32,7 +32,6 @@ class Record:
     """Without ``StepCommitted``; each once."""
     losses: dict[int, float] = field(default_factory=dict)
     """Of each committed step, as it was computed last."""
-    last_step_at_s: float = 0.0
     state: Mapping[str, Any] = field(default_factory=dict)
     struck: dict[str, Struck] = field(default_factory=dict)
     baseline: dict[int, float] = field(default_factory=dict)
@@ -52,7 +51,6 @@ class Record:
         self._seen.add(identity)
         if name == "StepCommitted":
             self.steps += 1
-            self.last_step_at_s = at_s
             if (loss := details.get("loss")) is not None:
                 self.losses[event["step"]] = loss
             return

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import msgspec
 
 from ftd.chaos.soak_draw import Strike, draw
 from ftd.chaos.soak_hands import SoakHands
+from ftd.chaos.soak_options import SoakOptions
 from ftd.chaos.soak_report import SoakReport, by_cause, by_kind, goodput
 from ftd.chaos.soak_watch import Watch
 from ftd.client import ClusterClient
@@ -36,32 +37,11 @@ _TICK_S = 0.1
 _GRACE_S = 30.0
 _MOST_VIOLATIONS = 20
 """More say nothing more."""
+_LEAST_UNDISTURBED_S = 120.0
+_PAUSED_S = 5.0
+"""A job that nothing disturbs and that pauses for so long will not go on."""
 _FURTHER_STEPS = 3
 """So many must follow when all faults are over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoakOptions:
-    """What the user asked for."""
-
-    job: Path
-    minutes: float
-    seed: int
-    rate_per_min: float
-    nodes: int
-    coordinators: int
-    """One leads, the others stand by."""
-    steps: int | None
-    limit_s: float
-    relative: float | None
-    """``None``: by the job's precision."""
-    beyond: bool
-    """More nodes may be lost at once than the job tolerates."""
-    memory_mib: int | None
-    """Snapshots of all nodes live in a memory file system of this size, which may be filled; ``None``: in
-    the machine's own, which may not."""
-    broker: str
-    logs: Path | None
 
 
 async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakReport:
@@ -133,6 +113,7 @@ class Soak:
         self._submitted = 0
         self._rounds = 0
         self._refused_since: float | None = None
+        self._paused_since: float | None = None
         self._waited = 0
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
@@ -183,13 +164,22 @@ class Soak:
     async def _undisturbed(self, client: ClusterClient) -> None:
         """The losses and the pace of a run that nothing disturbs.
 
-        :raises PeerError: the job fails, or it takes longer than the soak is to last.
+        :raises PeerError: the job fails or pauses, or it takes longer than the soak is to last.
         """
         await self._submit(client)
-        limit_s = max(60.0 * self._options.minutes, 120.0)
-        await self._wait(
-            lambda: self.watch.ended is not None, limit_s, "the undisturbed run's end; give --steps"
-        )
+        limit_s = max(60.0 * self._options.minutes, _LEAST_UNDISTURBED_S)
+        try:
+            await self._wait(lambda: self.watch.ended is not None or self._pauses(), limit_s, "its end")
+        except PeerError as error:
+            raise PeerError(
+                f"the undisturbed job: {error} (it is at step {self.watch.step} of {self._job.steps}; "
+                "give fewer --steps, or more --minutes)"
+            ) from None
+        if self.watch.ended is None:
+            raise PeerError(
+                f"the job does not even run undisturbed, it pauses: {self.watch.state.get('waiting_for')} "
+                f"(it was given {self._options.nodes} nodes; give more with --nodes)"
+            )
         if self.watch.violations or self.watch.ended != "JobFinished":
             said = "; ".join(violation.detail for violation in self.watch.violations)
             raise PeerError(f"the job does not even run undisturbed: {said or self.watch.ended}")
@@ -201,6 +191,14 @@ class Soak:
         self.watch.ended = None
         commits.clear()
         self._say(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
+
+    def _pauses(self) -> bool:
+        """It has done so for long enough not to go on."""
+        if self.watch.state.get("phase") != "PAUSED":
+            self._paused_since = None
+            return False
+        self._paused_since = self.now_s if self._paused_since is None else self._paused_since
+        return self.now_s - self._paused_since > _PAUSED_S
 
     async def _strike(self, client: ClusterClient, hands: SoakHands) -> None:
         options = self._options
@@ -380,19 +378,6 @@ class Soak:
                 gaps=[(a - zero_s, b - zero_s) for a, b in gaps],
                 done_again=watch.done_again,
             ),
-            repeat=self._repeat(),
+            repeat=options.command,
             logs=None if logs is None else str(logs),
         )
-
-    def _repeat(self) -> str:
-        options = self._options
-        parts = [
-            f"ftd chaos soak --minutes {options.minutes:g} --seed {options.seed}",
-            f"--rate {options.rate_per_min:g} --nodes {options.nodes}",
-            f"--coordinators {options.coordinators}" if options.coordinators > 1 else "",
-            f"--steps {options.steps}" if options.steps is not None else "",
-            "--beyond" if options.beyond else "",
-            f"--memory-mib {options.memory_mib}" if options.memory_mib is not None else "",
-            str(options.job),
-        ]
-        return " ".join(part for part in parts if part)

@@ -76,12 +76,14 @@ class SoakHands:
         self._orphans: dict[int, float] = {}
         self._own = children()
         """What this process had started before."""
+        self._looked_at_s = 0.0
 
     # --- what may be struck ------------------------------------------------------------------------
 
     def look(self, at_s: float) -> None:
         """Who is well again, who has ended unasked, and who is left over."""
         self._cluster.fleet.reap_adopted()
+        self._looked_at_s = at_s
         state = self._watch.state
         for name in list(self._impaired):
             if at_s >= self._impaired[name] and self._is_well(name, state):
@@ -168,6 +170,9 @@ class SoakHands:
                     await self._ask(strike, str(node))
         except FtdError as error:
             refused = str(error)
+        except Exception as error:  # Nobody awaits this task: what is not told here is lost.
+            refused = f"{type(error).__name__}: {error}"
+            self._watch.broken(at_s, "strike", f"{strike.do} of {node or 'the middle'} broke off: {refused}")
         self._record(strike, node, at_s, refused)
 
     def _record(self, strike: Strike, node: str | None, at_s: float, refused: str) -> None:
@@ -192,29 +197,33 @@ class SoakHands:
     async def _outage(self, name: str, for_s: float) -> None:
         if name in self._away:
             raise PeerError(f"the {name} is away already")
-        self._away.add(name)
-        await self._cluster.kill(name)
-        await asyncio.sleep(for_s)
-        await self._bring_back(name)
+        await self._kill(name, for_s)
 
     async def _freeze(self, name: str, for_s: float) -> None:
         """SIGSTOP; SIGCONT whatever happens to us meanwhile, unless it was killed."""
         if name in self._away:
             raise PeerError(f"the {name} is away")
         pid = self._cluster.pid(name)
-        os.kill(pid, signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except ProcessLookupError:
+            raise PeerError(f"the {name} has ended") from None
         try:
             await asyncio.sleep(for_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    async def _kill(self, node: str, for_s: float) -> None:
-        """SIGKILL of the daemon; its zygote and trainers die with it."""
-        self._away.add(node)
-        await self._cluster.kill(node)
+    async def _kill(self, name: str, for_s: float) -> None:
+        """SIGKILL of broker, coordinator or a node's daemon, whose zygote and trainers die with it."""
+        self._away.add(name)
+        try:
+            await self._cluster.kill(name)
+        except FtdError:  # It ended by itself just then, which ``look`` is to see.
+            self._away.discard(name)
+            raise
         await asyncio.sleep(for_s)
-        await self._bring_back(node)
+        await self._bring_back(name)
 
     async def _leave(self, strike: Strike, node: str) -> None:
         """Once it has left by itself, it comes back later."""
@@ -232,13 +241,17 @@ class SoakHands:
         await self._bring_back(node)
 
     async def _bring_back(self, name: str) -> None:
-        if name == BROKER:
-            await self._cluster.start_broker()
-        elif name in self._cluster.coordinators:
-            await self._cluster.start_coordinator(name)
+        try:
+            if name == BROKER:
+                await self._cluster.start_broker()
+            elif name in self._cluster.coordinators:
+                await self._cluster.start_coordinator(name)
+            else:
+                await self._cluster.start_node(name)
+        except FtdError as error:
+            self._watch.broken(self._looked_at_s, "process", f"{name} did not come back: {error}")
         else:
-            await self._cluster.start_node(name)
-        self._away.discard(name)
+            self._away.discard(name)
 
     async def _ask(self, strike: Strike, node: str) -> None:
         do, process = _DO[strike.do]

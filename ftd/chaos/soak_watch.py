@@ -41,7 +41,7 @@ class Violation:
     at_s: float
     rule: str
     """``step``, ``loss``, ``generation``, ``refused``, ``diverged``, ``snapshots``, ``damage``, ``failed``,
-    ``unprovoked``, ``stuck``, ``gap``, ``process`` or ``left_over``."""
+    ``unprovoked``, ``stuck``, ``gap``, ``process``, ``left_over`` or ``strike``."""
     detail: str
 
 

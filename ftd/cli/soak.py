@@ -8,7 +8,7 @@ import typer
 from ftd.cli.options import JsonOption, silence_logs
 
 if TYPE_CHECKING:
-    from ftd.chaos.soak import SoakOptions
+    from ftd.chaos.soak_options import SoakOptions
     from ftd.chaos.soak_report import SoakReport
 
 JobArgument = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
@@ -67,7 +67,7 @@ def soak(
 
     Example: ftd chaos soak --minutes 5 --seed 1 examples/mlp.toml --plot soak.png
     """
-    from ftd.chaos.soak import SoakOptions
+    from ftd.chaos.soak_options import SoakOptions
     from ftd.chaos.soak_report import lines
     from ftd.local.run import require_writable
     from ftd.view.soak_plot import plot_soak, require_picture

@@ -26,8 +26,11 @@ CREATE TABLE IF NOT EXISTS steps (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _VERSION = 1
-_MAX_EVENTS = 200_000
+_MOST_ROWS = {"events": 200_000, "steps": 1_000_000}
+"""More of them are forgotten, the oldest first: of steps those of earlier jobs."""
 _PRUNE_EVERY = 5_000
+_PRUNE_MOST = 4 * _PRUNE_EVERY
+"""At once, as the coordinator waits for it: a journal that is far too long gets shorter bit by bit."""
 MAX_PAGE = 1_000
 _MAX_PAGE_BYTES = 700_000
 """A page is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
@@ -226,9 +229,12 @@ class Journal:
         self._buffer.clear()
         if self._writes >= _PRUNE_EVERY:
             self._writes = 0
-            self._db.execute(
-                "DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", (_MAX_EVENTS,)
-            )
+            for table, most in _MOST_ROWS.items():
+                self._db.execute(
+                    f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?"
+                    f" AND id < (SELECT MIN(id) FROM {table}) + ?",
+                    (most, _PRUNE_MOST),
+                )
 
     @contextlib.contextmanager
     def _failing(self, how: str) -> Any:

@@ -363,6 +363,8 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
         injected.append(names(fault)[0])
         if names(fault)[0] == "gone":
             raise Unreachable("nobody answers")
+        if names(fault)[0] == "odd":
+            raise LookupError("no such thing")
 
     def on_failure(fault: Fault, error: FtdError) -> None:
         failed.append(f"{fault}: {error}")
@@ -370,6 +372,7 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
     async def main() -> None:
         faults = [
             {"at_step": 1, "do": "kill", "node": "gone"},
+            {"at_step": 1, "do": "kill", "node": "odd"},
             {"at_step": 1, "do": "kill", "node": "there"},
             {"after_s": 0.01, "do": "kill", "node": "later"},
             {"at_step": 99, "do": "kill", "node": "never"},
@@ -380,6 +383,7 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
         conductor.begin()
         assert [names(f) for f in conductor.on_event(event("StepCommitted", step=1))] == [
             ("gone",),
+            ("odd",),
             ("there",),
         ]
         async with asyncio.timeout(60):
@@ -390,5 +394,8 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
         await conductor.cancel()
 
     asyncio.run(main())
-    assert sorted(injected) == ["gone", "later", "there"]
-    assert failed == ["at step 1: kill gone: nobody answers"]
+    assert sorted(injected) == ["gone", "later", "odd", "there"]
+    assert failed == [
+        "at step 1: kill gone: nobody answers",
+        "at step 1: kill odd: LookupError: no such thing",
+    ]

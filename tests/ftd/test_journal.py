@@ -5,11 +5,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
 from ftd.coordinator.restored import Succession, restored
 from ftd.errors import JournalError, WireError
@@ -226,4 +228,35 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
     with pytest.raises(WireError):
         Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
     assert journal.position == (2, 1000)
+    journal.close()
+
+
+def test_the_oldest_steps_and_events_are_forgotten_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PRUNE_EVERY", 10)
+    monkeypatch.setattr(module, "_PRUNE_MOST", 40)
+    journal = Journal(tmp_path)
+    for job, count in (("old", 100), ("new", 60)):
+        journal.record(event("JobSubmitted", job=job))
+        for step in range(1, count + 1):
+            journal.record(event("StepCommitted", step, loss=1.0))
+    journal.flush()  # So far nothing is too much.
+    monkeypatch.setattr(module, "_MOST_ROWS", {"events": 5, "steps": 50})
+
+    def left() -> list[tuple[str, int]]:
+        return [(s["job"], s["step"]) for s in journal.steps(after=0, limit=MAX_PAGE, newest=False)[0]]
+
+    sizes = []
+    for step in range(61, 161):
+        journal.record(event("StepCommitted", step, loss=1.0))
+        journal.record(event("NodeJoined", step))
+        journal.flush()
+        sizes.append(len(left()))
+    assert max(b - a for a, b in pairwise(sizes)) == 1
+    assert min(b - a for a, b in pairwise(sizes)) >= -40
+    # As many as there may be, and what came since it was looked at last.
+    assert len(left()) <= 50 + 10
+    assert left()[-50:] == [("new", step) for step in range(111, 161)]
+    assert len(journal.events(after=0, limit=MAX_PAGE, newest=False)[0]) <= 5 + 10
     journal.close()
