@@ -94,7 +94,7 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
         "pipelines_before": record.pipelines_before,
         "pipelines_after": pipelines(plan),
     }
-    c.emit("RecoveryCompleted", f"training goes on after {record.cause}", recovery=recovery)
+    c.emit("RecoveryCompleted", f"training goes on after {record.cause.replace('_', ' ')}", recovery=recovery)
     c.publish()
 
 

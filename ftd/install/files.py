@@ -85,6 +85,9 @@ def next_steps(role: Role) -> tuple[str, ...]:
     return (
         "systemd-sysusers",
         "systemd-tmpfiles --create",
+        "head -c 24 /dev/urandom | base64 | install -m 640 -g ftd /dev/stdin /etc/ftd/secret  "
+        "# once: the other hosts get a copy",
+        "${EDITOR:-vi} /etc/ftd/ftd.toml",
         f"ftd config check --config /etc/ftd/ftd.toml{' --node' if role == 'node' else ''}",
         "systemctl daemon-reload",
         f"systemctl enable --now {unit_name(role)}",

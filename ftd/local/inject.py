@@ -1,6 +1,7 @@
 """Carries faults out with its own hands, where the processes are ours; the others go over MQTT."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from ftd.chaos.inject import RemoteInjector
 from ftd.chaos.targets import Layout
 from ftd.chaos.values import Central, Fault, Part, Scenario
 from ftd.client import ClusterClient
-from ftd.errors import PeerError
+from ftd.errors import FtdError, PeerError
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.wire.catalogue import severity_of
 from ftd.wire.public import EventMessage, new_event_id, timestamp
@@ -63,8 +64,12 @@ class LocalInjector:
     async def _outage(self, fault: Fault, part: Part) -> None:
         name = self._process(part)
         self.absent.add(name)
-        await self._announce(fault, part)
-        await self._cluster.kill(name)
+        try:
+            await self._announce(fault, part)
+            await self._cluster.kill(name)
+        except FtdError:  # It is as it was, or ended by itself: whoever watches it is to see that.
+            self.absent.discard(name)
+            raise
         await asyncio.sleep(fault.restart_after_s)
         if part == "broker":
             await self._cluster.start_broker()
@@ -99,11 +104,14 @@ class LocalInjector:
         """SIGSTOP, and SIGCONT when the time is over, whatever happens to us meanwhile."""
         pid = self._cluster.pid(self._process(part))
         await self._announce(fault, part)
-        os.kill(pid, signal.SIGSTOP)
         try:
+            os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(fault.for_s or 0.0)
+        except ProcessLookupError:
+            raise PeerError(f"the {part} has ended") from None
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     async def _announce(self, fault: Fault, target: str, nodes: tuple[str, ...] = ()) -> None:
         for node in nodes or (None,):

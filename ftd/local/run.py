@@ -220,12 +220,18 @@ class LocalRun:
 
         :raises PeerError: one has ended; carries the end of its log.
         """
+        ended: set[str] = set()
         while True:
             await asyncio.sleep(_WATCH_S)
             self._cluster.fleet.reap_adopted()
-            for name in self._cluster.central:
-                if not self._cluster.fleet.running(name) and name not in injector.absent:
+            gone = {name for name in self._cluster.central if not self._cluster.fleet.running(name)}
+            for name in sorted(gone - injector.absent - ended):
+                ended.add(name)
+                others = set(self._cluster.coordinators) - ended
+                if name not in self._cluster.coordinators or not others:
                     raise self._death(name, f"the {name} has ended")
+                told = f"{name} has ended; {', '.join(sorted(others))} stays"
+                self._console.print(told, style="yellow", markup=False, highlight=False)
             self._give_up_when_stuck(conductor)
 
     def _give_up_when_stuck(self, conductor: Conductor) -> None:

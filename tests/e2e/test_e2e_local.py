@@ -63,6 +63,12 @@ def shared_memory(home: dict[str, str]) -> list[Path]:
     return [path for own in Path(home["TMPDIR"]).iterdir() if (path := Path("/dev/shm", own.name)).exists()]
 
 
+def process_of(pid: int, config: str) -> int:
+    """The one below ``pid`` that was started with this configuration."""
+    [found] = [p for p in descendants(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
+    return found
+
+
 def until(holds: Callable[[], Any], what: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not holds():
@@ -139,7 +145,8 @@ def test_nothing_is_left_however_it_ends(
 def test_other_commands_reach_it_while_it_runs(
     tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    run = start("local", write_job(tmp_path), "--nodes", 3, "--broker", "embedded")
+    options = ("--nodes", 3, "--broker", "embedded", "--coordinators", 2)
+    run = start("local", write_job(tmp_path), *options)
     until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training")
     second = ftd("submit", write_job(tmp_path), home=home)
     assert second.returncode == 1
@@ -164,10 +171,13 @@ def test_other_commands_reach_it_while_it_runs(
     assert "nothing was injected" in refused.stderr
     until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left")
     assert "node-2" in ftd("story", "node-2", home=home).stdout
-    assert ftd("stop", "tiny", home=home).returncode == 0
+    os.kill(process_of(run.pid, "/coordinator.toml"), signal.SIGKILL)  # The one that leads.
+    until(lambda: '"coordinator-2"' in ftd("status", "--json", home=home).stdout, "the other one leads")
+    until(lambda: ftd("stop", "tiny", home=home).returncode == 0, "the job is stopped")
     printed, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1  # Stopped is not finished.
     assert "stopped" in printed
+    assert "coordinator has ended; coordinator-2 stays" in printed
 
 
 def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) -> None:

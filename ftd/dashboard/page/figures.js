@@ -93,7 +93,7 @@ export function drawFigures(store) {
   tile("rate", "throughput", state.samples_per_s ? number(state.samples_per_s, 0) : "–",
     state.step_s ? `samples/s · ${duration(state.step_s)} a step` : "samples/s");
   const share = goodput(trend[1], over(state) ? null : store.now());
-  tile("goodput", "goodput", percent(share), "of the time in steps that count");
+  tile("goodput", "goodput", percent(share), "time in steps that count");
   tile("nodes", "nodes", `${healthy.toLocaleString("en")}`,
     healthy === all.length ? "all of them well" : `of ${all.length.toLocaleString("en")} well ${NODE_MARKS.UNHEALTHY}`,
     healthy < all.length ? "warning" : "");

@@ -34,6 +34,7 @@ export function drawTrends(known) {
   if (plotly) return later();
   if (!loading) {
     loading = true;
+    $("chart").replaceChildren(make("p", { class: "quiet" }, "the chart is being drawn"));
     // After what was painted first: it is 1.5 MB, and takes a moment to be read.
     const begin = () => load(known.document.plotly);
     if (window.requestIdleCallback) requestIdleCallback(begin, { timeout: 2000 });
