@@ -30,7 +30,8 @@ A broker that was restarted may have forgotten the record, and the journal with 
 others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
 all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
 leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
-``orphan_s``, as does who meets one that knows more. Where nobody has ever known anything, nobody waits.
+``orphan_s``. Who meets one that knows more leaves that one ``orphan_s`` from then on, more where it stays.
+Where nobody has ever known anything, nobody waits (``hearsay``).
 
 A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
 it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
@@ -49,6 +50,7 @@ from typing import assert_never
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
 from statemachine.election_events import standby_barred, taken_over, takeover_refused
 from statemachine.events import TimerFired
+from statemachine.hearsay import Hearsay
 from statemachine.leadership import (
     Abdicate,
     Announce,
@@ -96,9 +98,7 @@ class ElectionMachine:
     def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
         """:param shared: this coordinator has had others beside it, ever."""
         self.me = me
-        self._shared = shared
-        self._new = not shared
-        """Nobody that was met has ever known of a cluster: it begins with whoever leads first."""
+        self._hearsay = Hearsay(timing, shared=shared)
         self._record_there = False
         """The broker remembers who leads."""
         self.role = Role.FOLLOWER
@@ -114,8 +114,6 @@ class ElectionMachine:
         self._lost_at = 0.0
         self._reigned = False
         """What we know of the cluster goes on to be true if nobody led since."""
-        self._beside: set[str] = set()
-        """Others that were there since we led: one of them may have led meanwhile."""
         self._tries = 0
         self._refused = False
         """That we must not lead was told, and nobody has led since."""
@@ -139,7 +137,7 @@ class ElectionMachine:
                 self._look()
             case WatchBroke():
                 self._watching = self._record_there = self._refused = False
-                self._beside |= {peer.name for peer in self.peers.values()} - {self.me.name}
+                self._hearsay.lose_sight(self.me, self.peers.values())
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
@@ -152,7 +150,7 @@ class ElectionMachine:
                     self._miss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
                 self._meet(event.peer)
-                if self.role is Role.SUSPENDED:
+                if self.role is Role.SUSPENDED or (self.role is Role.FOLLOWER and not self._record_there):
                     self._look()
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
@@ -191,11 +189,9 @@ class ElectionMachine:
     def _meet(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
         self.peers[peer.incarnation] = peer
-        self._new &= peer.position == (0, 0) and not peer.barred
+        self._hearsay.meet(self.me, peer, self._at, again=known is not None)
         if peer.incarnation == self.me.incarnation:
             self.me = peer  # As it is at this connection.
-        elif peer.name != self.me.name:  # One of our name is what is left of us as we were before.
-            self._shared = True
         self._show(known is None or known.barred != peer.barred)
         if peer.barred and (known is None or not known.barred) and self.role is Role.LEADER:
             self._out.append(standby_barred(self._cause, peer))
@@ -212,26 +208,11 @@ class ElectionMachine:
 
     def _forgotten_s(self) -> float:
         """How long it is left to others to say what a broker without a record does not."""
-        if (
-            self._record_there
-            or (self._new and self.leader is None)
-            or (not self._shared and (self._reigned or self.leader is None))
-        ):
+        if self._record_there:
             return 0.0
-        timing = self._timing
         others = [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
-        behind = any(peer.position > self.me.position for peer in others)
-        kept_up = self.leader is not None and self.me.position[0] >= self.leader.term
-        lately = kept_up or any(peer.position < self.me.position for peer in others)
-        if behind or not (lately or self._reigned):
-            wait_s = timing.orphan_s
-        elif not self._reigned:
-            wait_s = timing.leader_silence_s
-        elif not self._beside:
-            wait_s = timing.leader_silence_s / 2
-        else:
-            wait_s = timing.orphan_s if self._beside - {peer.name for peer in others} else 0.0
-        return self._began_at + wait_s - self._at
+        until = self._hearsay.left_until(self.me, others, self.leader, self._began_at, reigned=self._reigned)
+        return until - self._at
 
     def _see(self, leader: Leader) -> None:
         """A record. An older one than we know of is what a broker kept from before."""
@@ -343,7 +324,7 @@ class ElectionMachine:
         self.role, self.leader, self._reigned = Role.LEADER, leader, True
         self._lost_how, self._tries = None, 0
         self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
-        self._beside.clear()
+        self._hearsay.leads()
         self._beat()
 
     def _beat(self) -> None:

@@ -115,3 +115,23 @@ def test_the_worst_moments(moment: str) -> None:
     for seed in range(SEEDS):
         result = run_seed(seed, leaning=MOMENTS[moment])
         assert result.violation is None, (moment, seed, result.violation, result.faults)
+
+
+@pytest.mark.parametrize(
+    ("seed", "moment"),
+    [
+        (2005138, None),
+        (2008194, None),
+        (3007674, None),
+        (3009390, None),
+        (3011115, None),
+        (1406, "a standby takes over while a checkpoint is committed"),
+        (1499, "a standby takes over while a checkpoint is committed"),
+        (132, "a deposed leader and a broker that forgot everything"),
+        (218, "a deposed leader and a broker that forgot everything"),
+        (133, "the broker's host is the leader's, and loses power"),
+    ],
+)
+def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
+    result = run_seed(seed, leaning=MOMENTS[moment] if moment is not None else None)
+    assert result.violation is None, (result.violation, result.faults)

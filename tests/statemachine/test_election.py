@@ -279,6 +279,26 @@ def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
     assert orphan.machine._due["silence"] == orphan.at + TIMING.orphan_s
 
 
+def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
+    """Whoever came first; and one that went away again is waited for."""
+    anna = Peer(name="anna", incarnation=1, position=(4, 9))
+    for position, stays in (((4, 8), True), ((4, 8), False), ((4, 10), True)):
+        one = One()
+        one.machine = ElectionMachine(replace(one.machine.me, position=position), TIMING, shared=True)
+        one.feed(WatchBegan)
+        one.feed(PeerSeen, after_s=TIMING.leader_silence_s * 2, peer=anna)
+        met_at = one.at
+        if position > anna.position:
+            assert one.names() == ["turn"]
+            continue
+        if not stays:
+            one.feed(PeerVanished, incarnation=1)
+        while not one.has(TakeSeat):
+            assert one.at <= met_at + TIMING.orphan_s + TIMING.leader_silence_s
+            one.fire("turn" if "turn" in one.machine._due else "silence")
+        assert one.at >= met_at + TIMING.orphan_s + (TIMING.leader_silence_s if stays else 0.0)
+
+
 def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> None:
     one = One().follows()
     [announced] = [e for e in one.feed(JournalJudged, problem="schema 2") if isinstance(e, Announce)]
