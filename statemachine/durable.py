@@ -210,6 +210,17 @@ def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     return state
 
 
+def told_again(durable: dict[str, Any], left: Any) -> dict[str, Any]:
+    """The own state where the broker was left with an older one, ``left``: journal and events go there in one
+    stream, so of the steps that were told since, nobody has heard. They are told (again)."""
+    both = [of if isinstance(of, dict) and isinstance(of.get("job"), dict) else {} for of in (durable, left)]
+    told = [step for of in both if isinstance(step := of.get("told"), int)]
+    same = [of["job"].get("job_id") for of in both if of]
+    if len(same) < 2 or same[0] != same[1] or len(told) < 2:
+        return durable
+    return {**durable, "told": min(told)}
+
+
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     """A cluster as the journal left it; every node counts as just heard.
 

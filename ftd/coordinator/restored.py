@@ -2,6 +2,7 @@
 
 import time
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
@@ -34,12 +35,22 @@ def restored(
         return ClusterMachine(timing), []
     try:
         state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
+        if copy is not None and copy.position < journal.position:
+            state = durable.told_again(state, _left(copy))
         return ClusterMachine.restore(timing, state, now, "restored")
     except (ValueError, RecursionError, WireError) as error:  # No msgpack, no state of ours.
         raise JournalError(
             f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
             "ftd coordinator --anew)"
         ) from None
+
+
+def _left(copy: JournalCopy) -> Any:
+    """What the broker was left with, an older state than the own; ``None``: nothing that can be read."""
+    try:
+        return msgspec.msgpack.decode(unpack(copy.state))
+    except (ValueError, RecursionError, WireError):
+        return None
 
 
 def foreign(schema: int, protocol: int, theirs: str) -> str:

@@ -17,6 +17,7 @@ from ftd.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
 from statemachine.cluster import ClusterEvent, ClusterMachine
+from statemachine.durable import told_again
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -125,6 +126,8 @@ class SimCoordinator(CheckpointWork):
             self.machine = ClusterMachine(self.world.timing)
         else:
             plain = json.loads(json.dumps(journal))
+            if copy is not None and copy.position < self.disk.position:
+                plain = told_again(plain, copy.journal)
             self.machine, effects = ClusterMachine.restore(
                 self.world.timing, plain, self.world.now, "restart"
             )

@@ -25,11 +25,12 @@ from ftd.wire.coordinators import (
     unpack,
 )
 from ftd.wire.public import EventMessage
+from planner.values import Policy
 from statemachine import durable
 from statemachine.node import NodeMachine
 from statemachine.state import Cluster
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL, NodeFacts
+from statemachine.values import PROTOCOL, Job, NodeFacts
 
 
 def event(name: str, step: int | None = None, **details: object) -> EventMessage:
@@ -228,6 +229,32 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
     with pytest.raises(WireError):
         Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
     assert journal.position == (2, 1000)
+    journal.close()
+
+
+def test_what_a_coordinator_told_while_the_broker_was_out_of_reach_is_told_again(tmp_path: Path) -> None:
+    """It was killed before it was back: what was left at the broker says what of it was heard."""
+    journal, timing = Journal(tmp_path), Timing()
+    policy = Policy(devices_per_node=1, tolerate=0, global_batch=2, microbatch_rows=2)
+
+    def state(job: str, told: int) -> bytes:
+        cluster = Cluster(timing=timing, job=Job(job_id=job, name="j", steps=9, policy=policy))
+        cluster.told_before = told
+        return msgspec.msgpack.encode(durable.write(cluster))
+
+    journal.save(state("j", 7), forced=False, position=(1, 5))
+    for left, position, told in (
+        (state("j", 4), (1, 3), 4),
+        (state("j", 7), (1, 5), 7),
+        (state("other", 4), (1, 3), 7),
+        (b"\xc1", (1, 3), 7),
+        (b"\xff" * 9, (1, 3), 7),
+    ):
+        copy = JournalCopy(
+            term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
+            schema=durable.SCHEMA, state=left, protocol=PROTOCOL,
+        )  # fmt: skip
+        assert restored(timing, journal, copy, 0.0)[0].durable_state()["told"] == told
     journal.close()
 
 
