@@ -64,7 +64,8 @@ function banner(store, state, phase) {
   const element = $("banner");
   let text = "", grave = false;
   if (store.link === "lost") {
-    text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`;
+    text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`
+      + (state.standbys?.length ? ` ${state.standbys.join(", ")} stood by: look at that one's page.` : "");
     grave = true;
   } else if (phase === "UNREACHABLE") {
     text = `No coordinator leads: ${state.reason}. Training goes on by itself; what stands here is as of then.`;
