@@ -229,7 +229,7 @@ class LocalRun:
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
-                    raise self._death(name, f"the {name} has ended")
+                    raise self._death(name, f"{name} has ended")
                 told = f"{name} has ended; {', '.join(sorted(others))} stays"
                 self._console.print(told, style="yellow", markup=False, highlight=False)
             self._give_up_when_stuck(conductor)

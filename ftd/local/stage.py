@@ -260,7 +260,7 @@ class Stage:
         """:raises PeerError: the broker or the coordinator has ended by itself."""
         for name in self._cluster.central:
             if not self._cluster.fleet.running(name) and name not in injector.absent:
-                raise self._death(name, f"the {name} has ended")
+                raise self._death(name, f"{name} has ended")
 
     def _death(self, name: str, what: str) -> PeerError:
         said = tail(self._cluster.fleet.logs / f"{name}.log", 2000)
