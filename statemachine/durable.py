@@ -210,6 +210,17 @@ def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     return state
 
 
+UNSEEN = 1000
+"""Generations left out where the last leader may have started some that only it and the broker knew of."""
+
+
+def unseen(durable: dict[str, Any]) -> dict[str, Any]:
+    """What a standby kept, where the broker lost what the leader left there last: so that no generation that
+    was started behind it is used again, for another plan."""
+    generation = durable.get("generation")
+    return {**durable, "generation": generation + UNSEEN} if isinstance(generation, int) else durable
+
+
 def told_again(durable: dict[str, Any], left: Any) -> dict[str, Any]:
     """The own state where the broker was left with an older one, ``left``: journal and events go there in one
     stream, so of the steps that were told since, nobody has heard. They are told (again)."""

@@ -210,9 +210,12 @@ class ElectionMachine:
         """How long it is left to others to say what a broker without a record does not."""
         if self._record_there:
             return 0.0
-        others = [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
-        until = self._hearsay.left_until(self.me, others, self.leader, self._began_at, reigned=self._reigned)
+        since, led = self._began_at, self._reigned
+        until = self._hearsay.left_until(self.me, self._others(), self.leader, since, reigned=led)
         return until - self._at
+
+    def _others(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
 
     def _see(self, leader: Leader) -> None:
         """A record. An older one than we know of is what a broker kept from before."""
@@ -313,6 +316,7 @@ class ElectionMachine:
             return
         before = found if found is not None and found.term >= self.term else self.leader
         again = self._reigned and before is not None and before.incarnation == self.me.incarnation
+        again &= found is not None or not self._hearsay.may_have_led(self.me, self._others())
         term = max(self.term, event.term, found.term if found is not None else 0) + 1
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         self._cancel(SEAT)

@@ -41,6 +41,10 @@ class Hearsay:
         """Nobody else has, from here on."""
         self._beside.clear()
 
+    def may_have_led(self, me: Peer, others: list[Peer]) -> bool:
+        """Since this one did: one that was beside it and is not there, or one that knows more."""
+        return bool(self._beside - {peer.name for peer in others}) or self._furthest > me.position
+
     def left_until(
         self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, reigned: bool
     ) -> float:

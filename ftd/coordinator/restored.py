@@ -37,6 +37,8 @@ def restored(
         state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
         if copy is not None and copy.position < journal.position:
             state = durable.told_again(state, _left(copy))
+        elif copy is None and journal.shared:
+            state = durable.unseen(state)
         return ClusterMachine.restore(timing, state, now, "restored")
     except (ValueError, RecursionError, WireError) as error:  # No msgpack, no state of ours.
         raise JournalError(

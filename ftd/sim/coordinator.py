@@ -13,11 +13,12 @@ from ftd.sim.losses import Written
 from ftd.sim.network import Network
 from ftd.sim.plans import plan_event, planner_for
 from ftd.sim.seat import SimSeat
+from ftd.sim.succession import begins
 from ftd.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
 from statemachine.cluster import ClusterEvent, ClusterMachine
-from statemachine.durable import told_again
+from statemachine.durable import told_again, unseen
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -73,6 +74,8 @@ class SimCoordinator(CheckpointWork):
         self.frozen = False
         self.machine = ClusterMachine(world.timing)
         self.disk = Disk()
+        self.unread: Copy | None = None
+        """The newest journal that it was ever sent and could not read."""
         self.leading = False
         self.crash_after: int | None = None
         """Effects until it is killed in the middle of carrying them out."""
@@ -116,9 +119,9 @@ class SimCoordinator(CheckpointWork):
         self._timers.clear()
         self._untold.clear()
         self.planner = None
-        journal = self.disk.journal
-        if copy is not None and copy.position > self.disk.position:
-            journal = copy.journal
+        journal, position = self.disk.journal, self.disk.position
+        if copy is not None and copy.position > position:
+            journal, position = copy.journal, copy.position
             if not self.disk.reads(copy):
                 self.invariants.broken(f"{self.name} begins to lead from a journal that it cannot read")
         effects: list[Effect] = []
@@ -128,13 +131,13 @@ class SimCoordinator(CheckpointWork):
             plain = json.loads(json.dumps(journal))
             if copy is not None and copy.position < self.disk.position:
                 plain = told_again(plain, copy.journal)
+            elif copy is None and self.disk.shared:
+                plain = unseen(plain)
             self.machine, effects = ClusterMachine.restore(
                 self.world.timing, plain, self.world.now, "restart"
             )
         self.leading = True
-        if self.machine.lineage > self.invariants.lineage:
-            # A rollback that is on its disk alone: the broker was out of reach.
-            self.invariants.persisted(Written(self.machine))
+        begins(self.invariants, self.network, self, position, Written(self.machine))
         self.invariants.coordinator_starts(self.machine)
         self._perform_all(effects)
 
@@ -160,6 +163,7 @@ class SimCoordinator(CheckpointWork):
 
     def _replicated(self, copy: Copy, view: Written) -> None:
         self.network.replicate(copy)
+        self.invariants.replicated = max(self.invariants.replicated, copy.position)
         self.invariants.persisted(view)
 
     def tell(self, event: EmitEvent) -> None:

@@ -52,6 +52,8 @@ class Invariants:
         self.failed_job: str | None = None
         self.resumed_job = False
         """A group of the present job was told to start."""
+        self.replicated = (0, 0)
+        """Position of the newest journal that was ever at the broker."""
         self.lineage = 0
         self.newest: Snapshot | None = None
         """Of the present job, as the coordinator's journal names it."""

@@ -2,9 +2,8 @@
 
 What MQTT with QoS 1 and clean sessions really does: messages of one sender to one receiver keep their
 order, different senders' do not, nor do the coordinator's to one node and those to all; a message may come
-twice (at any later time, which is harsher than real);
-what is under way when a session breaks may be lost; an abnormal end publishes the last will; a restarted
-broker has forgotten everything and publishes no wills.
+twice (at any later time, which is harsher than real); what is under way when a session breaks may be lost;
+an abnormal end publishes the last will; a restarted broker has forgotten everything and publishes no wills.
 """
 
 from collections.abc import Callable
@@ -85,6 +84,7 @@ class Network:
         """The leader whose last will is retained as the cluster's state; 0: none."""
         self.journal: Copy | None = None
         """All three retained."""
+        self.forgot_at = 0.0  # Everything, last.
         self.fences = True
         """Off only for a planted bug: an old seat's messages go through."""
         self.retained: dict[str, tuple[bool, int]] = {}
@@ -269,8 +269,8 @@ class Network:
         self.end_seat()
         self.retained.clear()
         self.remains.clear()
-        self.leader = self.journal = None
-        self.gone = 0
+        self.leader, self.journal, self.gone = None, None, 0
+        self.forgot_at = self.world.now
         self.world.at(for_s, self.start_broker)
 
     def start_broker(self) -> None:

@@ -59,6 +59,9 @@ class SimSeat:
         """The journal as it was read from the seat."""
         self.early: list[tuple[Any, tuple[Any, ...]]] = []
         """What came before the reign began."""
+        self.made_at = world.now
+        self.since = 0.0
+        """When its watch connected, last."""
         self._timers: dict[str, int] = {}
 
     @property
@@ -74,6 +77,7 @@ class SimSeat:
 
     def connected(self) -> None:
         """What is retained, then what comes."""
+        self.since = self.world.now
         self.feed(PeerSeen, peer=self.peer)
         for kind, fields in self.network.retained_for_watch(self):
             if kind is PeerSeen:
@@ -106,6 +110,8 @@ class SimSeat:
         """The leader's journal, for the day that the broker forgets it."""
         if self.alive and not self.coordinator.frozen and not self.reigning:
             disk = self.coordinator.disk
+            if not disk.reads(copy):
+                self.coordinator.unread = copy
             disk.keep(copy)
             if disk.barred != self.machine.me.barred:
                 self.feed(JournalJudged, problem=disk.barred)

@@ -215,14 +215,16 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         state = pack(msgspec.msgpack.encode(durable.write(cluster)))
         assert is_packed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
-        assert restored(timing, journal, None, 0.0)[0].generation == nodes
+        unseen = durable.UNSEEN if journal.shared else 0
+        assert restored(timing, journal, None, 0.0)[0].generation == nodes + unseen
         copy = JournalCopy(
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
         )  # fmt: skip
         assert Succession(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
         assert journal.position == (2, nodes)
-        assert restored(timing, journal, None, 0.0)[0].generation == nodes
+        assert restored(timing, journal, None, 0.0)[0].generation == nodes + durable.UNSEEN
+        assert restored(timing, journal, copy, 0.0)[0].generation == nodes
     journal.save(state[:-9], forced=False)
     with pytest.raises(JournalError, match=r"cut off.*--anew"):
         restored(timing, journal, None, 0.0)
