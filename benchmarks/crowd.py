@@ -93,7 +93,7 @@ class Crowd:
                 f"{name}-{incarnation}", keep_alive_s=KEEP_ALIVE_S, will=(self.topics.node_state(name), will)
             )
             + subscribe_packet(
-                1, [self.topics.node_command(name), self.topics.command, self.topics.node_state(name)]
+                1, [self.topics.node_command(name), self.topics.node_state(name)], [self.topics.command]
             )
         )
 

@@ -53,9 +53,10 @@ def puback_packet(number: int) -> bytes:
     return b"\x40\x02" + number.to_bytes(2, "big")
 
 
-def subscribe_packet(number: int, topics: Sequence[str]) -> bytes:
-    """All at QoS 1 (3.8)."""
+def subscribe_packet(number: int, topics: Sequence[str], unacknowledged: Sequence[str] = ()) -> bytes:
+    """At QoS 1, and ``unacknowledged`` at QoS 0 (3.8)."""
     filters = b"".join(text(topic.encode()) + b"\x01" for topic in topics)
+    filters += b"".join(text(topic.encode()) + b"\x00" for topic in unacknowledged)
     return packet(0x82, number.to_bytes(2, "big") + filters)
 
 

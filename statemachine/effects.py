@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.values import Situation
+from planner.values import Plan, Situation
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Command, Persist, Resume, Signal
 from statemachine.values import (
@@ -127,6 +127,19 @@ class ComputePlan(Effect):
     situation: Situation
     protection: ProtectionWish | None = None
     """Of its snapshots; PlanReady says what they get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeseePlan(Effect):
+    """Nodes were lost, and the others are asked what they hold: plan for what they will likely say, so that
+    ComputePlan is answered at once. Nothing is answered to this."""
+
+    devices: Mapping[str, int]
+    """Nodes that are left, each with its number of devices."""
+    previous: Plan
+    """By which they will say that they hold their layers."""
+    speeds: dict[str, float]
+    horizon_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,3 +139,9 @@ def release(c: Cluster, node: NodeMachine) -> None:
     c.persist()
     c.emit("NodeReleased", f"{node.name} holds nothing that the job needs", node=node.name)
     c.publish()
+
+
+def release_idle(c: Cluster) -> None:
+    """A draining node outside the running plan holds nothing once a step of this generation committed."""
+    if c.recovery is None:
+        release_drained(c)

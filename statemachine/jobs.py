@@ -7,7 +7,8 @@ from statemachine import persisting, snapshot_orders
 from statemachine.buddies import lost_buddies, present_buddies
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.group import follow_group, kept, release, release_drained
+from statemachine.foresight import foresee
+from statemachine.group import follow_group, kept, release, release_drained, release_idle
 from statemachine.keeping import Keeping, Persisting
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
@@ -328,14 +329,10 @@ def pursue(c: Cluster) -> None:
                 snapshot_orders.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
+        case ClusterPhase.QUIESCING:
+            foresee(c)
         case _:
             pass
-
-
-def release_idle(c: Cluster) -> None:
-    """A draining node outside the running plan holds nothing once a step of this generation committed."""
-    if c.recovery is None:
-        release_drained(c)
 
 
 def newcomers(c: Cluster) -> list[NodeMachine]:

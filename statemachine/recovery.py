@@ -133,6 +133,7 @@ def do_without(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
     """
     attempt.expected.pop(node.name, None)
     attempt.reports.pop(node.name, None)
+    c.dirty = True
     if not attempt.expected:
         c.cancel_timer(QUIESCE)
         pause(c, "no node is ready", needed=1)

@@ -70,6 +70,8 @@ class Attempt:
     """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
     reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
     """Of these nodes alone."""
+    foreseen: int = 0
+    """Of how many of these the planner was told to foresee the plan."""
     members: set[str] = field(default_factory=set)
     """Nodes whose reports counted; set with the decision. The plan uses some or all of them."""
     decision: Decision | None = None

@@ -51,6 +51,7 @@ from statemachine.effects import (
     Effect,
     EmitEvent,
     FindCheckpoint,
+    ForeseePlan,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -70,8 +71,8 @@ STATE_LATER = 25
 GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | AbandonCheckpoint
-    | FindCheckpoint | AnswerRequest
+    | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest
 )  # fmt: skip
 
 
@@ -336,10 +337,8 @@ class Coordinator:
                 self._planning.build(effect)
             case CancelTemplates():
                 self._planning.cancel(effect)
-            case ComputePlan():
-                self._planning.plan(effect)
-            case WeighPlan():
-                self._planning.weigh(effect)
+            case ForeseePlan() | ComputePlan() | WeighPlan():
+                self._planning.ask(effect)
             case CheckRestore():
                 self._driver.feed(check_restore(effect, self._driver.now()))
             case CommitCheckpoint():

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
+from ftd.coordinator.first_plan import first_or_next_plan
+from ftd.coordinator.foresight import Foresight
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
@@ -25,14 +27,13 @@ from ftd.driver import Driver
 from ftd.errors import PeerError
 from ftd.protection_choice import protect
 from planner.errors import (
-    InfeasibleError,
     PlanningError,
     RestoreError,
     StateLostError,
     TooFewNodesError,
 )
 from planner.values import Plan, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import (
     Event,
     PlanImpossible,
@@ -53,6 +54,9 @@ PROGRESS_AFTER_S = 1.0
 """Planning that takes no longer is not worth a progress bar."""
 REHEARSE_AFTER_S = 1.0
 """What follows a plan is more urgent than what may be asked next."""
+
+FORESEE_AFTER_S = 0.003
+"""Behind the command to stop, which is more urgent, and behind other losses of the same moment."""
 
 
 class PlanningService:
@@ -79,6 +83,9 @@ class PlanningService:
         self._process: PlanProcess | None = None
         self._building: asyncio.Task[None] | None = None
         self._rehearsal: asyncio.Task[None] | None = None
+        self._foresight = Foresight()
+        self._expected: ForeseePlan | None = None
+        """Still to be looked at."""
         self._work: set[asyncio.Task[None]] = set()
         self.progress: tuple[int, int] | None = None
         """Instantiations made, of all; ``None`` while none are made, or for less than a second."""
@@ -107,13 +114,19 @@ class PlanningService:
         if effect.job_id == self._planned_job:
             self._stop_building()
 
-    def plan(self, effect: ComputePlan) -> None:
+    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+        if isinstance(effect, WeighPlan):
+            self._start(self._weigh(effect))
+            return
         if self._rehearsal is not None:
             self._rehearsal.cancel()
-        self._start(self._plan(effect))
-
-    def weigh(self, effect: WeighPlan) -> None:
-        self._start(self._weigh(effect))
+        if isinstance(effect, ComputePlan):
+            self._expected = None
+            self._start(self._plan(effect))
+        else:
+            waiting, self._expected = self._expected is not None, effect
+            if not waiting:
+                self._start(self._foresee())
 
     async def close(self) -> None:
         """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
@@ -258,6 +271,15 @@ class PlanningService:
         if isinstance(answer, PlanReady):
             self._rehearsal = self._start(self._rehearse(effect.situation, answer.plan))
 
+    async def _foresee(self) -> None:
+        """The newest only: nodes that are lost together are lost one behind the other."""
+        while (effect := self._expected) is not None:
+            await asyncio.sleep(FORESEE_AFTER_S)
+            if self._expected is effect:
+                self._expected = None
+                if (planner := self._planner) is not None:
+                    await self._in_thread(partial(self._foresight.look, planner, effect))
+
     async def _rehearse(self, situation: Situation, plan: Plan) -> None:
         """Once nothing is precomputed: what is not yet would be made here."""
         await asyncio.sleep(REHEARSE_AFTER_S)
@@ -274,7 +296,8 @@ class PlanningService:
         reason = "no templates were built for this job; this is a bug"
         try:
             if self._planner is not None:
-                plan = first_or_next_plan(self._planner, effect.situation)
+                plan = self._foresight.take(effect.situation)
+                plan = plan or first_or_next_plan(self._planner, effect.situation)
                 wish, layers = effect.protection, self._planner.profile.layers
                 return PlanReady(
                     at=self._driver.now(),
@@ -325,38 +348,6 @@ class PlanningService:
         except Exception:
             _log.exception("weigh", generation=effect.generation, cause=effect.cause)
         return 0.0, 0.0
-
-
-def first_or_next_plan(planner: "Planner", situation: Situation) -> Plan:
-    """A plan; a job must start with its ``tolerance.failures`` to spare, later it may go on with less.
-
-    :raises TooFewNodesError: too few nodes to start or to go on.
-    :raises StateLostError: no usable device holds some layer, or the profile is of another model.
-    """
-    if situation.previous is None:
-        _check_layers(planner, situation)
-        present = len(situation.nodes)
-        try:
-            planner.check_tolerance(present)
-        except InfeasibleError as error:
-            needed = (planner.policy.tolerate + 1) * planner.n0
-            raise TooFewNodesError(str(error), needed=needed, present=present) from None
-    return planner.plan(situation)
-
-
-def _check_layers(planner: "Planner", situation: Situation) -> None:
-    """At the start everybody holds the whole model, so a profile from a file can be compared with it.
-
-    :raises StateLostError: they have different numbers of layers.
-    """
-    held = max((layer + 1 for layers in situation.holdings.values() for layer in layers), default=0)
-    profiled = len(planner.profile.layers)
-    if held not in (0, profiled):
-        raise StateLostError(
-            f"the profile has {profiled} layers and the model has {held}: correct planner.profile, or leave "
-            "it out, and a node measures the model",
-            tuple(range(min(held, profiled), max(held, profiled))),
-        )
 
 
 def _take_part(planner: "Planner", part: bytes) -> None:

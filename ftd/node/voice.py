@@ -66,11 +66,14 @@ class Voice:
             config.broker,
             client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
             subscriptions=(
-                *self._commands,
+                self._topics.node_command(self._node),
                 self._topics.chaos(self._node),
                 self._topics.trace(self._node),
                 self._topic,
             ),
+            # Of a thousand nodes the broker would have a thousand acknowledgements to read, and each node's
+            # answer to a command behind its own.
+            unacknowledged=(self._topics.command,),
             will=Will(topic=self._topic, payload=encode_json(will)),
             on_message=self._hear,
             on_connected=self._note_connected,

@@ -32,6 +32,7 @@ from statemachine.effects import (
     Effect,
     EmitEvent,
     FindCheckpoint,
+    ForeseePlan,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
     | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan
 )  # fmt: skip
 
 
@@ -333,7 +334,7 @@ class SimCoordinator(CheckpointWork):
                 world.at(world.between(0.2, 0.3), self._abandon, effect, self._life)
             case FindCheckpoint():
                 world.at(world.between(0.001, 0.2), self._find, effect, self._life)
-            case PublishCluster() | AnswerRequest() | CancelTemplates():
+            case PublishCluster() | AnswerRequest() | CancelTemplates() | ForeseePlan():
                 pass
             case _:
                 assert_never(effect)

@@ -22,8 +22,8 @@ from ftd.driver import Driver
 from ftd.node.processes import alive
 from planner.errors import PlanningError
 from planner.planner import Planner
-from planner.values import Device, LayerProfile, ModelProfile, Policy, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, WeighPlan
+from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import (
     Event,
     PlanImpossible,
@@ -32,6 +32,7 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
+from statemachine.foresight import expected
 from statemachine.values import Job, Profiled
 
 PATIENCE_S = 60.0
@@ -90,10 +91,8 @@ class Scene:
         match effect:
             case BuildTemplates():
                 self.service.build(effect)
-            case ComputePlan():
-                self.service.plan(effect)
-            case WeighPlan():
-                self.service.weigh(effect)
+            case ComputePlan() | WeighPlan():
+                self.service.ask(effect)
         return await asyncio.wait_for(self.fed.get(), PATIENCE_S)
 
     async def until(self, true: Callable[[], object]) -> None:
@@ -193,6 +192,41 @@ def test_a_profile_of_another_model_is_found_out_at_the_start(tmp_path: Path, la
     assert isinstance(answer, PlanImpossible) and not answer.too_few
     assert "4 layers" in answer.reason and f"has {layers}" in answer.reason
     assert "planner.profile" in answer.reason
+
+
+def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    """For exactly what was foreseen; whatever else is asked for is planned then."""
+
+    async def story(scene: Scene) -> None:
+        await scene.ask(build())
+        first = await scene.ask(asking(4))
+        assert isinstance(first, PlanReady)
+        planner, planned = scene.service._planner, list[Situation]()
+        assert planner is not None
+        plan = planner.plan
+
+        def counted(asked: Situation) -> Plan:
+            planned.append(asked)
+            return plan(asked)
+
+        planner.plan = counted  # type: ignore[method-assign]
+        for lost in ("node-1", "node-2"):  # One behind the other: one plan, for the nodes that are left then.
+            left = {name: 1 for name in first.plan.nodes if name not in ("node-1", lost)}
+            foreseen = ForeseePlan(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
+            scene.service.ask(foreseen)
+        await scene.until(lambda: planned)
+        asked = expected(foreseen)
+        answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=asked))
+        assert isinstance(answer, PlanReady) and answer.plan == plan(asked)
+        assert planned == [asked]
+        scene.service.ask(foreseen)
+        await scene.until(lambda: len(planned) == 2)
+        other = replace(asked, speeds={"node-0": 0.5})
+        answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=other))
+        assert isinstance(answer, PlanReady) and answer.plan == plan(other)
+        assert planned == [asked, asked, other]
+
+    play(Scene(tmp_path), story)
 
 
 def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from statemachine.effects import (
     CancelTimer,
     ComputePlan,
     EmitEvent,
+    ForeseePlan,
     PersistState,
     SendCommand,
     SetTimer,
@@ -32,6 +33,7 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
+from statemachine.foresight import expected
 from statemachine.messages import (
     Fence,
     Finished,
@@ -52,6 +54,7 @@ from statemachine.messages import (
     TrainerLost,
 )
 from statemachine.node import NodeMachine
+from statemachine.rules import owned_layers
 from statemachine.state import Cluster
 from statemachine.timing import Timing
 from statemachine.values import ClusterPhase
@@ -458,6 +461,21 @@ def test_losses_while_reports_come_in_are_one_generation() -> None:
     situation = s.one(ComputePlan).situation
     assert situation.nodes == ("node-0",)
     assert set(situation.holdings) == {Device(node="node-0", index=0)}
+
+
+def test_what_will_be_asked_of_the_planner_is_foreseen_at_each_loss() -> None:
+    s = running(4)
+    plan = s.machine._c.resumption.plan  # type: ignore[union-attr]
+    owned = {device.node: tuple(sorted(layers)) for device, layers in owned_layers(plan).items()}
+    left = [f"node-{number}" for number in range(4)]
+    for lost in ("node-1", "node-2"):
+        left.remove(lost)
+        s.feed(NodeVanished, node=lost, incarnation=s.incarnations[lost])
+        assert list(s.one(ForeseePlan).devices) == left
+    foreseen = s.one(ForeseePlan)
+    for name in left:
+        s.quiesced(name, 2, report(1, held=owned[name]))
+    assert expected(foreseen) == s.one(ComputePlan).situation
 
 
 def test_when_all_are_lost_while_reports_come_in_the_job_waits() -> None:
