@@ -25,6 +25,8 @@ CREATE TABLE IF NOT EXISTS steps (
     at TEXT NOT NULL, details TEXT NOT NULL, UNIQUE (job, step) ON CONFLICT REPLACE);
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+_PAGE_BYTES = 16 * 1024
+"""The state of a thousand nodes takes two of them: each is a write of its own, and 0.1 ms of a recovery."""
 _VERSION = 1
 _MOST_ROWS = {"events": 200_000, "steps": 1_000_000}
 """More of them are forgotten, the oldest first: of steps those of earlier jobs."""
@@ -67,6 +69,7 @@ class Journal:
                 "(let coordinator.state_dir be a directory that this user can write to)"
             ) from None
         with self._failing("opened"):
+            self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # Of a new file alone.
             self._db.execute("PRAGMA journal_mode = WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):

@@ -7,6 +7,7 @@ imported at start, so that the path of a failure imports nothing.
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,9 @@ PROGRESS_AFTER_S = 1.0
 REHEARSE_AFTER_S = 1.0
 """What follows a plan is more urgent than what may be asked next."""
 
-FORESEE_AFTER_S = 0.003
+_OBJECTS_BEFORE_COLLECTION = 20_000
+"""More than one recovery of a thousand nodes leaves; Python's own is 700."""
+FORESEE_AFTER_S = 0.001
 """Behind the command to stop, which is more urgent, and behind other losses of the same moment."""
 
 
@@ -101,8 +104,8 @@ class PlanningService:
         return self._building is not None and not self._building.done()
 
     def warm_up(self) -> None:
-        """Import the planner now, in the worker thread."""
-        self._start(self._in_thread(_import_planner))
+        """Now, in the worker thread, and not on the path of a failure."""
+        self._start(self._in_thread(_warm_up))
 
     def build(self, effect: BuildTemplates) -> None:
         """A build that is under way is given up: the new one is for more nodes, or for another job."""
@@ -368,6 +371,12 @@ def _restore(planner: "Planner", precomputed: bytes) -> None:
     planner.restore(msgspec.msgpack.decode(precomputed, type=Precomputed))
 
 
-def _import_planner() -> None:
+def _warm_up() -> None:
+    """Import the planner; and let the garbage collector no more look through all that stays, nor begin at
+    every thousand objects: it takes tens of milliseconds each time, maybe on the path of a failure."""
     import planner.planner
     import planner.precomputed  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)

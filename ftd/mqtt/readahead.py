@@ -8,7 +8,7 @@ sockets that have more than the kernel says, those of TLS, and ask them (``pendi
 from collections.abc import Callable
 from typing import Protocol
 
-PIECE_BYTES = 16 * 1024
+PIECE_BYTES = 32 * 1024
 """About so much is handled in one turn of the event loop: milliseconds, if it is all small packets."""
 
 
