@@ -397,3 +397,4 @@ class Coordinator:
         self._session.publish(self._topics.cluster_state, encode_state(state), retain=True)
         self._dashboard.on_state(state)
         self._publish_took_s = time.thread_time() - began_s
+        self._journal.tidy(quiet=self._machine.phase is ClusterPhase.RUNNING)

@@ -128,6 +128,28 @@ def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path)
     journal.close()
 
 
+def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None:
+    """So that a recovery need not wait for it; and what was saved is there, before and after."""
+    journal = Journal(tmp_path)
+    grown = (tmp_path / "journal.sqlite").stat().st_size
+    for number in range(module._LONG_COMMITS):
+        journal.save(number.to_bytes(2, "big") * 50_000, forced=False)
+        journal.tidy(quiet=False)
+    assert (tmp_path / "journal.sqlite").stat().st_size == grown
+    journal.tidy(quiet=True)
+    assert (tmp_path / "journal.sqlite").stat().st_size > grown
+    other = sqlite3.connect(tmp_path / "journal.sqlite")
+    assert other.execute("SELECT value FROM state").fetchone()[0] == journal.load()
+    log = tmp_path / "journal.sqlite-wal"
+    long = log.stat().st_size
+    other.close()
+    for _ in range(20):  # The log begins anew, and is not longer than it was.
+        journal.save(b"x" * 100_000, forced=False)
+    assert log.stat().st_size == long
+    journal.close()
+    assert Journal(tmp_path).load() == b"x" * 100_000
+
+
 def test_a_page_fits_into_one_message(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for _ in range(20):
