@@ -89,7 +89,7 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
     until(lambda: all(n["in_plan"] for n in answer(hosts["A"], status)["nodes"].values()), hosts)
     [(page, metrics)] = [(page, command) for page, command in ALL if "host-a:9641" in command]
     asked = metrics.replace("host-a:9641", f"127.0.0.1:{metrics_port}")
-    assert hosts["A"].run([(page, f"{asked} | grep -q ^ftd_")]) == []
+    assert hosts["A"].run([(page, f"{asked} | grep -c ^ftd_")]) == []
     # The fifth step: without a job they have nothing to hand over.
     assert hosts["A"].run([("two-hosts.md", "ftd stop tiny --config ftd.toml")]) == []
     for daemon in ("ftd node", "ftd coordinator"):
