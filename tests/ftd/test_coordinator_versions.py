@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import RunningBroker
 
 from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
@@ -26,6 +25,7 @@ from statemachine import durable
 from statemachine.cluster import ClusterMachine
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL
+from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0

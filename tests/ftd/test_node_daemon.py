@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import RunningBroker
 
 from ftd.mqtt.session import MqttSession
 from ftd.node.processes import alive, descendants, trainer_environment
@@ -21,6 +20,7 @@ from ftd.wire.codec import decode_from_node, encode_to_nodes
 from ftd.wire.topics import Topics
 from statemachine.envelopes import FromNode, ToNodes
 from statemachine.messages import Stepped, StepsWanted
+from tests.ftd.conftest import RunningBroker
 
 LIMIT_S = 60.0
 

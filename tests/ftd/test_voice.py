@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from conftest import RunningBroker
 
 from ftd.config.daemon import load_daemon_config
 from ftd.mqtt.session import MqttSession
@@ -16,6 +15,7 @@ from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.effects import PublishNode
 from statemachine.values import NodeState
+from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 30.0
 
