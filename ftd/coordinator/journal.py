@@ -28,8 +28,9 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 _PAGE_BYTES = 16 * 1024
 """The state of a thousand nodes takes two of them: each is a write of its own, and 0.1 ms of a recovery."""
 _LONG_COMMITS = 100
+"""What so many left in SQLite's write-ahead log is moved into the file at a quiet moment."""
 _MOST_LOG_PAGES = 2_000
-"""Of SQLite's write-ahead log: then it is moved into the file by whoever writes, in a hurry or not."""
+"""Of the log: then it is moved into the file by whoever writes, in a hurry or not."""
 _VERSION = 1
 _MOST_ROWS = {"events": 200_000, "steps": 1_000_000}
 """More of them are forgotten, the oldest first: of steps those of earlier jobs."""

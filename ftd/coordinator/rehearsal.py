@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.errors import PlanningError
-from planner.values import Device, Plan, Situation
+from planner.values import Plan, Situation
+from statemachine.rules import owned_layers
 
 if TYPE_CHECKING:
     from planner.planner import Planner
@@ -29,15 +30,9 @@ def rehearse(planner: "Planner", situation: Situation, plan: Plan) -> None:
 
 def likely_losses(situation: Situation, plan: Plan) -> Iterator[Situation]:
     """One node of the plan is lost; a tenth of them are, spread over the pipelines."""
-    names = plan.nodes
+    names, owned = plan.nodes, owned_layers(plan)
     for count in sorted({1, int(SHARE_LOST * len(names))} - {0}):
         lost = frozenset(names[:: len(names) // count][:count])
-        left = {
-            Device(node=device.node, index=device.index): frozenset(range(stage.first_layer, stage.end_layer))
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
-            for device in stage.devices
-            if device.node not in lost
-        }
+        left = {device: layers for device, layers in owned.items() if device.node not in lost}
         nodes = tuple(name for name in situation.nodes if name not in lost)
         yield replace(situation, nodes=nodes, holdings=left, previous=plan, parts=None)
