@@ -119,7 +119,7 @@ class Communicator(ABC):
         """The operation is done: what follows on this thread (and its CUDA stream) sees its result.
 
         :raises Aborted: unless the operation had completed before.
-        :raises PeerLost: it failed.
+        :raises PeerLost: it failed, and nobody had aborted.
         """
         with self._condition:
             while not (pending.done or self._aborted):
@@ -127,6 +127,7 @@ class Communicator(ABC):
         if not pending.done:
             raise Aborted
         if pending.error is not None:
+            self.check()  # An abort makes what is under way fail, perhaps before this thread runs again.
             raise PeerLost(plain_words(pending.error)) from pending.error
 
     def wait_any(self, pendings: Sequence[Pending]) -> None:
@@ -319,6 +320,7 @@ class GlooCommunicator(Communicator):
         try:
             work = post()
         except RuntimeError as error:
+            self.check()
             raise PeerLost(plain_words(error)) from error
         return self._lanes[lane].put(work, tensor)
 

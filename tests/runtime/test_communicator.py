@@ -21,6 +21,7 @@ from runtime.communicator import (
     GlooCommunicator,
     Members,
     PeerLost,
+    Pending,
     SoloCommunicator,
     make_communicator,
     plain_words,
@@ -272,6 +273,19 @@ def test_a_backends_message_is_cut_to_what_a_user_needs() -> None:
     assert plain_words(error) == "Connection closed by peer [127.0.0.1]:17804"
     assert plain_words(RuntimeError("Timed out")) == "Timed out"
     assert plain_words(RuntimeError()) == "RuntimeError"
+
+
+def test_what_an_abort_made_fail_is_aborted_also_when_its_failure_is_seen_first() -> None:
+    """The waiting thread may get the processor only after the operation that the abort ended."""
+    failed, done = Pending(), Pending()
+    failed.done, failed.error, done.done = True, RuntimeError("the communicator was aborted"), True
+    one = SoloCommunicator()
+    with pytest.raises(PeerLost):
+        one.wait(failed)
+    one.abort()
+    with pytest.raises(Aborted):
+        one.wait(failed)
+    one.wait(done)
 
 
 class WaitingGroup:
