@@ -195,14 +195,9 @@ class Coordinator:
             topics,
             me,
             config.timing,
-            subscriptions=(
-                topics.node_state(),
-                topics.request,
-                topics.events,
-                topics.cluster_state,
-                topics.command,
-            ),
-            unacknowledged=(topics.node_signal(),),
+            subscriptions=(topics.request, topics.cluster_state),
+            # What many say at once, and what of our own words comes back.
+            unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
             throne=Throne(
                 begin=self._begin,
                 judge=self._succession.judge,

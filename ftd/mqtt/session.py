@@ -15,18 +15,16 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiomqtt
 import structlog
-from paho.mqtt.matcher import MQTTMatcher
 
 from ftd.config.address import BrokerAddress
 from ftd.config.tls import explained, tls_context
 from ftd.errors import ConfigurationError, Unreachable
-from ftd.mqtt.readahead import ReadAhead
+from ftd.mqtt.shortcut import Shortcut
 
 _log = structlog.get_logger("ftd.mqtt")
 
@@ -123,7 +121,7 @@ class MqttSession:
         """In the order of the calls: left, and not acknowledged."""
         self._senders: set[asyncio.Task[None]] = set()
         self._sent_count = 0
-        self._held: list[aiomqtt.Message] | None = []
+        self._held: list[Kept] | None = []
         """What comes before ``on_connected`` was told, or behind the goodbye."""
         self._silent_until = 0.0
         self._heard_itself = False
@@ -197,10 +195,10 @@ class MqttSession:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
         if self._client is not None:
-            ahead = self._client._client.socket()
-            if isinstance(ahead, ReadAhead) and isinstance(ahead.inner, socket.socket):
+            shortcut = self._client._client.socket()
+            if isinstance(shortcut, Shortcut) and isinstance(shortcut.inner, socket.socket):
                 with contextlib.suppress(OSError):
-                    ahead.inner.shutdown(socket.SHUT_RDWR)
+                    shortcut.inner.shutdown(socket.SHUT_RDWR)
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
@@ -210,7 +208,7 @@ class MqttSession:
         up, self._held = False, []
         try:
             async with client:
-                _read_ahead(client)
+                self._take_shortcut(client)
                 guard = asyncio.create_task(_read_now_and_then(client))
                 if self._subscriptions:
                     await client.subscribe(list(self._subscriptions))
@@ -221,7 +219,7 @@ class MqttSession:
                 self._announce_up()
                 try:
                     async for _ in client.messages:
-                        pass  # Never: see ``_new_client``. This waits for the end of the connection.
+                        pass  # Never: see ``_take_shortcut``. This waits for the end of the connection.
                 finally:
                     self._held = []
         except (aiomqtt.MqttError, OSError) as error:
@@ -246,28 +244,43 @@ class MqttSession:
             remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
             _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
-    def _deliver(self, message: aiomqtt.Message) -> None:
-        if self._held is not None:
-            self._held.append(message)
+    def _take_shortcut(self, client: aiomqtt.Client) -> None:
+        """From here on it reads in large pieces, and messages come by another way than through its queue.
+
+        The broker says that we are connected, and nothing more before we subscribe: what comes next is the
+        beginning of a packet.
+
+        :raises ConfigurationError: paho keeps its socket elsewhere.
+        """
+        sock, deliver = client._client.socket(), self._deliver
+        if sock is None:
             return
-        payload = message.payload
-        if self._will is not None and message.topic.value == self._will.topic:
+
+        def on_message(topic: str, payload: bytes, retained: bool, number: int) -> None:
+            if number:
+                client._client.ack(number, 1)
+            deliver(topic, payload, retained)
+
+        client._client.manual_ack_set(True)
+        client._client._sock = shortcut = Shortcut(sock, on_message)
+        if client._client.socket() is not shortcut:
+            remedy = "install the version that ftd was made for: pip install paho-mqtt==2.2.0"
+            raise ConfigurationError("this paho-mqtt is another one", field="paho-mqtt", remedy=remedy)
+
+    def _deliver(self, topic: str, payload: bytes, retained: bool) -> None:
+        if self._held is not None:
+            self._held.append((topic, payload, retained))
+            return
+        if self._will is not None and topic == self._will.topic:
             self._heard_itself = True
         try:
-            self._on_message(message.topic.value, payload, message.retain)
+            self._on_message(topic, payload, retained)
         except Exception:
             # One message must not cost the connection; that this happened at all is a bug of ours.
-            _log.exception("deliver", topic=str(message.topic), size_bytes=len(payload))
+            _log.exception("deliver", topic=topic, size_bytes=len(payload))
 
     def _new_client(self) -> aiomqtt.Client:
-        will, deliver = self._will, self._deliver
-
-        class Mailbox(asyncio.Queue[aiomqtt.Message]):
-            """Hands on at once: waiting for each message costs aiomqtt a task and three turns of the loop."""
-
-            def put_nowait(self, item: aiomqtt.Message) -> None:
-                deliver(item)
-
+        will = self._will
         client = aiomqtt.Client(
             self.broker.host,
             self.broker.port,
@@ -280,12 +293,10 @@ class MqttSession:
             will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
             socket_options=_SOCKET_OPTIONS,
             tls_context=tls_context(self.broker.tls) if self.broker.tls else None,
-            queue_type=Mailbox,
             max_inflight_messages=2 * MAX_SENDING,
         )
         client.pending_calls_threshold = MAX_KEPT
         client._client.connect_timeout = CONNECT_S
-        client._client._on_message_filtered = _NoFilters()  # type: ignore[no-untyped-call]
         return client
 
     def _announce_up(self) -> None:
@@ -299,7 +310,7 @@ class MqttSession:
             self.publish(message.topic, message.payload, retain=message.retain, qos=message.qos, keep=True)
         held, self._held = self._held or [], None
         for arrived in held:
-            self._deliver(arrived)
+            self._deliver(*arrived)
 
     def _announce_lost(self) -> None:
         self._client = None
@@ -338,17 +349,6 @@ class MqttSession:
                 self._on_acknowledged(time.monotonic() - began)
 
 
-class _NoFilters(MQTTMatcher):
-    """Whose callbacks a topic is for, as paho asks of each message: nobody's, all go to one place.
-
-    Its own answer leaves six objects that refer to each other; those of a thousand heartbeats a second cost
-    the garbage collector tens of milliseconds at a time, and maybe on the path of a failure.
-    """
-
-    def iter_match(self, topic: str) -> Iterator[Any]:
-        return iter(())
-
-
 async def _read_now_and_then(client: aiomqtt.Client) -> None:
     """Notice a reset connection that the event loop does not report.
 
@@ -359,12 +359,5 @@ async def _read_now_and_then(client: aiomqtt.Client) -> None:
     while True:
         await asyncio.sleep(READ_ANYWAY_S)
         client._client.loop_read()
-        while isinstance(ahead := client._client.socket(), ReadAhead) and ahead.pending():
+        while isinstance(shortcut := client._client.socket(), Shortcut) and shortcut.pending():
             client._client.loop_read()
-
-
-def _read_ahead(client: aiomqtt.Client) -> None:
-    """From here on it reads in large pieces, whose rest aiomqtt asks for as it does with TLS."""
-    sock = client._client.socket()
-    if sock is not None:
-        client._client._sock = ReadAhead(sock)

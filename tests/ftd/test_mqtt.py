@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import paho.mqtt.client
 import pytest
 import trustme
 import uvloop
@@ -18,8 +19,8 @@ from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
 from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
-from ftd.mqtt.readahead import PIECE_BYTES, ReadAhead
 from ftd.mqtt.session import MqttSession, Will
+from ftd.mqtt.shortcut import Shortcut
 from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 60.0
@@ -242,55 +243,6 @@ def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
     asyncio.run(scene())
 
 
-class Pieces:
-    """A socket that has these pieces, one for each time that it is read; then nothing yet."""
-
-    def __init__(self, *pieces: bytes) -> None:
-        self.pieces = list(pieces)
-        self.reads = 0
-
-    def recv(self, buffer_size: int) -> bytes:
-        self.reads += 1
-        if not self.pieces:
-            raise BlockingIOError
-        piece, rest = self.pieces[0][:buffer_size], self.pieces[0][buffer_size:]
-        self.pieces[:1] = [rest] if rest else []
-        return piece
-
-    def send(self, buffer: bytes | bytearray) -> int:
-        return len(buffer)
-
-    def close(self) -> None: ...
-
-    def fileno(self) -> int:
-        return 7
-
-    def setblocking(self, flag: bool) -> None: ...
-
-
-def test_small_reads_come_from_one_large_one() -> None:
-    sock = Pieces(b"abcdef", b"ghijkl", b"x" * 3 * PIECE_BYTES)
-    ahead = ReadAhead(sock)
-    assert (ahead.recv(1), ahead.pending(), sock.reads) == (b"a", 5, 1)
-    assert (ahead.recv(2), ahead.recv(9), sock.reads) == (b"bc", b"def", 1)
-    # The end of a packet that is here in part; what comes behind it has to wait for its turn.
-    assert (ahead.recv(2), ahead.recv(1), ahead.pending(), sock.reads) == (b"gh", b"i", 0, 3)
-    assert (ahead.recv(1), ahead.pending(), ahead.recv(9), ahead.pending()) == (b"j", 2, b"kl", 0)
-    assert (ahead.recv(1), ahead.pending()) == (b"x", PIECE_BYTES - 1)
-    # A large one is not copied twice.
-    assert len(ahead.recv(5 * PIECE_BYTES)) == PIECE_BYTES - 1
-    assert len(ahead.recv(5 * PIECE_BYTES)) == 2 * PIECE_BYTES
-    sock.pieces = [b"y"]
-    assert (ahead.recv(1), ahead.pending()) == (b"y", 0)
-    for _ in range(2):
-        with pytest.raises(BlockingIOError):
-            ahead.recv(1)
-        assert ahead.pending() == 0
-    sock.pieces = [b"z"]
-    assert ahead.recv(1) == b"z"
-    assert (ahead.fileno(), ahead.send(b"ab")) == (7, 2)
-
-
 def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBroker) -> None:
     """Small and large messages in one go; nothing waits for the next packet to come."""
 
@@ -342,6 +294,41 @@ def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
                 assert gc.collect() < 500
             finally:
                 gc.enable()
+
+    asyncio.run(scene())
+
+
+def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a version of it keep its socket elsewhere, nobody is deaf without a word."""
+    sockets = paho.mqtt.client.Client.socket
+
+    def elsewhere(client: paho.mqtt.client.Client) -> Any:
+        sock = sockets(client)
+        return sock.inner if isinstance(sock, Shortcut) else sock
+
+    async def scene() -> None:
+        session = MqttSession(broker.address, client_id="a", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until(lambda: "pip install paho-mqtt==" in session.problem)
+        assert not session.connected
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(paho.mqtt.client.Client, "socket", elsewhere)
+    asyncio.run(scene())
+
+
+def test_messages_go_past_paho(broker: RunningBroker) -> None:
+    """Where one does not, it takes four times as long, and nothing else tells."""
+
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
+            assert b.session._client is not None and a.session._client is not None
+            a.session._client._client.on_message = lambda *_: pytest.fail("through paho")
+            for index in range(20):
+                b.session.publish("t", str(index).encode())
+            assert [int((await a.next())[1]) for _ in range(20)] == list(range(20))
+            assert not len(a.session._client.messages)
 
     asyncio.run(scene())
 
