@@ -6,7 +6,6 @@ state, reports, and waits for the next generation in the same process.
 """
 
 import gc
-import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +36,7 @@ from runtime.protocol import (
 from runtime.snapshot_writer import SnapshotWriter
 from runtime.state import StateError
 from runtime.store import Rendezvous
+from runtime.tracebacks import users_traceback
 from runtime.training import TrainingError
 
 
@@ -75,8 +75,8 @@ class Trainer:
             self._link.send(Raised(where=where, detail=str(error)))
         except _ForeignError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
-        except Exception:
-            self._link.send(Raised(where=where, detail=traceback.format_exc()))
+        except Exception as error:
+            self._link.send(Raised(where=where, detail=users_traceback(error)))
         return 1
 
     def _prepare(self, prepare: Prepare) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
 
 from runtime.protocol import TrainingData
 
@@ -51,14 +52,14 @@ class Training:
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
     """Takes the trainable parameters with their names (``"3.attention.weight"`` is of layer 3)."""
     dataset: Any
-    """Map-style: ``len(dataset)`` and ``dataset[index] -> (input, target)``, tensors without a batch
-    dimension; the same index gives the same sample on every node."""
+    """Map-style: ``len(dataset)`` and ``dataset[index] -> (input, target)``, without a batch dimension:
+    tensors, numpy arrays or numbers. The same index gives the same sample on every node."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """A learning-rate schedule, advanced once a step."""
 
 
 class CastDataset:
-    """The user's data set with floating-point tensors in the job's dtype."""
+    """The user's data set as tensors, floating-point ones in the job's dtype."""
 
     def __init__(self, dataset: Any, dtype: torch.dtype) -> None:
         self._dataset = dataset
@@ -71,7 +72,8 @@ class CastDataset:
         x, target = self._dataset[index]
         return self._cast(x), self._cast(target)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
+    def _cast(self, value: Any) -> Tensor:
+        tensor = torch.as_tensor(value, dtype=self._dtype if isinstance(value, float) else None)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
@@ -95,7 +97,7 @@ def load_training(data: TrainingData) -> Training:
     _seed(data.seed)
     try:
         training = function(**data.arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TrainingError(f"{data.function} raised {_describe(error)}") from error
     if not isinstance(training, Training):
         raise TrainingError(
@@ -144,7 +146,7 @@ def _load_file(root: Path, place: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise TrainingError(f"importing {path} raised {_describe(error)}") from error
     return module
@@ -157,7 +159,7 @@ def _load_module(root: Path, place: str) -> ModuleType:
     _import_from(root)
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TrainingError(f"importing {place} (from {root}) raised {_describe(error)}") from error
 
 
@@ -225,9 +227,14 @@ def _check(training: Training, function: str) -> None:
     _check_ties(training.layers)
     for name in ("loss", "optimizer"):
         if not callable(getattr(training, name)):
-            raise TrainingError(f"{function}: Training.{name} must be a function")
+            raise TrainingError(
+                f"{function}: Training.{name} must be a function, not {_a(getattr(training, name))}"
+            )
     if training.scheduler is not None and not callable(training.scheduler):
-        raise TrainingError(f"{function}: Training.scheduler must be a function or None")
+        raise TrainingError(
+            f"{function}: Training.scheduler must be a function (optimizer -> LRScheduler) or None, "
+            f"not {_a(training.scheduler)}"
+        )
     if isinstance(training.loss, nn.Module) and any(True for _ in training.loss.parameters()):
         raise TrainingError(f"{function}: Training.loss has parameters; make them part of the last layer")
     _check_dataset(training.dataset, function)
@@ -272,16 +279,39 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
 
 def _check_dataset(dataset: Any, function: str) -> None:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TrainingError(f"{function}: Training.dataset must be map-style (__len__ and __getitem__)")
+        is_loader = isinstance(dataset, DataLoader)
+        hint = "; hand over the loader's dataset, as ftd forms the batches" if is_loader else ""
+        raise TrainingError(
+            f"{function}: Training.dataset must be map-style (__len__ and __getitem__), "
+            f"not {_a(dataset)}{hint}"
+        )
     if not len(dataset):
         raise TrainingError(f"{function}: Training.dataset is empty")
     try:
         sample = dataset[0]
     except Exception as error:
         raise TrainingError(f"{function}: Training.dataset[0] raised {_describe(error)}") from error
-    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
-    if not is_pair or not all(isinstance(part, Tensor) for part in sample):
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise TrainingError(
-            f"{function}: Training.dataset[0] must be a pair of tensors (input, target), "
-            f"not {type(sample).__name__}"
+            f"{function}: Training.dataset[0] must be a pair (input, target), not {_kind_of(sample)}"
         )
+    for part, value in zip(("input", "target"), sample, strict=True):
+        if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
+            raise TrainingError(
+                f"{function}: the {part} of Training.dataset[0] must be a tensor, a numpy array or a number, "
+                f"not {_a(value)}"
+            )
+
+
+def _a(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _kind_of(sample: object) -> str:
+    match sample:
+        case tuple() | list():
+            return f"{len(sample)} values"
+        case dict():
+            return f"a dict with {', '.join(map(repr, sample))}"
+        case _:
+            return _a(sample)

@@ -142,7 +142,19 @@ def test_a_function_that_raises_names_the_line(tmp_path: Path) -> None:
         load_training(data_for("mine.py:build", tmp_path))
 
 
-SHARED = "emb = nn.Linear(3, 3)"
+def test_a_function_that_ends_the_process_names_the_line(tmp_path: Path) -> None:
+    script(tmp_path, "import sys\ndef build():\n    sys.exit('no data here')\n")
+    with pytest.raises(TrainingError, match=r"SystemExit: no data here \(mine.py, line \d+, in build\)"):
+        load_training(data_for("mine.py:build", tmp_path))
+
+
+def test_samples_may_be_numpy_arrays_and_numbers(tmp_path: Path) -> None:
+    rows = "class Plain(Rows):\n    def __getitem__(self, index): return np.zeros(3), index % 2\n"
+    script(tmp_path, changed("import numpy as np\n" + rows, dataset="Plain()"))
+    x, target = load_training(data_for("mine.py:build", tmp_path)).dataset[5]
+    assert (x.dtype, target.dtype, int(target)) == (torch.float64, torch.int64, 1)
+
+
 LINEARS = """
 def share():
     one, two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
@@ -166,6 +178,12 @@ class Broken(Rows):
 
 class Single(Rows):
     def __getitem__(self, index): return torch.zeros(3)
+
+class Named(Rows):
+    def __getitem__(self, index): return {"x": torch.zeros(3), "y": 1}
+
+class Words(Rows):
+    def __getitem__(self, index): return "a sentence", 1
 """
 
 
@@ -181,14 +199,20 @@ class Single(Rows):
         ({"layers": "twice()"}, "layer 2 is the same module as layer 0"),
         ({"layers": "share()"}, "parameters 0.weight and 1.weight share memory but are two"),
         ({"layers": "[nn.LazyLinear(4)]"}, "parameter weight of layer 0 is uninitialised"),
-        ({"loss": "None"}, "Training.loss must be a function"),
+        ({"loss": "None"}, "Training.loss must be a function, not a NoneType"),
         ({"loss": "Loss()"}, "Training.loss has parameters"),
         ({"optimizer": "torch.ones(1)"}, "Training.optimizer must be a function"),
-        ({"scheduler": "3"}, "Training.scheduler must be a function or None"),
+        ({"scheduler": "3"}, "Training.scheduler must be a function .* or None, not a int"),
         ({"dataset": "iter([])"}, "must be map-style"),
         ({"dataset": "Empty()"}, "Training.dataset is empty"),
         ({"dataset": "Broken()"}, r"Training.dataset\[0\] raised KeyError"),
-        ({"dataset": "Single()"}, "must be a pair of tensors"),
+        (
+            {"dataset": "torch.utils.data.DataLoader(Rows())"},
+            "map-style .* not a DataLoader; hand over the loader's dataset",
+        ),
+        ({"dataset": "Single()"}, r"must be a pair \(input, target\), not a Tensor"),
+        ({"dataset": "Named()"}, r"must be a pair \(input, target\), not a dict with 'x', 'y'"),
+        ({"dataset": "Words()"}, r"the input of Training.dataset\[0\] must be a tensor, .* not a str"),
     ],
 )
 def test_a_training_that_cannot_be_used(tmp_path: Path, parts: dict[str, str], message: str) -> None:
