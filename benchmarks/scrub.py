@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.common import Result, command_line, main
-from ftd.config.daemon import NodeTable
+from ftd.config.daemon_file import NodeTable
 from storage.manifest import Part, digest_of
 
 

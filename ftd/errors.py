@@ -2,6 +2,8 @@
 
 FtdError                      exit code 1
 ├── ConfigurationError        exit code 2   you configured it wrong: a field, and what to write instead
+│   ├── IncompleteError                     something that goes with what is written is missing
+│   └── SeveralMistakes                     all that is wrong with a file
 ├── PeerError                 exit code 1   a peer misbehaved: a message, a node, a broker
 │   ├── WireError                           malformed, oversized or misaddressed payload
 │   ├── RequestRefused                      the coordinator said no
@@ -33,6 +35,27 @@ class ConfigurationError(FtdError):
         where = f"{field}: " if field else ""
         how = f" ({remedy})" if remedy else ""
         super().__init__(f"{where}{problem}{how}")
+
+    @property
+    def mistakes(self) -> tuple["ConfigurationError", ...]:
+        """One by one, what is wrong."""
+        return (self,)
+
+
+class IncompleteError(ConfigurationError):
+    """Something goes with what is there, and is not there itself; or it is, misspelt."""
+
+
+class SeveralMistakes(ConfigurationError):
+    """All that is wrong, told at once."""
+
+    def __init__(self, mistakes: tuple[ConfigurationError, ...]) -> None:
+        super().__init__("; ".join(str(mistake) for mistake in mistakes))
+        self._mistakes = mistakes
+
+    @property
+    def mistakes(self) -> tuple[ConfigurationError, ...]:
+        return self._mistakes
 
 
 class PeerError(FtdError):

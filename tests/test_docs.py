@@ -14,7 +14,8 @@ from ftd.chaos.expectations import TIERS, ExpectTable
 from ftd.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
 from ftd.chaos.values import FAULTS, PARTS, PHASES
 from ftd.cli.main import app
-from ftd.config.daemon import DaemonFile, daemon_config
+from ftd.config.daemon import daemon_config
+from ftd.config.daemon_file import DaemonFile
 from ftd.config.job import JobFile, load_job
 from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile

@@ -13,6 +13,7 @@ import msgspec
 
 from ftd.chaos import values as v
 from ftd.chaos.expectations import ExpectTable, parse_expectations
+from ftd.config.mistakes import Mistakes
 from ftd.config.reading import convert, read_toml, require_name, require_one_of
 from ftd.errors import ConfigurationError
 from ftd.wire.catalogue import EVENTS
@@ -109,15 +110,21 @@ def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path(
     :param origin: stands in error messages. :param directory: what paths in it are relative to.
     """
     table = convert(data, ScenarioTable, where=origin)
-    require_at_least(0, table.steps_after, f"{origin}: steps_after")
-    require_at_least(0, table.limit_s, f"{origin}: limit_s")
-    faults = tuple(_fault(entry, f"fault {n}", origin) for n, entry in enumerate(table.fault, 1))
-    _check_ids(faults, origin)
+    mistakes = Mistakes()
+    for name in ("steps_after", "limit_s"):
+        with mistakes.noted():
+            require_at_least(0, getattr(table, name), f"{origin}: {name}")
+    faults: list[v.Fault] = []
+    for number, entry in enumerate(table.fault, 1):
+        with mistakes.noted():
+            faults.append(_fault(entry, f"fault {number}", origin))
+    mistakes.raise_any()
+    _check_ids(tuple(faults), origin)
     return v.Scenario(
         name=table.name or origin.removesuffix(".toml"),
         purpose=table.purpose,
         seed=table.seed,
-        faults=faults,
+        faults=tuple(faults),
         expect=parse_expectations(table.expect, f"{origin}: expect"),
         steps_after=table.steps_after,
         limit_s=table.limit_s,

@@ -50,15 +50,17 @@ def check(
     config: Annotated[Path, typer.Option("--config", help="ftd.toml of this host.")],
     node: Annotated[bool, typer.Option("--node", help="Also what only a node needs: the secret.")] = False,
 ) -> None:
-    """Read the file as a daemon would. Exit code 2, the field and the remedy when something is wrong.
+    """Read the file as a daemon would. Exit code 2, each wrong field and its remedy when something is wrong.
 
     Example: ftd config check --config /etc/ftd/ftd.toml --node
     """
-    from ftd.config.daemon import load_daemon_config
+    from ftd.config.daemon import examined_daemon_config
 
-    loaded = load_daemon_config(config)
-    if node:
-        loaded.require_secret()
+    loaded, mistakes = examined_daemon_config(config)
+    if node and not mistakes.concern("", "secret", "secret_file"):
+        with mistakes.noted():
+            loaded.require_secret()
+    mistakes.raise_any()
     typer.echo(f"{config} is sound: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
 
 

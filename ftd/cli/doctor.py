@@ -27,13 +27,12 @@ def doctor(
 
     Example: ftd doctor --config /etc/ftd/ftd.toml
     """
-    from ftd.config.daemon import load_daemon_config
+    from ftd.config.daemon import examined_daemon_config
     from ftd.doctor.cluster import check_cluster
-    from ftd.doctor.finding import Finding, failed, ok
-    from ftd.doctor.host import check_host
-    from ftd.errors import ConfigurationError
+    from ftd.doctor.configuration import broker_is_known, check_configuration
+    from ftd.doctor.finding import Finding, warning
+    from ftd.doctor.host import check_host, check_names
 
-    loaded = load_daemon_config(config)
     findings: list[Finding] = []
 
     def note(finding: Finding) -> None:
@@ -42,11 +41,9 @@ def doctor(
             remedy = f"\n{'':9}→ {finding.remedy}" if finding.remedy else ""
             typer.echo(f"{_MARKS[finding.verdict]}  {finding.check}: {finding.detail}{remedy}")
 
-    try:
-        loaded.require_secret()
-        note(ok("configuration", f"cluster {loaded.cluster}, node {loaded.node}"))
-    except ConfigurationError as error:
-        note(failed("configuration", f"{error.field}: {error.problem}", error.remedy or ""))
+    loaded, mistakes = examined_daemon_config(config)
+    for finding in check_configuration(loaded, mistakes):
+        note(finding)
     for finding in check_host(loaded):
         note(finding)
 
@@ -54,7 +51,11 @@ def doctor(
         async for finding in check_cluster(loaded):
             note(finding)
 
-    run_async(ask())
+    if broker_is_known(mistakes):
+        note(check_names(loaded))
+        run_async(ask())
+    else:
+        note(warning("broker", "not asked: the configuration is wrong about it", "mend that first"))
     if as_json:
         fields = ("check", "verdict", "detail", "remedy")
         print_json([{name: getattr(finding, name) for name in fields} for finding in findings])

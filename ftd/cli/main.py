@@ -31,7 +31,7 @@ from ftd.cli import (
     top,
     trace,
 )
-from ftd.errors import FtdError
+from ftd.errors import ConfigurationError, FtdError
 
 app = typer.Typer(
     name="ftd",
@@ -76,11 +76,12 @@ def options(
 
 
 def main() -> None:
-    """Run a command; our own errors become one line on stderr and an exit code."""
+    """Run a command; our own errors become a line on stderr, one for each mistake, and an exit code."""
     try:
         app(prog_name="ftd")
     except FtdError as error:
-        print(f"ftd: {error}", file=sys.stderr)
+        for mistake in error.mistakes if isinstance(error, ConfigurationError) else (error,):
+            print(f"ftd: {mistake}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

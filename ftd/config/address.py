@@ -82,15 +82,22 @@ def is_host(name: str) -> bool:
 def user_runtime_dir() -> Path:
     """A directory of this user's that does not outlive the session: ``$XDG_RUNTIME_DIR/ftd`` or in /tmp.
 
-    :raises ConfigurationError: /tmp/ftd-<uid> exists and belongs to somebody else.
+    :raises ConfigurationError: it cannot be made, or /tmp/ftd-<uid> belongs to somebody else.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "ftd" if base else Path(f"/tmp/ftd-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be made: {error.strerror}",
+            field="$XDG_RUNTIME_DIR",
+            remedy="set it to a directory of yours",
+        ) from None
     if path.stat().st_uid != os.getuid():
         raise ConfigurationError(
             f"{path} belongs to another user",
-            field="XDG_RUNTIME_DIR",
+            field="$XDG_RUNTIME_DIR",
             remedy="set it to a directory of yours",
         )
     return path

@@ -1,130 +1,64 @@
-"""``ftd.toml``: one file for the coordinator and the nodes of a cluster; each reads what concerns it.
-
-Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` is a commented sample.
-"""
+"""``ftd.toml``: one file for the coordinator and the nodes of a cluster; each reads what concerns it."""
 
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ftd.config.address import (
-    DEFAULT_CLUSTER,
-    BrokerAddress,
-    Tls,
-    is_host,
-    parse_broker,
-    user_runtime_dir,
-)
-from ftd.config.dashboard import DashboardPlace, DashboardTable, dashboard_place
+from ftd.config.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
+from ftd.config.daemon_file import BrokerTable, CoordinatorTable, DaemonFile, NodeTable
+from ftd.config.dashboard import DashboardPlace, dashboard_place
 from ftd.config.environment import overridden
-from ftd.config.metrics import LOOPBACK, MetricsPlace, metrics_place
-from ftd.config.reading import convert, nearest, read_toml, require_name, require_positive
+from ftd.config.metrics import MetricsPlace, metrics_place
+from ftd.config.mistakes import Mistakes
+from ftd.config.reading import nearest, read_toml, require_name, require_positive, sifted
+from ftd.config.reference import SECRETS, keys
 from ftd.config.secrets import read_secret, require_private
 from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.config.tls import tls_context
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, IncompleteError
 from statemachine.timing import Timing
 
 
-class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[broker]``: the MQTT broker that everybody of the cluster meets at."""
-
-    url: str = "mqtt://127.0.0.1:1883"
-    """``mqtts://host:8883`` for TLS."""
-    username: str | None = None
-    """Left out: anonymous."""
-    password: str | None = None
-    """Better in a file, or in the environment."""
-    password_file: str | None = None
-    """The password in a file that others cannot read; relative to ftd.toml."""
-    ca_file: str | None = None
-    """``mqtts``: certificates (PEM) of the authorities to believe; left out: those of the system."""
-    cert_file: str | None = None
-    """``mqtts``: this client's own certificate (PEM), where the broker asks for one."""
-    key_file: str | None = None
-    """The private key of ``cert_file``, in a file that others cannot read."""
+def _require_host(host: str, field: str) -> None:
+    if host and not is_host(host):
+        raise ConfigurationError(f"{host!r} is no host", field=field, remedy="a name or an address")
 
 
-class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[node]``: this host."""
-
-    name: str | None = None
-    """Unique in the cluster, and the same after a restart; by default the host's name."""
-    devices: int = 1
-    """Trainers to run: one for each GPU, or simulated devices on a CPU."""
-    host: str | None = None
-    """Address under which the other nodes reach this one; by default that of the way to the broker."""
-    rendezvous_port: int = 0
-    """Where this node's trainers and those of others meet; 0 takes a free one, a firewall wants it fixed."""
-    chaos: bool = False
-    """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
-    runtime_dir: str | None = None
-    """Sockets and logs of the trainers."""
-    snapshot_dir: str | None = None
-    """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
-    snapshot_limit_mib: int | None = None
-    """Memory that they may take, of all devices together; left out: what the file system has."""
-    snapshot_port: int = 0
-    """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
-    snapshot_rate_mib_s: int | None = None
-    """At most so much is sent to them in a second, copies too; left out: what the network gives."""
-    snapshot_tls_cert: str | None = None
-    """PEM: shown to other nodes that read or send snapshots; then they speak TLS, all of them."""
-    snapshot_tls_key: str | None = None
-    """Of that certificate, in a file that others cannot read."""
-    snapshot_tls_ca: str | None = None
-    """PEM: the authorities that other nodes' certificates are to be of."""
-    checkpoint_rate_mib_s: int | None = None
-    """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
-    scrub_rate_mib_s: int = 256
-    """At most so much of the kept snapshot is read in a second to find bits that changed in memory."""
-    snapshot_peers: tuple[str, ...] = ()
-    """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
-    metrics_port: int = 0
-    """Prometheus reads /metrics here; 0: nothing is served."""
-    metrics_host: str = LOOPBACK
-    """Address to serve them on; beyond loopback only with a token."""
-    metrics_token_file: str | None = None
-    """A bearer token that Prometheus must show, in a file that others cannot read."""
+def _require_port(port: int, field: str) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
 
 
-class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[coordinator]``."""
-
-    name: str | None = None
-    """Who leads is told by this name; by default the host's."""
-    priority: int = 0
-    """Of several coordinators that could take over, the one with the greatest does."""
-    state_dir: str | None = None
-    """Holds the journal; without it a restarted coordinator knows no job."""
-    metrics_port: int = 0
-    """Prometheus reads /metrics here; 0: nothing is served."""
-    metrics_host: str = LOOPBACK
-    """Address to serve them on; beyond loopback only with a token."""
-    metrics_token_file: str | None = None
-    """A bearer token that Prometheus must show, in a file that others cannot read."""
+def _require_peers(peers: tuple[str, ...], field: str) -> None:
+    for peer in peers:
+        host, _, port = peer.rpartition(":")
+        if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigurationError(
+                f"{peer!r} is no host:port",
+                field=field,
+                remedy='for example ["host-b:7130"], its node.host and node.snapshot_port',
+            )
 
 
-class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file as written."""
-
-    cluster: str = DEFAULT_CLUSTER
-    """Clusters may share a broker; the name is the third level of every topic."""
-    secret: str | None = None
-    """Shared by all nodes: trainers show it when they meet (the rendezvous server asks)."""
-    secret_file: str | None = None
-    """The same in a file that others cannot read; relative to ftd.toml."""
-    broker: BrokerTable = BrokerTable()
-    node: NodeTable = NodeTable()
-    coordinator: CoordinatorTable = CoordinatorTable()
-    dashboard: DashboardTable = DashboardTable()
-    timing: dict[str, int | float] = {}
-    """Overrides of ``statemachine.timing.Timing``, field by field."""
+_REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
+    require_name: ("cluster", "coordinator.name", "node.name"),
+    _require_host: ("node.host", "node.metrics_host", "coordinator.metrics_host"),
+    _require_port: ("node.rendezvous_port", "node.snapshot_port"),
+    require_positive: (
+        "node.devices",
+        "node.snapshot_limit_mib",
+        "node.snapshot_rate_mib_s",
+        "node.checkpoint_rate_mib_s",
+        "node.scrub_rate_mib_s",
+    ),
+    _require_peers: ("node.snapshot_peers",),
+}
+"""What must hold of which keys, each by itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +98,7 @@ class DaemonConfig:
     def require_secret(self) -> str:
         """:raises ConfigurationError: there is none; a node must not let strangers into its rendezvous."""
         if not self.secret:
-            raise ConfigurationError(
+            raise IncompleteError(
                 "a node needs the cluster's shared secret",
                 field="secret",
                 remedy='add secret_file = "secret" to ftd.toml, the same content on every node',
@@ -175,7 +109,7 @@ class DaemonConfig:
 def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os.environ) -> DaemonConfig:
     """Read and check ``ftd.toml``, and what the environment says instead; without a file, the defaults.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
     return load_with_origins(path, environment)[0]
 
@@ -185,24 +119,48 @@ def load_with_origins(
 ) -> tuple[DaemonConfig, dict[str, Any], dict[str, str]]:
     """The configuration, the keys that were given for it, and for those of the environment the variable.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
-    from ftd.config.reference import keys  # It describes the classes of this module.
-
-    kinds = {key.name: key.kind for key in keys().values()}
+    origins: dict[str, str] = {}
+    mistakes = _mistakes_of(path, origins)
     written = read_toml(path) if path else {}
+    config, data = _read(written, path, environment, origins, mistakes)
+    mistakes.raise_any()
+    return config, data, origins
+
+
+def examined_daemon_config(
+    path: Path | None, *, environment: Mapping[str, str] = os.environ
+) -> tuple[DaemonConfig, Mistakes]:
+    """What is wrong, and the configuration without it: defaults are in its place."""
+    origins: dict[str, str] = {}
+    mistakes = _mistakes_of(path, origins)
+    written: dict[str, Any] = mistakes.made(lambda: read_toml(path) if path else {}, {})
+    return _read(written, path, environment, origins, mistakes)[0], mistakes
+
+
+def _mistakes_of(path: Path | None, origins: Mapping[str, str]) -> Mistakes:
+    return Mistakes(path.name if path else "ftd.toml", origins)
+
+
+def _read(
+    written: dict[str, Any],
+    path: Path | None,
+    environment: Mapping[str, str],
+    origins: dict[str, str],
+    mistakes: Mistakes,
+) -> tuple[DaemonConfig, dict[str, Any]]:
     if path is not None:
-        _require_kept(written, path)
-    data, variables = overridden(written, environment, kinds)
+        with mistakes.noted():
+            _require_kept(written, path)
+    kinds = {key.name: key.kind for key in keys().values()}
+    data = overridden(written, environment, kinds, origins, mistakes)
     directory = path.resolve().parent if path else Path.cwd()
-    config = daemon_config(data, directory=directory, where=path.name if path else "ftd.toml")
-    return config, data, variables
+    return _checked(data, directory, mistakes), data
 
 
 def _require_kept(written: dict[str, Any], path: Path) -> None:
     """:raises ConfigurationError: a secret stands in the file itself, and everybody here can read it."""
-    from ftd.config.reference import SECRETS
-
     for name in SECRETS:
         table, _, key = name.rpartition(".")
         inner = written.get(table) if table else written
@@ -211,25 +169,27 @@ def _require_kept(written: dict[str, Any], path: Path) -> None:
 
 
 def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
-    """``ftd.toml``'s content, checked; relative paths start at ``directory``."""
-    file = convert(data, DaemonFile, where=where)
-    broker = _broker(file.broker, directory)
+    """``ftd.toml``'s content, checked; relative paths start at ``directory``.
+
+    :raises ConfigurationError: names each field that is wrong, and the remedy.
+    """
+    mistakes = Mistakes(where)
+    config = _checked(data, directory, mistakes)
+    mistakes.raise_any()
+    return config
+
+
+def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> DaemonConfig:
+    """As ``data`` says, where that is not wrong."""
+    file = msgspec.convert(sifted(data, DaemonFile, mistakes), DaemonFile)
+    file = _with_sound_values(file, mistakes)
+    broker = _broker(file.broker, directory, mistakes)
     host = socket.gethostname().split(".")[0]
     node = file.node.name if file.node.name is not None else host
-    coordinator = file.coordinator.name if file.coordinator.name is not None else host
-    require_name(file.cluster, "cluster")
-    require_name(coordinator, "coordinator.name")
-    require_name(node, "node.name")
-    require_positive(file.node.devices, "node.devices")
-    for field in ("node.host", "node.metrics_host", "coordinator.metrics_host"):
-        _require_host(file, field)
-    _require_port(file.node.rendezvous_port, "node.rendezvous_port")
-    _require_port(file.node.snapshot_port, "node.snapshot_port")
-    for field in ("snapshot_limit_mib", "snapshot_rate_mib_s", "checkpoint_rate_mib_s", "scrub_rate_mib_s"):
-        if (value := getattr(file.node, field)) is not None:
-            require_positive(value, f"node.{field}")
     runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
+    own = Path() if runtime else mistakes.made(user_runtime_dir, Path("/tmp"))
     state = file.coordinator.state_dir
+    tls_files = (file.node.snapshot_tls_cert, file.node.snapshot_tls_key, file.node.snapshot_tls_ca)
     return DaemonConfig(
         cluster=file.cluster,
         broker=broker,
@@ -238,30 +198,43 @@ def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.to
         host=file.node.host or way_to(broker),
         rendezvous_port=file.node.rendezvous_port,
         chaos=file.node.chaos,
-        runtime_dir=(directory / runtime) if runtime else user_runtime_dir() / file.cluster / node,
+        runtime_dir=(directory / runtime) if runtime else own / file.cluster / node,
         snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
         snapshot_port=file.node.snapshot_port,
-        snapshot_tls=shard_tls(
-            file.node.snapshot_tls_cert,
-            file.node.snapshot_tls_key,
-            file.node.snapshot_tls_ca,
-            directory,
-        ),
+        snapshot_tls=mistakes.made(lambda: shard_tls(*tls_files, directory), None),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
-        snapshot_peers=_peers(file.node.snapshot_peers),
-        node_metrics=_metrics("node", file.node, directory),
-        coordinator=coordinator,
+        snapshot_peers=file.node.snapshot_peers,
+        node_metrics=mistakes.made(lambda: _metrics("node", file.node, directory), None),
+        coordinator=file.coordinator.name if file.coordinator.name is not None else host,
         priority=file.coordinator.priority,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
-        coordinator_metrics=_metrics("coordinator", file.coordinator, directory),
-        dashboard=dashboard_place(file.dashboard, directory),
-        secret=_secret(file, directory),
-        timing=_timing(file.timing),
+        coordinator_metrics=mistakes.made(lambda: _metrics("coordinator", file.coordinator, directory), None),
+        dashboard=mistakes.made(lambda: dashboard_place(file.dashboard, directory), None),
+        secret=mistakes.made(lambda: _secret(file, directory), None),
+        timing=_timing(file.timing, mistakes),
     )
+
+
+def _with_sound_values(file: DaemonFile, mistakes: Mistakes) -> DaemonFile:
+    """Of those that are right or wrong by themselves, the defaults instead of the wrong ones."""
+    for require, fields in _REQUIRED.items():
+        for field in fields:
+            table, _, key = field.rpartition(".")
+            owner = getattr(file, table) if table else file
+            if (value := getattr(owner, key)) is None:
+                continue
+            try:
+                require(value, field)
+            except ConfigurationError as error:
+                mistakes.add(error)
+                default = next(f.default for f in msgspec.structs.fields(owner) if f.name == key)
+                sound = msgspec.structs.replace(owner, **{key: default})
+                file = msgspec.structs.replace(file, **{table: sound}) if table else sound
+    return file
 
 
 def _metrics(name: str, table: NodeTable | CoordinatorTable, directory: Path) -> MetricsPlace | None:
@@ -272,8 +245,17 @@ def _bytes_of(mebibytes: int | None) -> int | None:
     return None if mebibytes is None else mebibytes << 20
 
 
-def _broker(table: BrokerTable, directory: Path) -> BrokerAddress:
-    broker = parse_broker(table.url)
+def _broker(table: BrokerTable, directory: Path, mistakes: Mistakes) -> BrokerAddress:
+    password = mistakes.made(lambda: _password(table, directory), None)
+    broker = mistakes.made(lambda: parse_broker(table.url), None)
+    if broker is None:
+        return BrokerAddress(host="localhost")
+    if table.username is not None:
+        broker = dataclasses.replace(broker, username=table.username, password=password)
+    return dataclasses.replace(broker, tls=mistakes.made(lambda: _tls(broker, table, directory), broker.tls))
+
+
+def _password(table: BrokerTable, directory: Path) -> str | None:
     password, field = table.password, "broker.password"
     if table.password_file is not None:
         if password is not None:
@@ -282,23 +264,24 @@ def _broker(table: BrokerTable, directory: Path) -> BrokerAddress:
             )
         field = "broker.password_file"
         password = read_secret(directory / table.password_file, field)
-    if table.username is not None:
-        broker = dataclasses.replace(broker, username=table.username, password=password)
-    elif password is not None:
-        raise ConfigurationError("a password without a username", field=field, remedy="add both")
+    if table.username is None and password is not None:
+        raise IncompleteError("a password without a username", field=field, remedy="add both")
+    return password
+
+
+def _tls(broker: BrokerAddress, table: BrokerTable, directory: Path) -> Tls | None:
     paths = {name: getattr(table, name) for name in ("ca_file", "cert_file", "key_file")}
+    given = {name: directory / path for name, path in paths.items() if path is not None}
+    if broker.tls is None and given:
+        field, remedy = f"broker.{min(given)}", 'write url = "mqtts://host:8883"'
+        raise IncompleteError("of no use without TLS", field=field, remedy=remedy)
     if broker.tls is None:
-        for name, path in paths.items():
-            if path is not None:
-                raise ConfigurationError(
-                    "of no use without TLS", field=f"broker.{name}", remedy='write url = "mqtts://host:8883"'
-                )
-        return broker
+        return None
     if (table.cert_file is None) != (table.key_file is None):
-        raise ConfigurationError("a certificate and its key go together", field="broker.cert_file")
-    tls = Tls(**{name: directory / path for name, path in paths.items() if path is not None})
+        raise IncompleteError("a certificate and its key go together", field="broker.cert_file")
+    tls = Tls(**given)
     tls_context(tls)  # Now, and not at the first attempt to connect.
-    return dataclasses.replace(broker, tls=tls)
+    return tls
 
 
 def way_to(broker: BrokerAddress) -> str:
@@ -316,30 +299,6 @@ def way_to(broker: BrokerAddress) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
-
-
-def _require_host(file: DaemonFile, field: str) -> None:
-    table, _, key = field.partition(".")
-    host = getattr(getattr(file, table), key)
-    if host and not is_host(host):
-        raise ConfigurationError(f"{host!r} is no host", field=field, remedy="a name or an address")
-
-
-def _require_port(port: int, field: str) -> None:
-    if not 0 <= port <= 65535:
-        raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
-
-
-def _peers(peers: tuple[str, ...]) -> tuple[str, ...]:
-    for peer in peers:
-        host, _, port = peer.rpartition(":")
-        if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) <= 65535:
-            raise ConfigurationError(
-                f"{peer!r} is no host:port",
-                field="node.snapshot_peers",
-                remedy='for example ["host-b:7130"], its node.host and node.snapshot_port',
-            )
-    return peers
 
 
 def _default_snapshot_dir() -> Path:
@@ -361,20 +320,23 @@ def _secret(file: DaemonFile, directory: Path) -> str | None:
     return read_secret(directory / file.secret_file, "secret_file")
 
 
-def _timing(overrides: dict[str, int | float]) -> Timing:
+def _timing(overrides: dict[str, int | float], mistakes: Mistakes) -> Timing:
     known = {field.name: field for field in dataclasses.fields(Timing)}
     values: dict[str, Any] = {}
     for name, value in overrides.items():
-        if name not in known:
-            raise ConfigurationError(
-                "unknown field", field=f"timing.{name}", remedy=nearest(name, list(known))
-            )
-        require_positive(value, f"timing.{name}")
-        whole = isinstance(known[name].default, int)
-        if whole and not float(value).is_integer():
-            raise ConfigurationError(f"{value} is no whole number", field=f"timing.{name}")
-        values[name] = int(value) if whole else float(value)
+        field = f"timing.{name}"
+        with mistakes.noted():
+            if name not in known:
+                remedy = nearest(name, list(known))
+                raise ConfigurationError("unknown field", field=field, remedy=remedy)
+            require_positive(value, field)
+            whole = isinstance(known[name].default, int)
+            if whole and not float(value).is_integer():
+                raise ConfigurationError(f"{value} is no whole number", field=field)
+            values[name] = int(value) if whole else float(value)
     try:
         return Timing(**values)
     except ValueError as error:
-        raise ConfigurationError(str(error).removeprefix("timing: "), field="timing") from None
+        problem = str(error).removeprefix("timing: ")
+        mistakes.add(ConfigurationError(problem, field="timing"))
+        return Timing()

@@ -9,7 +9,7 @@ import msgspec
 
 from ftd.config.address import is_host
 from ftd.config.secrets import read_secret
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, IncompleteError
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9650
 LEAST_TOKEN = 16
@@ -50,7 +50,7 @@ def dashboard_place(table: DashboardTable, directory: Path) -> DashboardPlace | 
     host, port = _address(table.listen) if table.listen is not None else (DEFAULT_HOST, DEFAULT_PORT)
     token, field = _token(table, directory)
     if token is None and not is_loopback(host):
-        raise ConfigurationError(
+        raise IncompleteError(
             f"a dashboard on {host} could be watched by everybody on the network",
             field=field,
             remedy=f'token_file = "dashboard-token" asks for a token; or listen = "{DEFAULT_HOST}:{port}"',

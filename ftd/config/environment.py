@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ftd.config.mistakes import Mistakes
 from ftd.config.reading import nearest
 from ftd.errors import ConfigurationError
 
@@ -19,25 +20,31 @@ _BROKER_URL = "FTD_BROKER"
 
 
 def overridden(
-    data: Mapping[str, Any], environment: Mapping[str, str], keys: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """``ftd.toml``'s content with what the environment says, and for each key that it says, which variable.
+    data: Mapping[str, Any],
+    environment: Mapping[str, str],
+    keys: Mapping[str, Any],
+    origins: dict[str, str],
+    mistakes: Mistakes,
+) -> dict[str, Any]:
+    """``ftd.toml``'s content with what the environment says.
 
     :param keys: every key, dotted (``node.devices``), with its type.
-    :raises ConfigurationError: names a variable that names no key, or whose value does not fit.
+    :param origins: filled: for each key that the environment says, which variable.
+    :param mistakes: notes a variable that names no key, or whose value does not fit.
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
-    origins: dict[str, str] = {}
-    for variable, key in _named(environment, keys):
-        *table, name = key.split(".")
-        place = result
-        for level in table:
-            place = place.setdefault(level, {})
-            if not isinstance(place, dict):
-                raise ConfigurationError("expected a table", field=level, remedy=f"write [{level}]")
-        place[name] = _value(environment[variable], keys[key], variable)
-        origins[key] = variable
-    return result, origins
+    for variable, key in _named(environment, keys, mistakes):
+        table, _, name = key.rpartition(".")
+        place = result.setdefault(table, {}) if table else result
+        try:
+            value = _value(environment[variable], keys[key], variable)
+        except ConfigurationError as error:
+            mistakes.add_misfit(error, key)
+            continue
+        if isinstance(place, dict):  # Else what stands in its place is a mistake of the file.
+            place[name] = value
+            origins[key] = variable
+    return result
 
 
 def variable_of(key: str) -> str:
@@ -45,16 +52,20 @@ def variable_of(key: str) -> str:
     return _BROKER_URL if key == "broker.url" else PREFIX + key.replace(".", "_").upper()
 
 
-def _named(environment: Mapping[str, str], keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _named(
+    environment: Mapping[str, str], keys: Mapping[str, Any], mistakes: Mistakes
+) -> Iterator[tuple[str, str]]:
     variables = {variable_of(key): key for key in keys}
-    tables = {f"{PREFIX}{key.partition('.')[0].upper()}_" for key in keys if "." in key}
+    tables = {key.partition(".")[0] for key in keys if "." in key}
     for variable in sorted(environment):
         if variable in variables:
             yield variable, variables[variable]
-        elif any(variable.startswith(table) for table in tables):
-            raise ConfigurationError(
-                "no such setting", field=f"${variable}", remedy=nearest(variable, list(variables))
-            )
+            continue
+        for table in tables:
+            if variable.startswith(f"{PREFIX}{table.upper()}_"):
+                remedy = nearest(variable, list(variables))
+                error = ConfigurationError("no such setting", field=f"${variable}", remedy=remedy)
+                mistakes.add_misfit(error, f"{table}.{variable}")
 
 
 def _value(text: str, kind: Any, variable: str) -> Any:

@@ -13,8 +13,16 @@ import msgspec
 
 from ftd.clash import check_clash
 from ftd.config.checkpoints import CheckpointTable, check_checkpoint, checkpoint_data, checkpoint_policy
+from ftd.config.mistakes import Mistakes
 from ftd.config.profile_file import load_profile
-from ftd.config.reading import convert, read_toml, require_name, require_one_of, require_positive
+from ftd.config.reading import (
+    convert,
+    read_toml,
+    require_name,
+    require_one_of,
+    require_positive,
+    sifted,
+)
 from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
@@ -90,13 +98,21 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
 
     :raises ConfigurationError: names the field and the remedy.
     """
-    file = convert(_laid_over(read_toml(path), override or {}), JobFile, where=path.name)
+    if steps is not None:
+        require_positive(steps, "--steps")
+    mistakes = Mistakes(path.name)
+    fits = sifted(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
+    try:
+        file = msgspec.convert(fits, JobFile)
+    except msgspec.ValidationError:  # What is required is among the mistakes.
+        mistakes.raise_any()
+        raise
     if steps is not None:
         file = msgspec.structs.replace(file, steps=steps)
-    _check_values(file)
+    _check_values(file, mistakes)
     directory = path.resolve().parent
     training = TrainingData(
-        function=_function(file.training.function, directory),
+        function=mistakes.made(lambda: _function(file.training.function, directory), ""),
         path=str(directory),
         seed=file.training.seed,
         steps=file.steps,
@@ -110,7 +126,9 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
         arguments=file.training.arguments,
     )
     memory_mib = file.planner.device_memory_mib
-    profile = None if file.planner.profile is None else load_profile(directory / file.planner.profile)
+    named = file.planner.profile
+    profile = None if named is None else mistakes.made(lambda: _submitted_profile(directory / named), None)
+    mistakes.raise_any()
     return JobData(
         name=file.name,
         steps=file.steps,
@@ -133,7 +151,7 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
             cheap_share=file.snapshot.cheap_share,
         ),
         checkpoint=checkpoint_data(file.checkpoint, directory),
-        profile=None if profile is None else _plain_profile(profile),
+        profile=profile,
     )
 
 
@@ -215,29 +233,43 @@ def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
     return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
 
 
-def _check_values(file: JobFile) -> None:
-    require_name(file.name, "name")
-    require_positive(file.steps, "steps")
-    _check_batch(file.training.global_batch, file.training.microbatch)
-    _check_tolerance(file.tolerance.failures)
+def _check_values(file: JobFile, mistakes: Mistakes) -> None:
+    with mistakes.noted():
+        require_name(file.name, "name")
+    with mistakes.noted():
+        _check_tolerance(file.tolerance.failures)
     if not 0 <= file.training.seed < 2**63:
-        raise ConfigurationError(
-            f"{file.training.seed} is not allowed", field="training.seed", remedy="write 0 to 2^63 - 1"
-        )
-    require_one_of(file.training.dtype, DTYPES, "training.dtype")
-    require_one_of(file.training.backend, BACKENDS, "training.backend")
-    if file.training.clip_gradient_norm is not None:
-        require_positive(file.training.clip_gradient_norm, "training.clip_gradient_norm")
-    if file.planner.device_memory_mib is not None:
-        require_positive(file.planner.device_memory_mib, "planner.device_memory_mib")
-    if file.planner.horizon_s is not None:
-        require_positive(file.planner.horizon_s, "planner.horizon_s")
-    check_snapshot(file.snapshot, zero1=file.training.zero1)
-    check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
+        problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
+        mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
+    for field, value, known in (
+        ("training.dtype", file.training.dtype, DTYPES),
+        ("training.backend", file.training.backend, BACKENDS),
+    ):
+        with mistakes.noted():
+            require_one_of(value, known, field)
+    for field, number in (
+        ("steps", file.steps),
+        ("training.global_batch", file.training.global_batch),
+        ("training.microbatch", file.training.microbatch),
+        ("training.clip_gradient_norm", file.training.clip_gradient_norm),
+        ("planner.device_memory_mib", file.planner.device_memory_mib),
+        ("planner.horizon_s", file.planner.horizon_s),
+    ):
+        if number is not None:
+            with mistakes.noted():
+                require_positive(number, field)
+    if file.training.global_batch > 0 and file.training.microbatch > 0:
+        with mistakes.noted():
+            _check_batch(file.training.global_batch, file.training.microbatch)
+    with mistakes.noted():
+        check_snapshot(file.snapshot, zero1=file.training.zero1)
+    with mistakes.noted():
+        check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
 
 
-def _plain_profile(profile: ModelProfile) -> dict[str, Any]:
-    """:raises ConfigurationError: too large to be submitted."""
+def _submitted_profile(path: Path) -> dict[str, Any]:
+    """:raises ConfigurationError: it cannot be read, or is too large to be submitted."""
+    profile = load_profile(path)
     plain: dict[str, Any] = msgspec.to_builtins(profile)
     size = len(encode_json(plain))
     if size > _MAX_PROFILE_BYTES:

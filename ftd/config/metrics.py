@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ftd.config.dashboard import is_loopback
 from ftd.config.secrets import read_secret
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, IncompleteError
 
 LOOPBACK = "127.0.0.1"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
@@ -40,7 +40,7 @@ def metrics_place(
         return None
     field = f"{table}.metrics_token_file"
     if token_file is None and not is_loopback(host):
-        raise ConfigurationError(
+        raise IncompleteError(
             f"metrics on {host} could be read by everybody on the network",
             field=field,
             remedy=f'name a file with a bearer token, or leave out metrics_host (default "{LOOPBACK}")',

@@ -266,12 +266,13 @@ def _convert(tree: dict[str, Any], into: type[T]) -> T:
     """:raises ConfigurationError: a field is missing, unknown, or not what it must be."""
     try:
         return convert(tree, into)
-    except ConfigurationError as error:
+    except ConfigurationError as several:
+        error = several.mistakes[0]  # The rest is likely the same, layer by layer.
         if error.remedy is not None or error.field is None:
-            raise
+            raise error from None
         value = _at(tree, error.field)
         if isinstance(value, dict | list):
-            raise
+            raise error from None
         said = error.problem[:1].lower() + error.problem[1:]
         raise ConfigurationError(f"{shown(value)} is not allowed: {said}", field=error.field) from None
 

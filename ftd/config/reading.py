@@ -8,11 +8,13 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from ftd.config.mistakes import Mistakes
 from ftd.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -20,6 +22,16 @@ T = TypeVar("T")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
 _OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
+_TYPES = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_GOT = {"float": "a fraction", "str": "text", "null": "nothing"}
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 """Of a node, a cluster, a job, a client."""
@@ -64,33 +76,119 @@ def _require_flat(tables: dict[str, Any], path: Path) -> None:
         )
 
 
-def convert(data: Any, into: type[T], *, where: str = "") -> T:
-    """``data`` as ``into``, a tree of Structs that forbid unknown fields.
+def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
+    """``data`` as ``into``: a tree of Structs that forbid unknown fields, or a dataclass.
 
     ``where`` prefixes every message: the file's name, usually.
 
-    :raises ConfigurationError: names the field, dotted from the top, and the remedy.
+    :raises ConfigurationError: names each field of the Structs that is wrong, dotted from the top, and the
+        remedy; of a dataclass, the first one.
     """
-    try:
-        return msgspec.convert(data, into)
-    except msgspec.ValidationError as error:
-        raise explained(str(error), into, where) from None
+    mistakes = Mistakes(where)
+    if _struct_of(into) is not None:
+        data = sifted(data, into, mistakes)
+    else:
+        _Sieve(into, mistakes).passes(data, into, ())
+    mistakes.raise_any()
+    return msgspec.convert(data, into)
 
 
-def explained(message: str, into: type[Any], where: str) -> ConfigurationError:
+def sifted(data: dict[str, Any], into: type[Any], mistakes: Mistakes) -> dict[str, Any]:
+    """What of ``data`` fits into a tree of Structs; what does not is noted, field by field."""
+    return _fitting(data, into, (), _Sieve(into, mistakes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sieve:
+    root: type[Any]
+    mistakes: Mistakes
+
+    def passes(self, value: Any, kind: Any, path: tuple[str, ...]) -> bool:
+        """Whether ``value`` is of the type ``kind``; noted if not."""
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            words = [word for one in (kind, *get_args(kind)) for word in _words_of(one)]
+            if isinstance(value, str) and words:
+                field = ".".join(path)
+                mistake = ConfigurationError(
+                    f"{value!r} is not known", field=field, remedy=nearest(value, words)
+                )
+                self.mistakes.add_misfit(mistake, field)
+            else:
+                self.misfit(str(error), path)
+            return False
+        return True
+
+    def misfit(self, message: str, path: tuple[str, ...]) -> None:
+        """msgspec's complaint about what is at ``path``."""
+        place = "".join(f".{step}" for step in path)
+        if " - at `$" in message:
+            message = message.replace(" - at `$", f" - at `${place}", 1)
+        elif place:
+            message = f"{message} - at `${place}`"
+        error = explained(message, self.root)
+        self.mistakes.add_misfit(error, error.field or "")
+
+
+def _fitting(data: dict[str, Any], into: type[Any], path: tuple[str, ...], sieve: _Sieve) -> dict[str, Any]:
+    fields = {field.encode_name: field for field in msgspec.structs.fields(into)}
+    fits: dict[str, Any] = {}
+    for name, value in data.items():
+        here = (*path, name)
+        if name not in fields:
+            sieve.misfit(f"Object contains unknown field `{name}`", path)
+        elif isinstance(value, dict) and (inner := _struct_of(fields[name].type)) is not None:
+            fits[name] = _fitting(value, inner, here, sieve)
+        elif isinstance(value, dict) and get_origin(kind := fields[name].type) is dict:
+            each = get_args(kind)[1]
+            fits[name] = {key: one for key, one in value.items() if sieve.passes(one, each, (*here, key))}
+        elif sieve.passes(value, fields[name].type, here):
+            fits[name] = value
+    for name, field in fields.items():
+        if field.required and name not in data:
+            sieve.misfit(f"Object missing required field `{name}`", path)
+    return fits
+
+
+def _words_of(kind: Any) -> tuple[str, ...]:
+    """What may be written where only some words are allowed."""
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+
+
+def _struct_of(kind: Any) -> type[Any] | None:
+    """The Struct that a field's type is, or may be."""
+    for one in (kind, *get_args(kind)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None
+
+
+def explained(message: str, into: type[Any]) -> ConfigurationError:
     """msgspec's complaint in our words."""
-    prefix = f"{where}: " if where else ""
     if match := _UNKNOWN.match(message):
         path = _dotted(match["path"])
         known = fields_of(into, path)
         name = _joined(path, match["name"])
-        return ConfigurationError("unknown field", field=prefix + name, remedy=nearest(match["name"], known))
+        return ConfigurationError("unknown field", field=name, remedy=nearest(match["name"], known))
     if match := _MISSING.match(message):
         name = _joined(_dotted(match["path"]), match["name"])
-        return ConfigurationError("required, but missing", field=prefix + name, remedy=f"add {name}")
+        return ConfigurationError("required, but missing", field=name, remedy=f"add {name}")
     if match := _OTHER.match(message):
-        return ConfigurationError(match["problem"], field=prefix + _joined(_dotted(match["path"])))
-    return ConfigurationError(prefix + message)
+        return ConfigurationError(_in_words(match["problem"]), field=_joined(_dotted(match["path"])))
+    return ConfigurationError(_in_words(message))
+
+
+def _in_words(problem: str) -> str:
+    """``Expected `int | null`, got `str` `` for who writes the file."""
+    if not (match := _TYPES.fullmatch(problem)):
+        return problem
+    kinds = [kind for kind in match["wanted"].split(" | ") if kind != "null"]
+    wanted = [_WANTED.get(kind, kind) for kind in kinds if not (kind == "int" and "float" in kinds)]
+    *others, last = wanted
+    either = f"{', '.join(others)} or {last}" if others else last
+    got = _GOT.get(match["got"]) or _WANTED.get(match["got"], match["got"])
+    return f"expected {either}, got {got}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

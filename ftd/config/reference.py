@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ftd.config.daemon import DaemonFile
+from ftd.config.daemon_file import DaemonFile
 from ftd.config.environment import variable_of
 from statemachine.timing import Timing
 

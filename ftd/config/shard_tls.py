@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ftd.config.secrets import require_private
 from ftd.config.tls import no_password, unusable
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, IncompleteError
 
 FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 
@@ -96,7 +96,7 @@ def shard_tls(cert: str | None, key: str | None, ca: str | None, directory: Path
     if len(missing) == len(FIELDS):
         return None
     if cert is None or key is None or ca is None:
-        raise ConfigurationError(
+        raise IncompleteError(
             "a certificate, its key and the authority go together",
             field=f"node.{missing[0]}",
             remedy=f"name all of {', '.join(FIELDS)}, on every node, or none",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftd.config.address import BrokerAddress, Tls, parse_broker
-from ftd.config.daemon import daemon_config, load_daemon_config, way_to
+from ftd.config.daemon import daemon_config, examined_daemon_config, load_daemon_config, way_to
 from ftd.config.effective import effective_settings
 from ftd.config.environment import variable_of
 from ftd.config.locate import find_cluster, local_file
@@ -92,8 +92,8 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
             "broker.key_file",
             "check the path",
         ),
-        ({"broker": 3}, "broker", "Expected `object`"),
-        ({"node": {"devices": "two"}}, "node.devices", "Expected `int`"),
+        ({"broker": 3}, "broker", "expected a table"),
+        ({"node": {"devices": "two"}}, "node.devices", "expected a whole number, got text"),
         ({"node": {"devices": 0}}, "node.devices", "above 0"),
         ({"node": {"name": "a/b"}}, "node.name", "letters"),
         ({"node": {"name": ""}}, "node.name", "letters"),
@@ -114,7 +114,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"secret_file": "missing"}, "secret_file", "cannot be read"),
         ({"timing": {"silence": 1}}, "timing.silence", "did you mean 'silence_s'"),
         ({"timing": {"silence_s": -1}}, "timing.silence_s", "above 0"),
-        ({"timing": {"silence_s": "1"}}, "timing", "Expected"),
+        ({"timing": {"silence_s": "1"}}, "timing.silence_s", "expected a number, got text"),
         ({"timing": {"raise_limit": 1.5}}, "timing.raise_limit", "whole number"),
         ({"timing": {"silence_s": 0.1}}, "timing", "heartbeat_s"),
     ],
@@ -127,6 +127,49 @@ def test_every_mistake_names_its_field_and_the_remedy(
     assert field in str(caught.value)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    """What only seems to be missing where a key is misspelt is not told besides."""
+    path = tmp_path / "ftd.toml"
+    path.write_text(
+        'clustre = "lab"\nsecret_file = "gone"\n'
+        '[broker]\nurl = "http://a"\nusrname = "u"\npassword = "p"\n'
+        '[node]\nname = "a/b"\nsnapshot_limit_mib = "8"\n'
+        "[timing]\nsilence = 3\nheartbeat_s = -1\n"
+        '[dashboard]\nlisten = "0.0.0.0:9650"\n'
+    )
+    path.chmod(0o600)
+    environment = {"FTD_NODE_DEVICES": "0", "FTD_NODE_DEVICE": "2", "FTD_COORDINATOR_PRIORITY": "first"}
+    with pytest.raises(ConfigurationError) as caught:
+        load_daemon_config(path, environment=environment)
+    told = {mistake.field: mistake.remedy for mistake in caught.value.mistakes}
+    assert set(told) == {
+        "$FTD_COORDINATOR_PRIORITY",
+        "$FTD_NODE_DEVICE",
+        "$FTD_NODE_DEVICES (node.devices)",
+        "ftd.toml: broker.url",
+        "ftd.toml: broker.usrname",
+        "ftd.toml: clustre",
+        "ftd.toml: dashboard.token_file",
+        "ftd.toml: node.name",
+        "ftd.toml: node.snapshot_limit_mib",
+        "ftd.toml: secret_file",
+        "ftd.toml: timing.heartbeat_s",
+        "ftd.toml: timing.silence",
+    }
+    assert told["ftd.toml: broker.usrname"] == "did you mean 'username'?"
+    assert all(str(mistake) in str(caught.value) for mistake in caught.value.mistakes)
+    config, mistakes = examined_daemon_config(path, environment=environment)
+    assert (config.cluster, config.devices, config.timing) == ("ftd", 1, Timing())
+    assert mistakes.concern("broker") and mistakes.concern("") and not mistakes.concern("coordinator.state")
+
+
+def test_a_runtime_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match=r"\$XDG_RUNTIME_DIR: .* cannot be made"):
+        daemon_config({}, directory=tmp_path)
 
 
 def test_every_timing_field_can_be_set(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
 def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigurationError, match="everybody on the network") as error:
         daemon_config({"dashboard": {"listen": listen}}, directory=tmp_path)
-    assert error.value.field == "dashboard.token_file" and error.value.remedy
+    assert error.value.field == "ftd.toml: dashboard.token_file" and error.value.remedy
     place = daemon_config({"dashboard": {"listen": listen, "token": TOKEN}}, directory=tmp_path).dashboard
     assert place is not None and place.token == TOKEN
 
@@ -349,7 +349,7 @@ def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
 def test_a_configuration_that_cannot_work_names_the_field(tmp_path: Path, table: Json, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as error:
         daemon_config({"dashboard": table}, directory=tmp_path)
-    assert str(error.value.field).startswith("dashboard.")
+    assert str(error.value.field).startswith("ftd.toml: dashboard.")
 
 
 def test_it_is_on_on_loopback_and_can_be_turned_off(tmp_path: Path) -> None:

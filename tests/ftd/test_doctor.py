@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ftd.config.daemon import daemon_config
+from ftd.config.daemon import daemon_config, examined_daemon_config
+from ftd.doctor.configuration import broker_is_known, check_configuration
 from ftd.doctor.host import check_directory, check_memory, check_names, check_ports
 from tests.ftd.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
 
@@ -96,6 +97,28 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert rc == 1
     assert found["broker"]["verdict"] == found["configuration"]["verdict"] == "failed"
     assert all(finding["remedy"] for finding in found.values() if finding["verdict"] != "ok")
+
+
+@pytest.mark.parametrize("content", ['secret_file = "gone"\n', 'secret_file = "empty"\n'])
+def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, content: str) -> None:
+    (tmp_path / "empty").touch(mode=0o600)
+    (tmp_path / "ftd.toml").write_text(content + '[broker]\nurl = "mqtt://127.0.0.1:1"\n')
+    rc, found = examine(tmp_path / "ftd.toml")
+    assert rc == 1
+    assert {"broker", "names", "torch", "snapshot memory"} <= set(found)
+    assert (found["configuration"]["verdict"], bool(found["configuration"]["remedy"])) == ("failed", True)
+    assert "secret_file" in found["configuration"]["detail"]
+
+
+def test_the_doctor_goes_on_with_what_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "ftd.toml").write_text('[broker]\nuri = "mqtt://127.0.0.1:1"\n[node]\ndevices = 0\n')
+    config, mistakes = examined_daemon_config(tmp_path / "ftd.toml", environment={})
+    details = [finding.detail for finding in check_configuration(config, mistakes)]
+    assert [detail.split(": ")[1] for detail in details] == ["broker.uri", "node.devices", "secret"]
+    assert not broker_is_known(mistakes)
+    config, mistakes = examined_daemon_config(tmp_path / "gone.toml", environment={})
+    assert [finding.verdict for finding in check_configuration(config, mistakes)] == ["failed"]
+    assert not broker_is_known(mistakes)
 
 
 def test_what_a_host_may_lack(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("name", "a b", "name", "letters"),
         ("steps", None, "steps", "required"),
         ("steps", 0, "steps", "above 0"),
-        ("steps", 1.5, "steps", "Expected `int`"),
+        ("steps", 1.5, "steps", "expected a whole number, got a fraction"),
         ("training", None, "training", "required"),
         ("training.function", None, "training.function", "required"),
         ("training.function", "train.py", "training.function", "file.py:function"),
@@ -133,7 +133,12 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("training.dtype", "float23", "training.dtype", "did you mean 'float32'"),
         ("training.backend", "mpi", "training.backend", "gloo"),
         ("training.clip_gradient_norm", 0.0, "training.clip_gradient_norm", "above 0"),
-        ("training.arguments.x", [1], "training.arguments", "Expected"),
+        (
+            "training.arguments.x",
+            [1],
+            "training.arguments.x",
+            "text in quotes, got a list",
+        ),
         ("tolerance.failures", -1, "tolerance.failures", "0 or more"),
         ("tolerance.minimum", "two", "tolerance.minimum", "two"),
         ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
@@ -144,7 +149,7 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("planner.horizon_s", 0, "planner.horizon_s", "above 0"),
         ("planner.horizon_s", -5.0, "planner.horizon_s", "above 0"),
         ("planner.horizons_s", 5.0, "planner.horizons_s", "did you mean 'horizon_s'"),
-        ("planner.profile", 5, "planner.profile", "Expected `str"),
+        ("planner.profile", 5, "planner.profile", "expected text in quotes, got a whole number"),
         ("planner.profile", "gone.json", "gone.json", "does not exist"),
         ("planner.profile", "job.toml", "job.toml", "not valid JSON"),
     ],
@@ -156,6 +161,15 @@ def test_every_mistake_names_its_field_and_the_remedy(
         load_job(write(tmp_path, changed(path, value)))
     assert field in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    data = changed("training.microbatch", -1) | {"steps": 0, "snapshots": {}, "name": "a/b"}
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, data))
+    told = [mistake.field for mistake in caught.value.mistakes]
+    names = ("snapshots", "name", "steps", "training.microbatch")
+    assert told == [f"job.toml: {name}" for name in names]
 
 
 def saved_profile(directory: Path, layers: int = 3) -> ModelProfile:
@@ -282,7 +296,7 @@ def test_protections_that_do_not_go_with_the_sharding_are_refused(
     tables = changed("training.zero1", zero1) | {"snapshot": {"protection": protection}}
     with pytest.raises(ConfigurationError, match=says) as caught:
         load_job(write(tmp_path, tables))
-    assert caught.value.field == "snapshot.protection"
+    assert caught.value.field == "job.toml: snapshot.protection"
     data = load_job_data(write(tmp_path, changed("training.zero1", zero1)))
     other = msgspec.structs.replace(data, snapshot=SnapshotData(protection=protection))
     with pytest.raises(ConfigurationError, match=says):

@@ -304,7 +304,7 @@ def test_beyond_loopback_only_with_a_token(tmp_path: Path, host: str) -> None:
     table = {"metrics_port": 9640, "metrics_host": host}
     with pytest.raises(ConfigurationError, match="bearer token") as error:
         daemon_config({"node": table}, directory=tmp_path)
-    assert error.value.field == "node.metrics_token_file"
+    assert error.value.field == "ftd.toml: node.metrics_token_file"
     token = tmp_path / "token"
     token.write_text("s3cret-token==\n")
     token.chmod(0o600)
@@ -331,7 +331,7 @@ def test_a_configuration_that_cannot_work_names_the_field(
     (tmp_path / "token").chmod(mode)
     with pytest.raises(ConfigurationError, match=words) as error:
         daemon_config({"coordinator": table}, directory=tmp_path)
-    assert str(error.value.field).startswith("coordinator.metrics_")
+    assert str(error.value.field).startswith("ftd.toml: coordinator.metrics_")
 
 
 def served(

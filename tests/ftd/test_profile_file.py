@@ -318,7 +318,7 @@ def split(number: int, **fields: Any) -> Callable[[Tree], None]:
         (lambda t: t.update(layers=[]), "layers: Expected `array` of length >= 1"),
         (lambda t: t.update(layers=t["layers"] * 400), "layers: Expected `array` of length <= 1000"),
         (lambda t: t.update(layers=3), "layers: 3 is not allowed"),
-        (lambda t: t.update(layers={}), "layers: Expected `array`, got `object`"),
+        (lambda t: t.update(layers={}), "layers: expected a list, got a table"),
         (lambda t: t.update(microbatch_rows=0), "microbatch_rows: 0 is not allowed"),
         (lambda t: t.update(device_memory_bytes=0), "device_memory_bytes: 0 is not allowed"),
         (lambda t: t["link"].update(bytes_per_s=0), "link.bytes_per_s: 0 is not allowed"),

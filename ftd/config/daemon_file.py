@@ -1,0 +1,106 @@
+"""``ftd.toml`` as it is written: tables, keys, types, defaults, meanings.
+
+Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` is a commented sample.
+"""
+
+import msgspec
+
+from ftd.config.address import DEFAULT_CLUSTER
+from ftd.config.dashboard import DashboardTable
+from ftd.config.metrics import LOOPBACK
+
+
+class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[broker]``: the MQTT broker that everybody of the cluster meets at."""
+
+    url: str = "mqtt://127.0.0.1:1883"
+    """``mqtts://host:8883`` for TLS."""
+    username: str | None = None
+    """Left out: anonymous."""
+    password: str | None = None
+    """Better in a file, or in the environment."""
+    password_file: str | None = None
+    """The password in a file that others cannot read; relative to ftd.toml."""
+    ca_file: str | None = None
+    """``mqtts``: certificates (PEM) of the authorities to believe; left out: those of the system."""
+    cert_file: str | None = None
+    """``mqtts``: this client's own certificate (PEM), where the broker asks for one."""
+    key_file: str | None = None
+    """The private key of ``cert_file``, in a file that others cannot read."""
+
+
+class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[node]``: this host."""
+
+    name: str | None = None
+    """Unique in the cluster, and the same after a restart; by default the host's name."""
+    devices: int = 1
+    """Trainers to run: one for each GPU, or simulated devices on a CPU."""
+    host: str | None = None
+    """Address under which the other nodes reach this one; by default that of the way to the broker."""
+    rendezvous_port: int = 0
+    """Where this node's trainers and those of others meet; 0 takes a free one, a firewall wants it fixed."""
+    chaos: bool = False
+    """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
+    runtime_dir: str | None = None
+    """Sockets and logs of the trainers."""
+    snapshot_dir: str | None = None
+    """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
+    snapshot_limit_mib: int | None = None
+    """Memory that they may take, of all devices together; left out: what the file system has."""
+    snapshot_port: int = 0
+    """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
+    snapshot_rate_mib_s: int | None = None
+    """At most so much is sent to them in a second, copies too; left out: what the network gives."""
+    snapshot_tls_cert: str | None = None
+    """PEM: shown to other nodes that read or send snapshots; then they speak TLS, all of them."""
+    snapshot_tls_key: str | None = None
+    """Of that certificate, in a file that others cannot read."""
+    snapshot_tls_ca: str | None = None
+    """PEM: the authorities that other nodes' certificates are to be of."""
+    checkpoint_rate_mib_s: int | None = None
+    """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
+    scrub_rate_mib_s: int = 256
+    """At most so much of the kept snapshot is read in a second to find bits that changed in memory."""
+    snapshot_peers: tuple[str, ...] = ()
+    """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
+    metrics_port: int = 0
+    """Prometheus reads /metrics here; 0: nothing is served."""
+    metrics_host: str = LOOPBACK
+    """Address to serve them on; beyond loopback only with a token."""
+    metrics_token_file: str | None = None
+    """A bearer token that Prometheus must show, in a file that others cannot read."""
+
+
+class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[coordinator]``."""
+
+    name: str | None = None
+    """Who leads is told by this name; by default the host's."""
+    priority: int = 0
+    """Of several coordinators that could take over, the one with the greatest does."""
+    state_dir: str | None = None
+    """Holds the journal; without it a restarted coordinator knows no job."""
+    metrics_port: int = 0
+    """Prometheus reads /metrics here; 0: nothing is served."""
+    metrics_host: str = LOOPBACK
+    """Address to serve them on; beyond loopback only with a token."""
+    metrics_token_file: str | None = None
+    """A bearer token that Prometheus must show, in a file that others cannot read."""
+
+
+class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file as written."""
+
+    cluster: str = DEFAULT_CLUSTER
+    """Clusters may share a broker; the name is the third level of every topic."""
+    secret: str | None = None
+    """Shared by all nodes: trainers show it when they meet (the rendezvous server asks)."""
+    secret_file: str | None = None
+    """The same in a file that others cannot read; relative to ftd.toml."""
+    broker: BrokerTable = BrokerTable()
+    node: NodeTable = NodeTable()
+    coordinator: CoordinatorTable = CoordinatorTable()
+    dashboard: DashboardTable = DashboardTable()
+    timing: dict[str, int | float] = {}
+    """Overrides of ``statemachine.timing.Timing``, field by field."""
