@@ -4,13 +4,14 @@
 
 mosquitto on the last core, the real ``ftd coordinator`` on core 0 alone, and ``benchmarks.crowd``, which has
 what these two leave of both: 1,000 MQTT sessions, each with its last will, its heartbeat every second, and a
-node's answers. Nodes are killed by closing their sockets, one at a time and 100 at once. Measured from that
-moment: until the coordinator told everybody to stop (it is known), until everybody reported and it is decided
-from which step and with which plan (journaled, and on its way to the nodes), both by the event's own time,
-which is of the same clock; until another client of the broker read that event, which comes behind the
-command to all nodes; and until the last node got that. Broker and crowd, which would be on hosts of their
-own, are part of these times; so CPU time of each is told beside it. Load is CPU time of the coordinator's
-process over wall time while the job trains.
+node's answers. Nodes are killed by closing their sockets, one at a time and 100 at once, each time when a
+step was committed again, at a moment of the next one that chance chooses. Measured from then: until the
+coordinator told everybody to stop (it is known), until everybody reported and it is decided from which step
+and with which plan (journaled, and on its way to the nodes), both by the event's own time, which is of the
+same clock; until another client of the broker read that event, which comes behind the command to all nodes;
+and until the last node got that. Broker and crowd, which would be on hosts of their own, are part of these
+times; so CPU time of each is told beside it. Load is CPU time of the coordinator's process over wall time
+while the job trains.
 
 The templates for 1,000 nodes take a minute of CPU time; ``--plans DIR`` keeps them for the next time.
 """
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -31,6 +33,7 @@ from typing import Any, BinaryIO
 
 from benchmarks.clusters import FTD
 from benchmarks.common import Limit, Result, command_line, main
+from benchmarks.crowd import STEP_S
 from benchmarks.observer import Observer
 from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 
@@ -115,6 +118,7 @@ class Bench:
         self.pids = (self.coordinator.pid, self.broker.pid, self.crowd.pid)
         self.spent: list[float] = []
         """CPU ms of each until the last decision."""
+        self._chance = random.Random(0)
 
     def close(self) -> None:
         if self._plans is not None and (self._state / "plans").exists():
@@ -195,8 +199,7 @@ class Bench:
         closed: dict[str, float] = self.crowd.do("kill", names=names)["closed"]
         since = min(closed.values())
         self.wait("recovery", lambda: bool(self.observer.read("PlanChosen", since)) and self.training())
-        time.sleep(1.0)
-        self.wait("recovery", self.training)
+        self.go_on()
         begun = self.observer.read("GenerationStarted", since)
         read, event = self.observer.read("PlanChosen", since)[-1]
         resumed = self.crowd.do("look")["resumed_at"][str(event["generation"])]
@@ -211,13 +214,17 @@ class Bench:
             for at in closed.values()
         ], len(begun)
 
+    def go_on(self) -> None:
+        """Until a step was committed, and to any moment of the next one."""
+        time.sleep((1 + self._chance.random()) * STEP_S)
+        self.wait("training", self.training)
+
     def revive(self, names: list[str]) -> None:
         """Back, and in the plan: a step is committed with everybody."""
         since = time.monotonic()
         self.come(names)
         self.wait("PlanChosen", lambda: bool(self.observer.read("PlanChosen", since)))
-        time.sleep(1.0)
-        self.wait("training", self.training)
+        self.go_on()
 
 
 @contextlib.contextmanager
