@@ -127,11 +127,8 @@ class Crowd:
         elif reason:
             node.reason, node.state_at = reason, min(node.state_at, time.monotonic() + STATE_PERIOD_S)
         for signal in signals:
-            number = 0  # A heartbeat is not acknowledged.
-            if not isinstance(signal, m.Heartbeat):
-                number = node.number = node.number % 65535 + 1
             payload = node.envelope + self.body_of(signal)
-            node.out += publish_packet(node.signal_topic, payload, number)
+            node.out += publish_packet(node.signal_topic, payload, 0)
 
     def body_of(self, signal: m.Signal) -> bytes:
         """The rest of a signal; many nodes say the same."""

@@ -104,9 +104,9 @@ class Voice:
     def signal(self, signal: messages.Signal) -> None:
         message = FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
         topic, payload = self._topics.node_signal(self._node), encode_from_node(message)
-        # The next heartbeat makes up for a lost one, and a thousand nodes' are not worth acknowledging.
-        qos = 0 if isinstance(signal, messages.Heartbeat) else 1
-        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload, qos=qos))
+        # Where the connection breaks it is not said again: the next one begins with a Hello, acknowledged or
+        # not. So it need not be; a thousand nodes' answers at once would have to wait for that.
+        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload, qos=0))
 
     def _note_connected(self) -> None:
         self._introduced = False
