@@ -10,6 +10,7 @@ import msgspec
 
 from statemachine.keeping import Keeping, Persisting, Writing
 from statemachine.node import NodeMachine
+from statemachine.promises import beyond
 from statemachine.records import Journal, NodeRecord, PersistingRecord
 from statemachine.rules import Resumption
 from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
@@ -218,7 +219,7 @@ def unseen(durable: dict[str, Any]) -> dict[str, Any]:
     """What a standby kept, where the broker lost what the leader left there last: so that no generation that
     was started behind it is used again, for another plan."""
     generation = durable.get("generation")
-    return {**durable, "generation": generation + UNSEEN} if isinstance(generation, int) else durable
+    return beyond(durable, generation + UNSEEN) if isinstance(generation, int) else durable
 
 
 def told_again(durable: dict[str, Any], left: Any) -> dict[str, Any]:

@@ -59,6 +59,7 @@ from statemachine.effects import (
 )
 from statemachine.events import BrokerConnected, BrokerLost, Event, NodeVanished, SignalArrived
 from statemachine.leadership import Leader, Peer
+from statemachine.promises import promised
 from statemachine.values import ClusterPhase, NodeState
 
 _log = structlog.get_logger("ftd.coordinator")
@@ -351,19 +352,13 @@ class Coordinator:
         self._events.emit(self._session, event, self._driver.now())
 
     def _persist(self) -> None:
-        """Forced to the disk when a promise is in it (see ``journal``), written in any case."""
+        """Forced to the disk when a promise is in it, written in any case."""
         state = self._machine.durable_state()
         kept_as = pack(msgspec.msgpack.encode(state))
         position = self._session.replicate(kept_as, self._driver.now())
-        kept = state["snapshot"] and (state["snapshot"]["generation"], state["snapshot"]["step"])
-        moving = self._machine.phase in (
-            ClusterPhase.QUIESCING,
-            ClusterPhase.RECOVERING,
-            ClusterPhase.RUNNING,
-        )
-        phase = "" if moving else state["phase"]  # Those of a generation follow from its number.
-        promise = (state["generation"], phase, state["job"] and state["job"]["job_id"], kept)
-        self._journal.save(kept_as, forced=promise != self._forced_for, position=position)
+        promise = promised(state)
+        forced = promise != self._forced_for or state["generation"] > self._journal.reserved
+        self._journal.save(kept_as, forced=forced, position=position)
         self._forced_for = promise
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
@@ -392,4 +387,5 @@ class Coordinator:
         self._session.publish(self._topics.cluster_state, encode_state(state), retain=True)
         self._dashboard.on_state(state)
         self._publish_took_s = time.thread_time() - began_s
-        self._journal.tidy(quiet=self._machine.phase is ClusterPhase.RUNNING)
+        if self._machine.phase is ClusterPhase.RUNNING:
+            self._journal.tidy(generation=self._machine.generation)

@@ -1,9 +1,9 @@
 """What survives the coordinator: its durable state, the events, and the committed steps. SQLite, WAL.
 
 The state is durable before anything that follows from it is published. A write always survives a SIGKILL
-of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise, that is
-when a generation is used or a job changes: a generation number must never be used twice, not even after a
-power cut. Forgetting the last steps is harmless, since nodes know them.
+of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise
+(``statemachine.promises``). A generation number must never be used twice, not even after a power cut: they
+are reserved in quiet (``reserve``), and a host that was started anew goes on behind those.
 """
 
 import contextlib
@@ -11,11 +11,13 @@ import fcntl
 import json
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
 from ftd.errors import JournalError
 from ftd.wire.public import EventMessage, encode_json
+from statemachine.promises import RESERVED
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);
@@ -32,6 +34,7 @@ _LONG_COMMITS = 100
 _MOST_LOG_PAGES = 2_000
 """Of the log: then it is moved into the file by whoever writes, in a hurry or not."""
 _VERSION = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_ROWS = {"events": 200_000, "steps": 1_000_000}
 """More of them are forgotten, the oldest first: of steps those of earlier jobs."""
 _PRUNE_EVERY = 5_000
@@ -87,12 +90,26 @@ class Journal:
             place = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
             shared = self._db.execute("SELECT 1 FROM meta WHERE name = 'shared'").fetchone()
             foreign = self._db.execute("SELECT value FROM meta WHERE name = 'foreign'").fetchone()
+            self.reserved, self.floor = self._generations()
         self._job = row[0] if row else ""
         term, serial = place[0].split() if place else (0, 0)
         self.position: Position = (int(term), int(serial))
         self.shared = shared is not None
         """There was another coordinator beside this one, once: it may know more."""
         self._foreign: tuple[Position, Foreign] | None = _foreign(foreign[0]) if foreign else None
+
+    def _generations(self) -> tuple[int, int]:
+        """How many are reserved; and how many may have been used, as far as this journal does not know."""
+        rows = self._db.execute("SELECT name, value FROM meta WHERE name IN ('boot', 'reserved', 'floor')")
+        known = dict(rows.fetchall())
+        reserved, floor = int(known.get("reserved", 0)), int(known.get("floor", 0))
+        boot = _boot()
+        if known.get("boot") != boot:
+            floor = reserved
+            self._db.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("floor", str(floor)), ("boot", boot)]
+            )
+        return reserved, floor
 
     def load(self) -> bytes | None:
         """The last state saved, or None at the very first start."""
@@ -119,6 +136,16 @@ class Journal:
             self._db.execute("COMMIT")
             self._commits += 1
         self.position = position or self.position
+
+    def reserve(self, generation: int) -> None:
+        """Force to the disk that those up to this one may be used without; and with it all that was written.
+
+        :raises JournalError: as ``save``.
+        """
+        with self._failing("written"):
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('reserved', ?)", (str(generation),))
+        self.reserved = generation
 
     def save_copy(self, state: bytes, position: Position) -> None:
         """As a standby, what the leader's journal says.
@@ -170,13 +197,16 @@ class Journal:
             self._db.execute("COMMIT")
             self._commits += 1
 
-    def tidy(self, *, quiet: bool) -> None:
-        """At a quiet moment, move the write-ahead log into the file if it is long: that takes some ten
-        milliseconds, which a recovery would wait for."""
-        if quiet and self._commits >= _LONG_COMMITS:
-            self._commits = 0
-            with contextlib.suppress(sqlite3.Error):  # What hinders it, the next write tells.
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    def tidy(self, *, generation: int) -> None:
+        """At a quiet moment, of this generation, what a recovery would wait for: reserve the next ones, and
+        move the write-ahead log into the file if it is long. Both take some ten milliseconds."""
+        with contextlib.suppress(JournalError):  # What hinders it, the next write tells.
+            if self.reserved != generation + RESERVED:
+                self.reserve(generation + RESERVED)
+            if self._commits >= _LONG_COMMITS:
+                self._commits = 0
+                with self._failing("written"):
+                    self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def events(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
         """A page of events, oldest first, and the ``after`` of the next page."""
@@ -270,6 +300,15 @@ class Journal:
 def _foreign(text: str) -> tuple[Position, Foreign]:
     term, serial, schema, protocol, version = text.split(" ", 4)
     return (int(term), int(serial)), (int(schema), int(protocol), version)
+
+
+def _boot() -> str:
+    """Of this start of the host: as long as it lasts, what was written is there. Where nobody tells, each is
+    another."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return str(time.time_ns())
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ from ftd.wire.coordinators import JournalCopy, unpack
 from statemachine import durable
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import Effect
+from statemachine.promises import beyond
 from statemachine.timing import Timing
 
 SAME_CLOCK_S = 2.0
@@ -39,6 +40,7 @@ def restored(
             state = durable.told_again(state, _left(copy))
         elif copy is None and journal.shared:
             state = durable.unseen(state)
+        state = beyond(state, journal.floor)
         return ClusterMachine.restore(timing, state, now, "restored")
     except (ValueError, RecursionError, WireError) as error:  # No msgpack, no state of ours.
         raise JournalError(

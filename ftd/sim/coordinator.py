@@ -92,6 +92,7 @@ class SimCoordinator(CheckpointWork):
         self._haste = Random(f"{world.seed} together")
         """Of its own: in a quarter of all seeds it is busy at times, and takes what came together."""
         self._busy = world.seed % 4 == 3
+        self._quiet = Random(f"{world.seed} quiet")
         self.seat = SimSeat(self, world, network)
 
     # --- the process -------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class SimCoordinator(CheckpointWork):
                 plain = told_again(plain, copy.journal)
             elif copy is None and self.disk.shared:
                 plain = unseen(plain)
+            plain = self.disk.begin(plain)
             self.machine, effects = ClusterMachine.restore(
                 self.world.timing, plain, self.world.now, "restart"
             )
@@ -159,7 +161,7 @@ class SimCoordinator(CheckpointWork):
 
     def replicate(self) -> None:
         """The journal, at the broker and on the disk. What is at the broker counts."""
-        copy = self.disk.write(self.seat.machine.term, self.machine.durable_state())
+        copy = self.disk.write(self.seat.machine.term, self.machine.durable_state(), self._quiet)
         self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
 
     def _replicated(self, copy: Copy, view: Written) -> None:

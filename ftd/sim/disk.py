@@ -1,7 +1,14 @@
 """A simulated coordinator's disk and program: what outlives its process, and which journals it can read."""
 
 from dataclasses import dataclass
-from typing import Any
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from statemachine.promises import RESERVED, beyond, promised
+from statemachine.values import ClusterPhase
+
+if TYPE_CHECKING:
+    from ftd.sim.run import Simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +34,51 @@ class Disk:
         """The newest journal seen that it could not read."""
         self.shared = False
         """It once kept another one's."""
+        self.knew = self.position
+        """Before the power failed."""
+        self.reserved = self.floor = 0
+        self._forced: tuple[Any, ...] = ()
+        self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None]] = []
+        """Since something was forced, and that."""
 
-    def write(self, term: int, journal: dict[str, Any]) -> Copy:
-        """The leader's own."""
+    def write(self, term: int, journal: dict[str, Any], chance: Random) -> Copy:
+        """The leader's own. ``chance``: whether the next quiet moment has come."""
         serial = self.position[1] + 1 if self.position[0] == term else 1
-        self.position, self.journal = (term, serial), journal
+        self._set((term, serial), journal)
+        promise = promised(journal)
+        if promise != self._forced or journal["generation"] > self.reserved:
+            self._force()
+        self._forced = promise
+        if journal["phase"] == ClusterPhase.RUNNING and chance.random() < 0.3:
+            self.reserved = journal["generation"] + RESERVED
+            self._force()
         return Copy(position=self.position, journal=journal, edition=self.edition)
+
+    def _set(self, position: tuple[int, int], journal: dict[str, Any]) -> None:
+        self._unforced.append((self.position, self.journal))
+        self.position, self.journal = position, journal
+
+    def _force(self) -> None:
+        self._unforced.clear()
+
+    def lose_power(self, chance: Random) -> None:
+        """Of what was not forced some is gone, from the end."""
+        self.knew = max(self.knew, self.position)
+        self._unforced.append((self.position, self.journal))
+        self.position, self.journal = chance.choice(self._unforced)
+        self._force()
+        self.floor = self.reserved
+
+    def begin(self, journal: dict[str, Any]) -> dict[str, Any]:
+        """From this, its own or another one's."""
+        return beyond(journal, self.floor)
 
     def keep(self, copy: Copy) -> None:
         """What the leader's journal says."""
         if copy.position <= self.position:
             return
         if self.reads(copy):
-            self.position, self.journal = copy.position, copy.journal
+            self._set(copy.position, copy.journal)
             self.shared = True
         else:
             self.foreign = copy
@@ -55,3 +94,12 @@ class Disk:
     @property
     def barred(self) -> str:
         return self.judge(self.foreign)
+
+
+def power_cut(sim: "Simulation") -> None:
+    """The broker's host and the leader's are one, and without power for a moment."""
+    sim.network.stop_broker(sim.world.between(0.1, 3.0))
+    leader = sim.coordinator
+    leader.crash()
+    leader.disk.lose_power(sim.world.rng)
+    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)

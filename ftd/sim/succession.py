@@ -2,7 +2,8 @@
 
 It is replicated asynchronously: the leader does not wait until a standby has it. So where the broker forgets
 it, and the leader that wrote it is away, a standby begins from less. That is all that is let pass: nobody
-who is there has more; and who begins was there when the broker lost it, or waited ``orphan_s``.
+who is there has more; and who begins was there when the broker lost it, or waited ``orphan_s``, unless the
+end of the newest was lost in the same moment, with its host's power.
 """
 
 from typing import TYPE_CHECKING
@@ -40,7 +41,9 @@ def begins(
         if there and other is not me and not other.disk.barred and other.disk.position > position:
             truth.broken(f"{what}, and {name}, which is there, has {other.disk.position}")
     waited_s = truth.world.now - me.seat.since
-    if me.seat.made_at > network.forgot_at and waited_s < truth.world.timing.orphan_s:
+    # What was known last went with its host's power: there is nobody to wait for.
+    gone = any(watch.coordinator.disk.knew >= truth.replicated for watch in network.watches.values())
+    if not gone and me.seat.made_at > network.forgot_at and waited_s < truth.world.timing.orphan_s:
         truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
     _forgets(truth, view)
 

@@ -28,6 +28,7 @@ from ftd.wire.public import EventMessage
 from planner.values import Policy
 from statemachine import durable
 from statemachine.node import NodeMachine
+from statemachine.promises import RESERVED
 from statemachine.state import Cluster
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL, Job, NodeFacts
@@ -128,15 +129,48 @@ def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path)
     journal.close()
 
 
+def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_have_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the journal may be gone with the power: those that were begun in it were never forced."""
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr(module, "_BOOT_ID", boot)
+    boot.write_text("one\n")
+    timing = Timing()
+
+    def begun() -> int:
+        journal = Journal(tmp_path / "state")
+        try:
+            return restored(timing, journal, None, 0.0)[0].generation
+        finally:
+            journal.close()
+
+    journal = Journal(tmp_path / "state")
+    assert (journal.reserved, journal.floor) == (0, 0), "the first generation is forced"
+    journal.save(msgspec.msgpack.encode(durable.write(Cluster(timing=timing, generation=3))), forced=True)
+    journal.tidy(generation=3)
+    assert journal.reserved == 3 + RESERVED
+    journal.close()
+    assert begun() == 3, "only the process was started anew"
+    boot.write_text("two\n")
+    assert begun() == 3 + RESERVED
+    assert begun() == 3 + RESERVED, "nor is it forgotten by who starts again before it writes"
+    boot.unlink()
+    assert begun() == 3 + RESERVED
+    journal = Journal(tmp_path / "state")
+    journal.save(msgspec.msgpack.encode(durable.write(Cluster(timing=timing, generation=80))), forced=True)
+    journal.close()
+    assert begun() == 80
+
+
 def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None:
     """So that a recovery need not wait for it; and what was saved is there, before and after."""
     journal = Journal(tmp_path)
     grown = (tmp_path / "journal.sqlite").stat().st_size
     for number in range(module._LONG_COMMITS):
         journal.save(number.to_bytes(2, "big") * 50_000, forced=False)
-        journal.tidy(quiet=False)
     assert (tmp_path / "journal.sqlite").stat().st_size == grown
-    journal.tidy(quiet=True)
+    journal.tidy(generation=1)
     assert (tmp_path / "journal.sqlite").stat().st_size > grown
     other = sqlite3.connect(tmp_path / "journal.sqlite")
     assert other.execute("SELECT value FROM state").fetchone()[0] == journal.load()

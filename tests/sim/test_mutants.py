@@ -12,7 +12,7 @@ import pytest
 
 from ftd.sim import damage, faults, plans, run
 from ftd.sim.coordinator import SimCoordinator
-from ftd.sim.disk import Disk
+from ftd.sim.disk import Disk, power_cut
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
 from planner.parts import part_needs
@@ -107,6 +107,14 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         recovery, "next_generation", lambda c: c.generation if c.changing else c.generation + 1
     )
     found("was used twice")
+
+
+def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Disk, "begin", lambda _, journal: journal)
+    strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
+    found("was used twice", leaning=Leaning(coordinators=1, strikes=strikes))
 
 
 def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ftd.sim import faults
+from ftd.sim.disk import power_cut
 from ftd.sim.run import Leaning, Simulation, run_seed
 
 SEEDS = 5
@@ -39,14 +40,6 @@ def suspended(sim: Simulation) -> None:
     for node in sim.nodes.values():
         if node.up:
             node.freeze(for_s)
-
-
-def power_cut(sim: Simulation) -> None:
-    """The broker's host and the leader's are one, and without power for a moment."""
-    sim.network.stop_broker(sim.world.between(0.1, 3.0))
-    leader = sim.coordinator
-    leader.crash()
-    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)
 
 
 def other_protection(sim: Simulation) -> None:
@@ -98,6 +91,14 @@ MOMENTS: dict[str, Leaning] = {
     "the broker's host is the leader's, and loses power": Leaning(
         strikes=(("RecoveryCompleted", power_cut, 0), ("PlanChosen", power_cut, 1))
     ),
+    "the one coordinator's host loses power as a generation begins, and the broker's is the same": Leaning(
+        coordinators=1,
+        strikes=(
+            ("GenerationStarted", power_cut, 1),
+            ("GenerationStarted", power_cut, 2),
+            ("Quiesced", power_cut, 2),
+        ),
+    ),
     "the leader dies when a user asks for a snapshot": Leaning(
         protection="aec+arc:1",
         zero1=False,
@@ -132,6 +133,7 @@ def test_the_worst_moments(moment: str) -> None:
         (132, "a deposed leader and a broker that forgot everything"),
         (218, "a deposed leader and a broker that forgot everything"),
         (133, "the broker's host is the leader's, and loses power"),
+        (3, "the one coordinator's host loses power as a generation begins, and the broker's is the same"),
     ],
 )
 def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
