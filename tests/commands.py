@@ -9,12 +9,12 @@ from ftd.cli.main import main
 
 
 def ftd_here(
-    *arguments: str, patch: pytest.MonkeyPatch, said: pytest.CaptureFixture[str]
+    *arguments: str, patch: pytest.MonkeyPatch, said: pytest.CaptureFixture[str], columns: int = 200
 ) -> tuple[int, str, str]:
     """Exit code, standard output and standard error. This process's logs stay as they are."""
     for name in [name for name in os.environ if name.startswith("FTD_")]:
         patch.delenv(name)
-    patch.setenv("COLUMNS", "200")
+    patch.setenv("COLUMNS", str(columns))
     patch.setattr("ftd.logs.configure_logs", lambda **_: None)
     patch.setattr(sys, "argv", ["ftd", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -17,7 +17,9 @@ def acl(
     chaos: Annotated[str, typer.Option(help="Operators who may also inject faults.")] = "",
     cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "ftd",
 ) -> None:
-    """Print an ACL file for mosquitto: a node may write only its own topics, a tool may only read.
+    """Print an ACL file for mosquitto: who may write what.
+
+    A node may write only its own topics, a tool may only read.
 
     Make a password for each user with mosquitto_passwd, and name both files in mosquitto.conf.
 

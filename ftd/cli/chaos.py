@@ -42,7 +42,8 @@ Wish = dict[str, Any]
 def register(app: typer.Typer) -> None:
     chaos = typer.Typer(
         name="chaos",
-        help="Inject faults, on nodes that have chaos = true in their ftd.toml.\n\n"
+        help="Inject faults, on nodes that allow it.\n\n"
+        "They have chaos = true under [node] in their ftd.toml.\n\n"
         "Example: ftd chaos kill node-2",
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -59,7 +60,7 @@ def kill(
     target: TargetOption = "node",
     device: DeviceOption = None,
 ) -> Wish:
-    """SIGKILL a node's daemon and all its trainers together, or trainers alone.
+    """SIGKILL a node, its trainers included, or trainers alone.
 
     Example: ftd chaos kill node-2 --target trainer
     """
@@ -69,7 +70,7 @@ def kill(
 def term(
     node: NodeArgument,
 ) -> Wish:
-    """Make a node leave gracefully, as SIGTERM and a spot notice do.
+    """Make a node leave gracefully, as a spot notice does.
 
     Example: ftd chaos term node-2
     """
@@ -82,7 +83,7 @@ def stop(
     device: DeviceOption = None,
     for_s: ForEver = None,
 ) -> Wish:
-    """SIGSTOP: trainers freeze, or with --target node the daemon, too.
+    """SIGSTOP trainers, with --target node the daemon, too.
 
     Example: ftd chaos stop node-2 --for 5
     """
@@ -94,7 +95,9 @@ def hang(
     device: DeviceOption = None,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: an hour.")] = None,
 ) -> Wish:
-    """Put the main thread of trainers to sleep while their other threads live on.
+    """Put trainers' main threads to sleep.
+
+    Their other threads live on: no sign of life is missing, but no step comes.
 
     Example: ftd chaos hang node-2
     """
@@ -105,7 +108,9 @@ def raise_(
     node: NodeArgument,
     device: DeviceOption = None,
 ) -> Wish:
-    """Have an exception come out of the training loop, as a bug of the user's code would.
+    """Raise an exception in the training loop.
+
+    As a bug of the user's code would.
 
     Example: ftd chaos raise node-2
     """
@@ -120,7 +125,7 @@ def slow(
     device: DeviceOption = None,
     for_s: ForEver = None,
 ) -> Wish:
-    """Make a node's trainers compute slowly, as a hot or shared machine does.
+    """Make a node's trainers slow, as a hot machine's are.
 
     Example: ftd chaos slow node-2 --factor 3 --for 60
     """
@@ -131,7 +136,9 @@ def flip(
     node: NodeArgument,
     device: DeviceOption = None,
 ) -> Wish:
-    """Change one bit of what a node's memory keeps of the newest snapshot.
+    """Change one bit of the snapshot in a node's memory.
+
+    Of the newest one that it keeps.
 
     Example: ftd chaos flip node-2
     """
@@ -142,7 +149,9 @@ def disconnect(
     node: NodeArgument,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 5.")] = None,
 ) -> Wish:
-    """Cut a node's connection to the broker without a goodbye; it comes back by itself.
+    """Cut a node's connection to the broker.
+
+    Without a goodbye; it comes back by itself.
 
     Example: ftd chaos disconnect node-2 --for 3
     """
@@ -161,7 +170,9 @@ def lossy(
     for_s: For10 = None,
     seed: SeedOption = 0,
 ) -> Wish:
-    """Lose, double and delay messages between a node and the coordinator, in both directions.
+    """Lose, double and delay messages of and to a node.
+
+    In both directions: commands and signals.
 
     Example: ftd chaos lossy node-2 --drop 0.05 --duplicate 0.2 --late 0.3 --for 20
     """
@@ -180,7 +191,7 @@ def fill_memory(
     size_mib: SizeOption = None,
     for_s: For10 = None,
 ) -> Wish:
-    """Leave no room in the memory file system that a node's snapshots live in.
+    """Leave no room in the memory that a node's snapshots are in.
 
     Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
     """

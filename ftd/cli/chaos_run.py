@@ -31,8 +31,10 @@ def run(
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Play scenarios, one after another: follow the events, strike when a fault is due, hold what follows
-    against what is expected.
+    """Play scenarios, and check what follows.
+
+    One after another: it follows the events, strikes when a fault is due, and holds what follows against
+    what is expected.
 
     Against a running cluster, or with --local on one that is started for it; scenarios with the same
     [cluster] share one. Exit code 0 when everything was as expected, 1 when something was not, 2 when a

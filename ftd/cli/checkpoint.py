@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
 
 @group.command("list")
 def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
-    """Complete checkpoints, the newest first, and what was passed over and why.
+    """List complete checkpoints, the newest first.
+
+    And say what was passed over, and why.
 
     Example: ftd checkpoint list /checkpoints/gpt
     """
@@ -53,7 +55,9 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
 
 @group.command()
 def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
-    """Read every byte of all complete checkpoints, or of one, and compare with what was written.
+    """Compare all bytes of checkpoints with what was written.
+
+    Of all complete checkpoints, or of one.
 
     Exit code 1 if a byte is wrong or a checkpoint is damaged. One that is just being written is named and no
     error.
@@ -94,7 +98,9 @@ def export(
     step: StepOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The model of the newest checkpoint, or of a step's, as one safetensors file. Needs no torch.
+    """Write the model of a checkpoint as one safetensors file.
+
+    Of the newest checkpoint, or of a step's. Needs no torch.
 
     Example: ftd checkpoint export /checkpoints/gpt --safetensors gpt.safetensors
     """

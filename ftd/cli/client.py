@@ -39,7 +39,9 @@ def submit(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job; training starts as soon as enough nodes are there. Prints the job's id.
+    """Submit a job to a cluster.
+
+    Training starts as soon as enough nodes are there. Prints the job's id.
 
     The training script must be under the same path on every node.
 
@@ -115,7 +117,9 @@ def story(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what happened to a node and why, cause by cause; or of one recovery, in sentences.
+    """Tell what happened to a node, or in a recovery, and why.
+
+    In sentences, cause by cause; how long each thing took is said, too.
 
     Exit code 1 for an unknown one. ftd status shows the present generation.
 
@@ -163,7 +167,9 @@ def drain(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a node out of training at the next step boundary; nothing is recomputed.
+    """Take a node out of training; no step is computed again.
+
+    It leaves behind the step in flight.
 
     Example: ftd drain node-2
     """

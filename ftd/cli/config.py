@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
 
 
 def show(config: FileOption = None, as_json: JsonOption = False) -> None:
-    """Every key with its value and where that comes from: the file, the environment, or the default.
+    """Show every key with its value, and where that comes from.
+
+    From the file, the environment, or the default.
 
     Secrets are not shown. What is wrong is an error, as it is for a daemon.
 
@@ -65,7 +67,9 @@ def check(
 
 
 def reference() -> None:
-    """Print all keys of ftd.toml as a page (Markdown): defaults, variables, meanings.
+    """Print all keys of ftd.toml as a page, in Markdown.
+
+    With their defaults, variables and meanings.
 
     Example: ftd config reference > docs/reference.md
     """
@@ -75,7 +79,7 @@ def reference() -> None:
 
 
 def schema() -> None:
-    """Print the JSON Schema of ftd.toml, for editors and other tools.
+    """Print the JSON Schema of ftd.toml, for editors and tools.
 
     Example: ftd config schema > ftd.schema.json
     """

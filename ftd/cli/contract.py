@@ -15,7 +15,9 @@ def contract(
         Path | None, typer.Option(help="Say what this ftd breaks of an earlier contract; exit code 1 if any.")
     ] = None,
 ) -> None:
-    """Print the contract: an AsyncAPI 3 document of every topic, message and field (docs/recipes.md).
+    """Print the contract for other tools, an AsyncAPI 3 document.
+
+    It has every topic, message and field (docs/recipes.md).
 
     Example: ftd contract > asyncapi.json
     """

@@ -19,7 +19,9 @@ def coordinator(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every committed step, too.")] = False,
 ) -> None:
-    """Coordinate a cluster, from anywhere that reaches the broker; a second one stands by and takes over.
+    """Run the coordinator of a cluster, or its standby.
+
+    It may run anywhere that reaches the broker; a second one stands by and takes over.
 
     It may be stopped, killed and started again at any time: training goes on without it, and its journal
     (coordinator.state_dir) tells it what it knew.

@@ -20,7 +20,9 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether this host can run a node: memory, ports, names, torch, broker, credentials, rights.
+    """Check whether this host is ready to run a node.
+
+    Its configuration, memory, ports, torch, names, broker, credentials, rights.
 
     A line for each check: ok, or what is wrong and the remedy. Exit code 1 when something failed. It does
     not disturb a node that is running here.

@@ -27,7 +27,9 @@ def install(
     ),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files; write nothing.")] = False,
 ) -> None:
-    """Write a hardened systemd unit, its user and directories, and a sample configuration.
+    """Install a node or a coordinator as a systemd service.
+
+    It writes a hardened unit, its user and directories, and a sample configuration.
 
     Units are overwritten, a configuration never is. Nothing is started: the commands for that are printed.
 

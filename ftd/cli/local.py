@@ -33,10 +33,11 @@ def local(
         Path | None, typer.Option(help="Keep the logs of all processes here.", metavar="DIR")
     ] = None,
 ) -> None:
-    """Train a job on a whole cluster on this machine: broker, coordinator and nodes node-0, node-1, ...
+    """Train a job on a whole cluster on this machine.
 
-    The other commands find it while it runs. Ctrl-C ends everything and leaves nothing behind but the
-    summary and the report. Exit code 0 when the job has finished, 1 when it failed or was stopped.
+    It starts a broker, a coordinator and nodes node-0, node-1, ... The other commands find it while it runs.
+    Ctrl-C ends everything and leaves nothing behind but the summary and the report. Exit code 0 when the job
+    has finished, 1 when it failed or was stopped.
 
     Example: ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report report.json
     """

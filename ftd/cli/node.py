@@ -17,7 +17,7 @@ def node(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Offer this host's devices to a cluster: one of these per host.
+    """Offer this host's devices to a cluster; one runs per host.
 
     SIGTERM leaves gracefully: the others go on without this node at the next step boundary. A second
     SIGTERM does not wait for that. Exit code 2 when the configuration is wrong.

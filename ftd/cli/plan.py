@@ -157,7 +157,9 @@ def plan(
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the pipeline templates of a model and the pipelines chosen for a number of nodes.
+    """Show which pipelines a number of nodes would make, and why.
+
+    With the pipeline templates of the model, which they are made of.
 
     Give a profile, or a job file: then the model is built once on this machine to measure its layers.
     Nothing is trained.

@@ -30,7 +30,9 @@ def profile(
         bool, typer.Option(help="Measure messages and all-reduces between processes of this machine.")
     ] = True,
 ) -> None:
-    """Measure a job's model layer by layer on this machine's own device, and save the profile as JSON.
+    """Measure a job's model layer by layer, for ftd plan.
+
+    On this machine's own device; the profile is saved as JSON.
 
     Builds the model once; nothing is trained. The file is what ftd plan --profile takes.
 

@@ -23,7 +23,9 @@ def reliability(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How long snapshots in host memory are safe, how often to persist them, and which f to buy.
+    """Tell how long snapshots in host memory are safe.
+
+    And how often to persist them, and which f to buy.
 
     Survival probabilities after REFT §5, with and without protection, and Young's and Daly's intervals.
     Nothing is measured here: the answers are as good as the failure rates in the file.

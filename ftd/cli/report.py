@@ -33,7 +33,9 @@ def report(
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Tell what became of a job: its steps, each recovery by phase, what snapshots cost.
+    """Tell what became of a job, as text, a page or pictures.
+
+    With its steps, each recovery by phase, and what snapshots cost.
 
     It is made from the coordinator's journal, at any time, or from a file that ftd local --report wrote.
     Without --html, --plot or --json a summary is printed.

@@ -52,7 +52,9 @@ def sim(
     trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the real state machines and planner under a virtual clock, with faults that the seed draws.
+    """Simulate clusters under faults that a seed draws.
+
+    The real state machines and planner run, under a virtual clock.
 
     Invariants are checked after every event; then everything heals and the job must finish. A seed always
     gives the same run. Exit code 1 when an invariant broke.

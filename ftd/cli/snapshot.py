@@ -22,7 +22,9 @@ def now(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a snapshot behind the step in flight; ftd status shows when it is complete.
+    """Take a snapshot behind the step in flight.
+
+    ftd status shows when it is complete.
 
     Example: ftd snapshot now
     """
@@ -41,7 +43,9 @@ def every(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take snapshots so often from now on; a coordinator that restarts keeps to it.
+    """Take snapshots so often from now on.
+
+    A coordinator that restarts keeps to it.
 
     Example: ftd snapshot every auto
     """
@@ -69,7 +73,9 @@ def protect(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Protect snapshots so from the next step boundary on; nothing is computed again and nothing moves.
+    """Protect snapshots so from now on.
+
+    It begins at the next step boundary; nothing is computed again and nothing moves.
 
     Example: ftd snapshot protect aec2
     """

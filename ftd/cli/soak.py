@@ -59,7 +59,9 @@ def soak(
     logs: LogsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let random faults strike a cluster on this machine for some minutes, and watch what must not happen.
+    """Let random faults strike a cluster on this machine.
+
+    For some minutes, watching for what must not happen.
 
     Processes are killed, stopped, hung, slowed down and cut off, coordinator and broker included. Committed
     steps, losses, generations, recoveries and processes are watched; goodput is measured against an

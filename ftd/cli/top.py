@@ -24,7 +24,9 @@ def top(
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Watch the cluster: nodes, pipelines, loss, events; until Ctrl-C. Into a pipe, lines, no pictures.
+    """Watch the cluster live: nodes, pipelines, loss, events.
+
+    It ends with Ctrl-C. Into a pipe, lines, no pictures.
 
     Example: ftd top --broker mqtt://10.0.0.1:1883
     """

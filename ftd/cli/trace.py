@@ -40,7 +40,9 @@ def trace(
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Record what every rank does in the next steps: computing, waiting, and copies of snapshots.
+    """Record what every rank does in the next steps.
+
+    When it computes, when it waits, and when snapshots are copied.
 
     Training goes on meanwhile. Exit code 1 when nothing is training, or a rank did not answer.
 

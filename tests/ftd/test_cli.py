@@ -63,6 +63,16 @@ def test_every_command_has_help_with_an_example(
     assert f"Example: ftd {command}" in out
 
 
+@pytest.mark.parametrize("group", ["", "snapshot", "chaos", "checkpoint", "config"])
+def test_summaries_of_commands_read_whole_at_80_columns(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = ftd_here(*group.split(), "--help", patch=monkeypatch, said=capsys, columns=80)
+    commands = out.partition("Commands:\n")[2].splitlines()
+    assert commands and max(map(len, out.splitlines())) <= 80
+    assert [line for line in commands if line.endswith("...") or not line[2:3].strip()] == []
+
+
 def test_shell_completion_is_offered(tmp_path: Path) -> None:
     done = ftd(directory=tmp_path, _FTD_COMPLETE="complete_bash", COMP_WORDS="ftd s", COMP_CWORD="1")
     assert {"submit", "status", "story", "stop"} <= set(done.stdout.split())
