@@ -20,22 +20,8 @@ from statemachine.agent_commands import (
     say_quiesced,
     say_resumed,
 )
-from statemachine.agent_state import (
-    HEARTBEAT,
-    HELLO,
-    LEAVE,
-    RESTART,
-    STEPPED,
-    YOUNG,
-    Agent,
-    Trainer,
-    TrainerPhase,
-)
-from statemachine.effects import Effect
-from statemachine.events import (
+from statemachine.agent_events import (
     AgentStarted,
-    BrokerConnected,
-    BrokerLost,
     CommandArrived,
     CopiesHeld,
     CopyCommitted,
@@ -46,7 +32,6 @@ from statemachine.events import (
     RestoringFailed,
     SnapshotSpoiled,
     TerminationRequested,
-    TimerFired,
     TrainerBeat,
     TrainerDone,
     TrainerFailed,
@@ -61,6 +46,19 @@ from statemachine.events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
+from statemachine.agent_state import (
+    HEARTBEAT,
+    HELLO,
+    LEAVE,
+    RESTART,
+    STEPPED,
+    YOUNG,
+    Agent,
+    Trainer,
+    TrainerPhase,
+)
+from statemachine.effects import Effect
+from statemachine.events import BrokerConnected, BrokerLost, TimerFired
 from statemachine.messages import (
     Leaving,
     PeerSuspected,

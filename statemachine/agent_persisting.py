@@ -3,9 +3,9 @@
 The daemon writes while its trainers train, or die: the bytes are those of a kept snapshot in its memory.
 """
 
+from statemachine.agent_events import LayersFailed, LayersWritten
 from statemachine.agent_state import Agent
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.events import LayersFailed, LayersWritten
 from statemachine.messages import CancelPersist, LayersPersisted, Persist, PersistFailed
 
 

@@ -6,15 +6,7 @@ is reckoned with: a new one may be written over an older (``storage.arena``).
 
 from dataclasses import dataclass, field, replace
 
-from statemachine.agent_state import BUILT, Agent, TrainerPhase
-from statemachine.effects import (
-    KeepCopies,
-    RemoveSnapshots,
-    SendCopy,
-    TrainerKeepSnapshot,
-    TrainerSnap,
-)
-from statemachine.events import (
+from statemachine.agent_events import (
     CopiesHeld,
     CopyCommitted,
     CopyFailed,
@@ -23,6 +15,14 @@ from statemachine.events import (
     TrainerSnapped,
     TrainerSnapping,
     TrainerSnapshotFailed,
+)
+from statemachine.agent_state import BUILT, Agent, TrainerPhase
+from statemachine.effects import (
+    KeepCopies,
+    RemoveSnapshots,
+    SendCopy,
+    TrainerKeepSnapshot,
+    TrainerSnap,
 )
 from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
 from statemachine.values import HeldSnapshot, NodeState, Restore

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from planner.values import Device, ModelProfile
+from statemachine.agent_events import TrainerResumed
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -17,7 +18,6 @@ from statemachine.effects import (
     SetTimer,
     StartTrainer,
 )
-from statemachine.events import TrainerResumed
 from statemachine.messages import (
     LayersPersisted,
     PeerSuspected,

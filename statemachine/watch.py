@@ -7,8 +7,8 @@ is a hang; without steps (model build, rendezvous, state transfer) patience is l
 
 from statistics import median
 
+from statemachine.agent_events import TrainerBeat
 from statemachine.agent_state import WATCH, Agent, Trainer, TrainerPhase
-from statemachine.events import TrainerBeat
 
 
 def beat(a: Agent, event: TrainerBeat) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
-from statemachine import effects, events
+from statemachine import agent_events, effects, events
 from statemachine.messages import TrainerLost
 from statemachine.values import FailureCause, NodeState
 
@@ -97,27 +97,27 @@ class NodeMetrics:
     def note(self, it: events.Event | effects.Effect) -> None:
         """Whatever goes into the machine or comes out of it."""
         match it:
-            case events.TrainerStepped():
+            case agent_events.TrainerStepped():
                 device = str(it.device)
                 self._step_s.labels(device).observe(it.step_s)
                 if it.microbatch_ms > 0:
                     self._microbatch_s.labels(device).set(it.microbatch_ms / 1e3)
-            case events.TrainerUp():
+            case agent_events.TrainerUp():
                 if it.device in self._started:
                     self._restarts.labels(str(it.device)).inc()
                 self._started.add(it.device)
-            case events.TrainerResumed():
+            case agent_events.TrainerResumed():
                 self._rendezvous_s.observe(it.rendezvous_s)
                 self._state_s.observe(it.state_s)
                 self._moved.inc(it.bytes_moved)
-            case events.TrainerSnapped():
+            case agent_events.TrainerSnapped():
                 self._snapshot_bytes.inc(it.size_bytes)
                 self._idle_bytes.inc(it.idle_bytes)
                 self._copy_s.observe(it.copy_s)
                 self._stall_s.observe(it.stall_s)
-            case events.CopyCommitted():
+            case agent_events.CopyCommitted():
                 self._copied.inc(it.size_bytes)
-            case events.LayersWritten():
+            case agent_events.LayersWritten():
                 self._written.inc(sum(layer.size_bytes for layer in it.layers))
                 self._writing_s.observe(it.took_s)
             case events.BrokerLost():

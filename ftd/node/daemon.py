@@ -36,17 +36,15 @@ from runtime import protocol
 from runtime.store_protocol import mark_of
 from statemachine import effects
 from statemachine.agent import AgentMachine
-from statemachine.envelopes import ToNode
-from statemachine.events import (
+from statemachine.agent_events import (
     AgentStarted,
-    BrokerConnected,
-    BrokerLost,
     CommandArrived,
-    Event,
     TerminationRequested,
     TrainerResumed,
     TrainerUp,
 )
+from statemachine.envelopes import ToNode
+from statemachine.events import BrokerConnected, BrokerLost, Event
 from statemachine.values import NodeFacts
 
 log = structlog.get_logger("ftd.node")

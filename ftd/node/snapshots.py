@@ -30,16 +30,16 @@ from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
 from ftd.node.staging import staged_in
 from ftd.node.translation import layers_of
-from statemachine.effects import SendCopy
-from statemachine.events import (
+from statemachine.agent_events import (
     CopiesHeld,
     CopyCommitted,
     CopyFailed,
-    Event,
     HeldSnapshots,
     RestoringFailed,
     SnapshotSpoiled,
 )
+from statemachine.effects import SendCopy
+from statemachine.events import Event
 from statemachine.messages import Persist, Resume
 from statemachine.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy

@@ -27,7 +27,8 @@ from ftd.node.zygote import Zygote
 from runtime import protocol, zygote_protocol
 from runtime.frames import Decoder, ProtocolError, encode
 from runtime.trace_protocol import Traced
-from statemachine.events import Event, TrainerFailed
+from statemachine.agent_events import TrainerFailed
+from statemachine.events import Event
 from statemachine.values import FailureCause
 
 log = structlog.get_logger()

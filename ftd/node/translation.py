@@ -12,8 +12,7 @@ from ftd.wire.profiles import problem_of_profile
 from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
 from runtime import protocol
 from statemachine import messages
-from statemachine.events import (
-    Event,
+from statemachine.agent_events import (
     TrainerBeat,
     TrainerDone,
     TrainerFailed,
@@ -28,6 +27,7 @@ from statemachine.events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
+from statemachine.events import Event
 from statemachine.values import DeviceReport, FailureCause, HeldPart, Job, Vote
 
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim.arena import Copy
+from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed
 from statemachine.buddies import copy_of
 from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
-from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed
 from statemachine.values import HeldSnapshot
 
 if TYPE_CHECKING:

@@ -13,6 +13,17 @@ from ftd.sim.world import World
 from ftd.sim.writer import SimWriter
 from planner.values import Device, ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
+from statemachine.agent_events import (
+    AgentStarted,
+    CommandArrived,
+    HeldSnapshots,
+    RestoringFailed,
+    TerminationRequested,
+    TrainerBeat,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerUp,
+)
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -36,20 +47,7 @@ from statemachine.effects import (
     TrainerSnap,
 )
 from statemachine.envelopes import FromNode, ToNode, ToNodes
-from statemachine.events import (
-    AgentStarted,
-    BrokerConnected,
-    BrokerLost,
-    CommandArrived,
-    HeldSnapshots,
-    RestoringFailed,
-    TerminationRequested,
-    TimerFired,
-    TrainerBeat,
-    TrainerFailed,
-    TrainerPrepared,
-    TrainerUp,
-)
+from statemachine.events import BrokerConnected, BrokerLost, TimerFired
 from statemachine.messages import Fence
 from statemachine.rules import owned_layers
 from statemachine.values import FailureCause, NodeFacts, NodeState, Restore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ftd.sim.arena import Shard
 from ftd.sim.sharding import is_sharded
 from planner.values import Device, StatePart
-from statemachine.events import (
+from statemachine.agent_events import (
     TrainerDone,
     TrainerQuiesced,
     TrainerSnapped,

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from statemachine.agent_events import LayersFailed, LayersWritten
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.events import LayersFailed, LayersWritten
 from statemachine.messages import Persist
 from statemachine.values import LayerOnDisk
 

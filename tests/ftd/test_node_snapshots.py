@@ -15,8 +15,9 @@ from ftd.node.shard_protocol import Rate, bearer_token
 from ftd.node.snapshots import Snapshots
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from runtime.protocol import Instruction
+from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
-from statemachine.events import CopiesHeld, CopyCommitted, CopyFailed, Event, HeldSnapshots, RestoringFailed
+from statemachine.events import Event
 from statemachine.messages import Resume
 from statemachine.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
 from storage.checkpoint import CheckpointStore

@@ -20,8 +20,7 @@ from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
 from planner.values import Policy
 from runtime import frames, protocol
-from statemachine.events import (
-    Event,
+from statemachine.agent_events import (
     TrainerBeat,
     TrainerDone,
     TrainerFailed,
@@ -31,6 +30,7 @@ from statemachine.events import (
     TrainerStepped,
     TrainerUp,
 )
+from statemachine.events import Event
 from statemachine.values import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

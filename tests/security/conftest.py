@@ -9,9 +9,10 @@ import pytest
 from ftd.sim.run import run_seed
 from ftd.wire import codec
 from statemachine.agent import AgentMachine
+from statemachine.agent_events import CommandArrived
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import BroadcastCommand
-from statemachine.events import CommandArrived, SignalArrived
+from statemachine.events import SignalArrived
 
 
 class Wire:

@@ -33,9 +33,10 @@ from runtime import protocol, store_protocol, trace_protocol, zygote_protocol
 from runtime.frames import Decoder, ProtocolError, encode
 from statemachine import durable
 from statemachine.agent import AgentMachine
+from statemachine.agent_events import CommandArrived
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import BroadcastCommand, SendCommand
-from statemachine.events import CommandArrived, SignalArrived
+from statemachine.events import SignalArrived
 from statemachine.timing import Timing
 from storage.checkpoint import CheckpointStore
 from storage.errors import DamagedError, StorageError

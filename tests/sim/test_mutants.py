@@ -28,8 +28,8 @@ from statemachine import (
     signals,
     snapshots,
 )
+from statemachine.agent_events import TrainerSnapped
 from statemachine.envelopes import ToNode, ToNodes
-from statemachine.events import TrainerSnapped
 from statemachine.messages import Prepare
 from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger

@@ -7,6 +7,21 @@ from transcripts import PROFILE, Script, committed, facts, job, report, vote
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.agent import AgentMachine
+from statemachine.agent_events import (
+    AgentStarted,
+    CommandArrived,
+    TerminationRequested,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerReplicaDiverged,
+    TrainerResumed,
+    TrainerStepped,
+    TrainerSuspectedPeer,
+    TrainerUp,
+)
 from statemachine.effects import (
     EmitEvent,
     ExitDaemon,
@@ -22,23 +37,7 @@ from statemachine.effects import (
     TrainerResume,
 )
 from statemachine.envelopes import ToNode
-from statemachine.events import (
-    AgentStarted,
-    BrokerConnected,
-    BrokerLost,
-    CommandArrived,
-    TerminationRequested,
-    TrainerBeat,
-    TrainerDone,
-    TrainerFailed,
-    TrainerPrepared,
-    TrainerQuiesced,
-    TrainerReplicaDiverged,
-    TrainerResumed,
-    TrainerStepped,
-    TrainerSuspectedPeer,
-    TrainerUp,
-)
+from statemachine.events import BrokerConnected, BrokerLost
 from statemachine.messages import (
     Command,
     Fence,

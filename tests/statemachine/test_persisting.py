@@ -8,6 +8,7 @@ from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts,
 
 from planner.errors import StateLostError
 from statemachine.agent import AgentMachine
+from statemachine.agent_events import AgentStarted, CommandArrived, LayersFailed, LayersWritten
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -22,15 +23,11 @@ from statemachine.effects import (
 )
 from statemachine.envelopes import ToNode
 from statemachine.events import (
-    AgentStarted,
     BrokerConnected,
     CheckpointFailed,
     CheckpointFound,
     CheckpointWritten,
-    CommandArrived,
     JobSubmitted,
-    LayersFailed,
-    LayersWritten,
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
