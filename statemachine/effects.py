@@ -100,6 +100,13 @@ class PublishCluster(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetNode(Effect):
+    """Delete what the broker retains of a node that is gone."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTemplates(Effect):
     """Precompute templates and instantiations for up to ``max_nodes``: TemplatesReady / TemplatesFailed.
 

@@ -4,6 +4,7 @@ from typing import assert_never
 
 from statemachine import intervals, persisting, snapshots
 from statemachine.events import NodeVanished, SignalArrived
+from statemachine.forgetting import unknown
 from statemachine.group import take_finished, take_resumed
 from statemachine.jobs import fail, say_not_under_way, set_draining, take_prepared
 from statemachine.ledger import take_heartbeat, take_stepped
@@ -287,7 +288,10 @@ def vanished(c: Cluster, event: NodeVanished) -> None:
     """The broker says that a node's session is over."""
     c.rejected.pop((event.node, event.incarnation), None)
     node = c.nodes.get(event.node)
-    if node is None or node.incarnation != event.incarnation or not node.alive:
+    if node is None:
+        unknown(c, event.node)
+        return
+    if node.incarnation != event.incarnation or not node.alive:
         return
     if event.graceful:
         node_lost(c, node, "goodbye", f"{node.name} left")

@@ -1,5 +1,6 @@
 """What the coordinator does when time has passed."""
 
+from statemachine.forgetting import forget
 from statemachine.ledger import ask, look
 from statemachine.membership import fence, lose, silent
 from statemachine.node import NodeMachine
@@ -19,6 +20,7 @@ def tick(c: Cluster, late_s: float) -> None:
     for node in silent(c):
         c.cause = f"silence:{node.name}:{node.incarnation}"
         node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
+    forget(c)
     c.dirty = c.dirty or c.recovery is not None
 
 

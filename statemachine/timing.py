@@ -22,6 +22,10 @@ class Timing:
     hello_grace_s: float = 3.0
     """After the broker came (back): nobody is declared silent before this has passed."""
 
+    forget_s: float = 86_400.0
+    """A node that was not heard of for so long, and that the job under way does not name, is forgotten; where
+    more are OFFLINE than are here, and more than a hundred, those that went first go sooner."""
+
     # --- reconfiguration (coordinator) ---
     quiesce_s: float = 5.0
     """A node that does not answer ``Quiesce(abort)`` for this long is fenced. Above the longest single

@@ -132,7 +132,7 @@ IRREGULAR_FACTS = {
 IMPERATIVES = {
     "Set", "Cancel", "Emit", "Send", "Persist", "Publish", "Build", "Compute", "Answer", "Start", "Kill",
     "Prepare", "Quiesce", "Resume", "Renew", "Exit", "Weigh", "Check", "Snap", "Keep", "Remove",
-    "Commit", "Abandon", "Find", "Stop", "Broadcast", "Foresee",
+    "Commit", "Abandon", "Find", "Stop", "Broadcast", "Foresee", "Forget",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What the machine has nodes told, as messages: to one node on its own topic, to several on that of all."""
+"""What the machine has nodes told, as messages: to one node on its own topic, to several on that of all; and
+what the broker is to forget of one."""
 
 import asyncio
 from collections import deque
@@ -9,7 +10,7 @@ import structlog
 from ftd.mqtt.session import ECHO_S
 from ftd.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
 from ftd.wire.topics import Topics
-from statemachine.effects import BroadcastCommand, SendCommand
+from statemachine.effects import BroadcastCommand, ForgetNode, SendCommand
 
 _log = structlog.get_logger("ftd.coordinator")
 
@@ -23,7 +24,7 @@ class Session(Protocol):
     @property
     def connected(self) -> bool: ...
 
-    def publish(self, topic: str, payload: bytes) -> None: ...
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None: ...
 
 
 class Commands:
@@ -36,8 +37,10 @@ class Commands:
         self._topics, self._session = topics, session
         self._said: deque[bytes] = deque(maxlen=MOST_SAID)
 
-    def send(self, effect: SendCommand | BroadcastCommand) -> None:
-        if isinstance(effect, SendCommand):
+    def send(self, effect: SendCommand | BroadcastCommand | ForgetNode) -> None:
+        if isinstance(effect, ForgetNode):
+            self._session.publish(self._topics.node_state(effect.node), b"", retain=True)
+        elif isinstance(effect, SendCommand):
             self._session.publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
         else:
             payload = encode_to_nodes(effect.message)

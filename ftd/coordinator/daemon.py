@@ -52,6 +52,7 @@ from statemachine.effects import (
     EmitEvent,
     FindCheckpoint,
     ForeseePlan,
+    ForgetNode,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -73,7 +74,7 @@ GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
     | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode
 )  # fmt: skip
 
 
@@ -293,11 +294,8 @@ class Coordinator:
         if state.node != node:
             raise WireError(f"a message on {node!r}'s topic claims to be {state.node[:64]!r}'s")
         if state.state is NodeState.OFFLINE:
-            self._driver.feed(
-                NodeVanished(
-                    **self._stamp(), node=node, incarnation=state.incarnation, graceful=state.graceful
-                )
-            )
+            who: dict[str, Any] = {"incarnation": state.incarnation, "graceful": state.graceful}
+            self._driver.feed(NodeVanished(**self._stamp(), node=node, **who))
 
     def _on_cluster_state(self, payload: bytes) -> None:
         """Our predecessor's last will may come after our own first word: say ours again."""
@@ -323,7 +321,7 @@ class Coordinator:
         match effect:
             case EmitEvent():
                 self._emit(effect)
-            case SendCommand() | BroadcastCommand():
+            case SendCommand() | BroadcastCommand() | ForgetNode():
                 self._commands.send(effect)
             case PersistState():
                 self._persist()

@@ -58,8 +58,8 @@ def acl_text(cluster: str, users: Users) -> str:
 
 
 def _coordinator(topics: Topics) -> list[str]:
-    reads = (topics.node_signal(), topics.node_state(), topics.request)
-    both = (topics.events, topics.cluster_state, topics.command)
+    reads = (topics.node_signal(), topics.request)
+    both = (topics.node_state(), topics.events, topics.cluster_state, topics.command)
     among = (topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer())
     writes = (topics.node_command("+"), topics.reply("+"))
     return [

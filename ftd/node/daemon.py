@@ -354,7 +354,7 @@ class NodeDaemon:
     def on_trace(self, payload: bytes) -> None:
         self._traces.on_request(payload)
 
-    def on_state(self, seen: NodeStateMessage) -> None:
+    def on_state(self, seen: NodeStateMessage | None) -> None:
         self._speaking().note_state(seen)
 
     # --- chaos' hands ----------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ class Ears(Protocol):
 
     def on_trace(self, payload: bytes) -> None: ...
 
-    def on_state(self, seen: NodeStateMessage) -> None:
-        """Somebody's word on this node's own topic."""
+    def on_state(self, seen: NodeStateMessage | None) -> None:
+        """Somebody's word on this node's own topic; ``None``: what was retained there was deleted."""
 
     def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None: ...
 
@@ -74,5 +74,4 @@ class Hearing:
             self._ears.on_trace(payload)
 
     def _state(self, payload: bytes, retained: bool) -> None:
-        if payload:
-            self._ears.on_state(decode_json(payload, NodeStateMessage))
+        self._ears.on_state(decode_json(payload, NodeStateMessage) if payload else None)

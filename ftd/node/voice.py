@@ -174,15 +174,16 @@ class Voice:
         elif not isinstance(command, messages.Inquiry):
             self._rejected = False
 
-    def note_state(self, seen: NodeStateMessage) -> None:
+    def note_state(self, seen: NodeStateMessage | None) -> None:
         """Somebody else's word on our topic: say ours again.
 
-        An older incarnation's last will is answered at once. A live state is a second daemon of our name:
+        An older incarnation's last will is answered at once, and so is a coordinator that forgot our name
+        (``None``) when we were on our way back. A live state is a second daemon of our name:
         the coordinator rejects one of us, which a moment later will have settled who writes here.
         """
-        if seen.incarnation == self.incarnation:
+        if seen is not None and seen.incarnation == self.incarnation:
             return
-        if seen.state is NodeState.OFFLINE:
+        if seen is None or seen.state is NodeState.OFFLINE:
             self.say_state()
         else:
             asyncio.get_running_loop().call_later(SETTLE_S, self.say_state)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
 from ftd.sim.checkpoints import CheckpointWork
+from ftd.sim.churn import forgets
 from ftd.sim.disk import Copy, Disk
 from ftd.sim.losses import Written
 from ftd.sim.network import Network
@@ -33,6 +34,7 @@ from statemachine.effects import (
     EmitEvent,
     FindCheckpoint,
     ForeseePlan,
+    ForgetNode,
     PersistState,
     PublishCluster,
     SendCommand,
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
     | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan | ForgetNode
 )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ class SimCoordinator(CheckpointWork):
     # --- the process -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.up, self.frozen = True, False
+        self.up, self.frozen, self.leading = True, False, False
         self._life += 1
         self._waiting = []
         self._timers.clear()
@@ -107,7 +109,6 @@ class SimCoordinator(CheckpointWork):
         self.planner = None
         self.incarnation = self.world.serial()
         self._untold.clear()
-        self.leading = False
         self.machine = ClusterMachine(self.world.timing)
         self.seat = SimSeat(self, self.world, self.network)
         self.network.watch(self.seat)
@@ -312,6 +313,8 @@ class SimCoordinator(CheckpointWork):
         match effect:
             case SendCommand() | BroadcastCommand():
                 self.network.from_seat(self.seat, self._command, effect.message)
+            case ForgetNode():
+                self.network.from_seat(self.seat, forgets, self.invariants, self.network, effect.node)
             case PersistState():
                 self.replicate()
             case EmitEvent():

@@ -95,6 +95,8 @@ class SimNode:
         self.up = False
         self.left = False
         """It exited on its own accord."""
+        self.gone_at: float | None = None
+        """When it went for good."""
         self.frozen = False
         self.data_cut = False
         self.slowness = 1.0

@@ -3,7 +3,7 @@
 import traceback
 from dataclasses import dataclass
 
-from ftd.sim import faults, upgrades
+from ftd.sim import churn, faults, upgrades
 from ftd.sim.coordinator import SimCoordinator, leader_of
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
@@ -61,6 +61,8 @@ class Leaning:
     """Probability that a message comes again."""
     upgrades: bool | None = None
     """Coordinators get another program in the middle of it."""
+    churn: bool | None = None
+    """Nodes go for good, and others come under new names."""
     strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
     """Shortly behind an event of this name, so many of which are passed over."""
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
@@ -186,10 +188,12 @@ class Simulation:
         world.at(world.between(0.1, 1.0), self.submit)
         faults.draw(self, CHAOS_S)
         upgrades.draw(self, CHAOS_S)
+        churn.draw(self, CHAOS_S)
+        churn.Listed(self)
         world.at(HEAL_S, self.heal)
 
     def add_node(self) -> None:
-        if len(self.nodes) >= MOST_NODES:
+        if sum(node.gone_at is None for node in self.nodes.values()) >= MOST_NODES:
             return
         node = SimNode(
             self.world,
@@ -205,7 +209,7 @@ class Simulation:
         self.world.at(self.world.between(0.0, 0.3), self.revive, node)
 
     def revive(self, node: SimNode) -> None:
-        if not node.up:
+        if not node.up and node.gone_at is None:
             node.start()
 
     def reconnect_data(self, node: SimNode) -> None:

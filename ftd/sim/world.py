@@ -14,6 +14,7 @@ TIMING = Timing(
     heartbeat_s=1.0,
     silence_s=3.0,
     hello_grace_s=4.0,
+    forget_s=6.0,
     quiesce_s=5.0,
     boundary_s=3.0,
     resume_s=8.0,

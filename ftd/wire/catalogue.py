@@ -26,6 +26,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.StragglerRecovered,
         e.NodeDraining,
         e.NodeReleased,
+        e.NodeForgotten,
         e.PeerSuspected,
         s.SnapshotCompleted,
         s.SnapshotIntervalChosen,

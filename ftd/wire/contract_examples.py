@@ -40,6 +40,7 @@ DETAILS: dict[str, Json] = {
     "TrainerStarted": {"device": 0, "pid": 4711, "daemon_pid": 4702},
     "StragglerDetected": _SLOW,
     "StragglerRecovered": {"speed": 1.0, "speed_before": 0.25, "microbatch_ms": [10.2]},
+    "NodeForgotten": {"incarnation": 17200003},
     "NodeRejected": {"incarnation": 17200009},
     "NodeFenced": {"incarnation": 17200003},
     "GenerationStarted": {"mode": "abort", "why": "node-2 is lost"},

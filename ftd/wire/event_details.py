@@ -159,6 +159,12 @@ class NodeReleased(Details, frozen=True, kw_only=True):
     """A draining node holds nothing that the job needs and may go."""
 
 
+class NodeForgotten(Details, frozen=True, kw_only=True):
+    """A node that is OFFLINE is listed no longer; should it come back, it joins as a new one."""
+
+    incarnation: int
+
+
 class NodeRejected(Limited, frozen=True, kw_only=True):
     """A node may not join: its name is taken, or it has the wrong number of devices."""
 

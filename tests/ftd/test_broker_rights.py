@@ -81,6 +81,7 @@ WRITES = [
     ("host-a", T.events, "alice"),
     (USERS.coordinator, T.node_command("host-a"), "host-a"),
     (USERS.coordinator, T.command, "host-a"),
+    (USERS.coordinator, T.node_state("host-a"), "host-a"),
     (USERS.coordinator, T.cluster_state, "grafana"),
     (USERS.coordinator, T.reply("me"), "alice"),
     ("alice", T.request, USERS.coordinator),

@@ -401,6 +401,54 @@ def test_a_node_whose_connection_breaks_is_lost_at_once(daemon: Daemon, tmp_path
     asyncio.run(scene())
 
 
+def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
+    tmp_path: Path, mosquitto: RunningBroker
+) -> None:
+    daemon = Daemon(tmp_path, mosquitto.port)
+    daemon.config.write_text(daemon.config.read_text() + "forget_s = 0.5\n")
+    topics, retained = Topics(cluster="t"), dict[str, bytes]()
+    gone = {topics.node_state(name): b"" for name in ("a-pod-before-us", "pod-1")}
+
+    async def scene() -> None:
+        deleted = asyncio.Event()
+
+        def on_message(topic: str, payload: bytes, _retained: bool) -> None:
+            retained[topic] = payload
+            if retained == gone:
+                deleted.set()
+
+        looking = MqttSession(
+            daemon.address.broker,
+            client_id="looking",
+            subscriptions=[topics.node_state()],
+            on_message=on_message,
+        )
+        watching = asyncio.create_task(looking.run())
+        await looking.wait_connected(PATIENCE_S)
+        async with PlayedNode(daemon, "a-pod-before-us") as before:  # Nobody ever heard of it.
+            before.session.interrupt(60)
+        daemon.start()
+        async with ClusterClient(daemon.address, listen=True) as client:
+            async with PlayedNode(daemon, "pod-1") as pod:
+                await state_when(client, lambda s: "pod-1" in s["nodes"])
+                pod.session.interrupt(60)
+            async with asyncio.timeout(PATIENCE_S):
+                async for event in client.events():
+                    if event["event"] == "NodeForgotten":
+                        break
+            assert event["node"] == "pod-1" and event["details"] == {"incarnation": 1}
+            await state_when(client, lambda s: s["nodes"] == {})
+            await asyncio.wait_for(deleted.wait(), PATIENCE_S)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    try:
+        asyncio.run(scene())
+    finally:
+        if daemon.process is not None:
+            daemon.end()
+
+
 def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemon) -> None:
     async def scene() -> None:
         async with ClusterClient(daemon.address, listen=True) as client:

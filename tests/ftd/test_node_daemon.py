@@ -155,11 +155,14 @@ def test_each_trainer_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker: RunningBroker) -> None:
     """Not what another incarnation or node is told; what nobody can read it logs, and tells nobody."""
     topics, heard, refused = Topics(cluster="ftd"), list[FromNode](), list[str]()
+    states: list[bytes] = []
 
     def on_message(topic: str, payload: bytes, _retained: bool) -> None:
         if topic == topics.events:
             event = json.loads(payload)
             refused.extend([event["details"]["topic"]] if event["event"] == "MessageRefused" else [])
+        elif topic == topics.node_state("node-0"):
+            states.append(payload)
         else:
             heard.append(decode_from_node(payload, "node-0"))
 
@@ -174,7 +177,7 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
         session = MqttSession(
             broker.address,
             client_id="test",
-            subscriptions=[topics.node_signal("node-0"), topics.events],
+            subscriptions=[topics.node_signal("node-0"), topics.node_state("node-0"), topics.events],
             on_message=on_message,
         )
         running = asyncio.create_task(session.run())
@@ -189,6 +192,10 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
         await asyncio.to_thread(until, lambda: "MessageRefused" in log.read_text(), "a line in the log")
         session.publish(topics.node_command("node-0"), b"\xc1garbage")
         await asyncio.to_thread(until, lambda: bool(refused), "a refusal")
+        before = len(states)
+        session.publish(topics.node_state("node-0"), b"", retain=True)  # By who forgot its name meanwhile.
+        await asyncio.to_thread(until, lambda: b"" in states[before:-1], "its state, said again")
+        assert json.loads(states[-1])["incarnation"] == here
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

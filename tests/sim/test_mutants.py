@@ -20,6 +20,7 @@ from statemachine import (
     agent_commands,
     agent_snapshots,
     durable,
+    forgetting,
     jobs,
     persisting,
     recovery,
@@ -27,6 +28,7 @@ from statemachine import (
     rules,
     signals,
     snapshots,
+    timeouts,
 )
 from statemachine.agent_events import TrainerSnapped
 from statemachine.envelopes import ToNode, ToNodes
@@ -329,6 +331,25 @@ def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytes
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
     alone = Leaning(zero1=False, protection="aec+buddy", checkpoints=False, strikes=crashes)
     found("and buddies of", leaning=alone)
+
+
+# --- names that never come back ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mutant", "expected"),
+    [
+        (forgetting, "needed", lambda c: frozenset(), "the job's journal names it"),
+        (timeouts, "forget", lambda c: None, "is gone for good, and is listed"),
+        (signals, "unknown", lambda c, name: None, "is gone for good, and its state is retained"),
+    ],
+    ids=["whoever is gone", "nobody", "nothing at the broker"],
+)
+def test_a_coordinator_that_forgets_whom_it_needs_or_nobody_is_found(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Callable[..., Any], expected: str
+) -> None:
+    monkeypatch.setattr(module, name, mutant)
+    found(expected, leaning=Leaning(churn=True))
 
 
 # --- ZeRO-1 --------------------------------------------------------------------------------------

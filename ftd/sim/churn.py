@@ -1,0 +1,118 @@
+"""Nodes that never come back, and others in their place under new names: pods, machines that are rented.
+
+What is remembered of those that are gone is bounded, and nobody is forgotten whom the job needs. Drawn from a
+source of its own, so that whatever else happens in a seed stays as it is.
+"""
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ftd.sim import losses
+from statemachine.phases import OVER
+
+if TYPE_CHECKING:
+    from ftd.sim.invariants import Invariants
+    from ftd.sim.network import Network
+    from ftd.sim.run import Simulation
+    from ftd.sim.seat import SimSeat
+
+_LATE_S = 6.0
+"""So much later, at most: what comes twice may come so long after who sent it is gone."""
+
+
+_LOOKS = 3
+
+
+def draw(sim: "Simulation", until_s: float) -> None:
+    """In some seeds, or in all that lean to it."""
+    rng = Random(f"{sim.world.seed} churn")
+    wanted = rng.random() < 0.25 if sim.leaning.churn is None else sim.leaning.churn
+    if wanted:
+        for _ in range(rng.randint(1, 4)):
+            sim.world.at(rng.uniform(0.5, until_s), _replace, sim, rng.random(), rng.uniform(0.1, 3.0))
+
+
+def _replace(sim: "Simulation", which: float, after_s: float) -> None:
+    """A host is gone for good; another one comes in its place, under a new name."""
+    there = [node for node in sim.nodes.values() if node.gone_at is None]
+    if sim.healed or not there:
+        return
+    node = there[int(which * len(there))]
+    sim.log(f"{node.name} is gone for good")
+    node.crash(host=True)
+    node.gone_at = sim.world.now
+    sim.world.at(after_s, sim.add_node)
+
+
+def forgets(truth: "Invariants", network: "Network", name: str) -> None:
+    """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
+    else has."""
+    network.retained.pop(name, None)
+    journal = network.journal.journal if network.journal is not None else None
+    if journal is None or _over(journal):
+        return
+    if name in _named(journal):
+        truth.broken(f"{name} is forgotten, and the job's journal names it")
+    counting = [
+        trainer
+        for node in truth.nodes.values()
+        for trainer in node.trainers.values()
+        if trainer.able and trainer.generation >= truth.newest_resume and trainer.lineage == truth.lineage
+    ]
+    others = [trainer for trainer in counting if trainer.node.name != name]
+    if losses.lacking(truth, others, truth.known) and not losses.lacking(truth, counting, truth.known):
+        truth.broken(f"{name} is forgotten, and holds what nobody else does")
+
+
+class Listed:
+    """Looks every second who is listed and retained: nobody who is gone for good and whom nobody needs."""
+
+    def __init__(self, sim: "Simulation") -> None:
+        self._sim = sim
+        self._seat: SimSeat | None = None
+        self._settled_at = 0.0
+        self._seen: dict[str, int] = {}
+        """How often in a row each was listed or retained that should not be."""
+        sim.world.at(1.0, self._look)
+
+    def _look(self) -> None:
+        sim, leader, timing = self._sim, self._sim.coordinator, self._sim.world.timing
+        sim.world.at(1.0, self._look)
+        settled = leader.leading and not leader.frozen and sim.network.hears(leader.seat)
+        if not settled or leader.seat is not self._seat:
+            self._seat, self._settled_at = leader.seat, sim.world.now
+        late = sim.world.now - timing.forget_s - _LATE_S
+        gone = [node.name for node in sim.nodes.values() if node.gone_at is not None and node.gone_at < late]
+        if gone and self._settled_at < late:
+            self._check(set(gone), leader.machine.durable_state())
+
+    def _check(self, gone: set[str], journal: dict[str, Any]) -> None:
+        """It may have been named until just now."""
+        quiet = journal["phase"] == "RUNNING" and journal.get("recovery") is None
+        free = gone if _over(journal) else gone - _named(journal) if quiet else set()
+        left = free & {*journal["nodes"], *self._sim.network.retained}
+        self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(left)}
+        for name in (name for name, looks in self._seen.items() if looks > _LOOKS):
+            what = "is listed" if name in journal["nodes"] else "its state is retained"
+            self._sim.invariants.broken(f"{name} is gone for good, and {what} still")
+
+
+def _over(journal: dict[str, Any]) -> bool:
+    return journal["job"] is None or journal["phase"] in OVER
+
+
+def _named(journal: dict[str, Any]) -> set[str]:
+    """By its plan, its generation, its snapshots, its recovery."""
+    attempt, plan, persisting = journal.get("attempt"), journal.get("plan"), journal["persisting"]
+    names = {*persisting["writers"], *journal.get("resumed_buddies", {}).values()}
+    if (recovery := journal.get("recovery")) is not None:
+        names |= set(recovery["nodes"])
+    if attempt is not None:
+        names |= {*attempt["members"], *attempt["sources"]}
+        names |= set() if attempt["resume_sent"] else set(attempt["expected"])
+    for pipeline in plan["pipelines"] if plan is not None else ():
+        names |= {device["node"] for stage in pipeline["stages"] for device in stage["devices"]}
+    for record in (journal["snapshot"], persisting["record"]):
+        for group in record["groups"] if record is not None else ():
+            names |= {*group["owners"], group["buddy"]}
+    return names

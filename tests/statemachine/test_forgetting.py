@@ -1,0 +1,109 @@
+"""Names that never come back: who is forgotten, who stays, and what becomes of one that comes after all."""
+
+import pytest
+from test_cluster import events, running, sent
+from transcripts import Coordination, committed, report
+
+from statemachine import forgetting
+from statemachine.effects import EmitEvent, ForgetNode
+from statemachine.events import BrokerConnected, NodeVanished, PlanImpossible
+from statemachine.messages import Fence, Heartbeat, Inquiry
+from statemachine.values import ClusterPhase
+
+DAY_S = 86_400.0
+
+
+def look(s: Coordination, after_s: float = 0.0) -> list[str]:
+    """So much later, everybody who is there having been heard; who is forgotten."""
+    s.wait(after_s)
+    for name, node in s.machine._c.nodes.items():
+        if node.alive:
+            s.say(name, Heartbeat(generation=s.machine.generation, committed=None))
+    s.machine._c.due["tick"] = s.now
+    s.fire("tick")
+    forgotten = [event.node for event in s.all(EmitEvent) if event.name == "NodeForgotten"]
+    assert [effect.node for effect in s.all(ForgetNode)] == forgotten
+    assert not set(forgotten) & s.machine.public_state()["nodes"].keys()
+    return [name for name in forgotten if name is not None]
+
+
+def pods(count: int) -> Coordination:
+    """So many nodes came, each under a name of its own, a second apart, and each is gone."""
+    s = Coordination()
+    s.feed(BrokerConnected)
+    for number in range(count):
+        s.hello(f"pod-{number}", number)
+        s.feed(NodeVanished, node=f"pod-{number}", incarnation=number)
+        s.wait(1.0)
+    return s
+
+
+def without_node_3() -> Coordination:
+    """Three nodes train; the fourth was lost, and its state is not needed."""
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
+        s.quiesced(name, 2, report(1, held=held))
+    s.plan()
+    for name in s.machine._c.planned:
+        s.resumed(name, 2)
+    return s
+
+
+def test_a_node_that_is_away_for_long_is_forgotten() -> None:
+    s = pods(1)
+    assert look(s, DAY_S - 2.0) == []
+    assert look(s, 2.0) == ["pod-0"]
+    assert look(s) == []
+
+
+def test_of_many_that_are_gone_the_last_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgetting, "OFFLINE_KEPT", 3)
+    s = pods(5)
+    assert look(s) == ["pod-0", "pod-1"]
+    for number in range(5):
+        s.hello(f"here-{number}", 50 + number)
+    for number in range(7):
+        s.hello(f"away-{number}", 70 + number)
+        s.wait(0.01)
+        s.feed(NodeVanished, node=f"away-{number}", incarnation=70 + number)
+    assert look(s) == ["pod-2", "pod-3", "pod-4", "away-0", "away-1"]
+
+
+def test_whom_a_recovery_is_about_is_kept_until_it_is_over() -> None:
+    s = without_node_3()
+    assert look(s, 2 * DAY_S) == []
+    s.stepped("node-0", 2, 2)
+    assert "RecoveryCompleted" in events(s)
+    assert look(s) == ["node-3"]
+
+
+def test_whom_the_plan_names_is_kept_while_the_job_is_paused() -> None:
+    s = running(2)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes", needed=2)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert look(s, 2 * DAY_S) == []
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+    assert "NodeJoined" in events(s)
+
+
+def test_who_comes_back_with_state_after_it_was_forgotten_is_fenced() -> None:
+    s = without_node_3()
+    s.stepped("node-0", 2, 2)
+    assert look(s, 2 * DAY_S) == ["node-3"]
+    s.say("node-3", Heartbeat(generation=1, committed=committed(9)))
+    assert set(sent(s, Inquiry)) == {"node-3"}
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1, training=True)
+    assert set(sent(s, Fence)) == {"node-3"}
+    assert s.machine.committed_step == 2
+    s.hello("node-3", 104)
+    assert "NodeJoined" in events(s)
+
+
+def test_what_is_retained_of_a_stranger_who_is_gone_is_deleted() -> None:
+    s = running()
+    s.feed(NodeVanished, node="pod-7", incarnation=7)
+    assert s.one(ForgetNode).node == "pod-7"
+    assert events(s) == []
