@@ -1,7 +1,9 @@
 """What a script registered, as one snapshot after the other: which bytes, where from, in which pieces."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,11 +17,31 @@ from runtime.random_states import random_states
 from runtime.ranks import Ranks
 from runtime.registered import Registered, expected_state
 from runtime.saved import FORMAT
-from runtime.tensor_image import Bytes, Image, Known, Source, Unit, aligned, cut, gathered, whole
+from runtime.survey import Survey, replicated_ids
+from runtime.tensor_image import Bytes, Entry, Image, Known, Source, Unit, aligned, cut, gathered, whole
 
 _SPARE_BYTES = 256 * 1024
 _ENTRY_BYTES = 256
 """Of a header, for each tensor that is expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Of an image's entries in the slot of one of its owners."""
+
+    entries: list[Entry]
+    owner: int
+    owners: int
+    units: list[Unit]
+    shared_units: int
+    """How many of them are of a shard of what is shared."""
+    base: int
+    """Where this rank's own begin."""
+
+    @cached_property
+    def encoded(self) -> msgspec.Raw:
+        """Its entries; asked for by the copier's thread alone."""
+        return msgspec.Raw(encode(self.entries))
 
 
 @dataclass(slots=True)
@@ -30,11 +52,12 @@ class Contents:
     random: bool
     things: dict[str, Registered] = field(default_factory=dict)
     _known: dict[int, Known] = field(default_factory=dict)
-    _units: tuple[tuple[Any, ...], list[Unit], int, int] = ((), [], 0, 0)
+    _survey: Survey | None = None
+    _layout: _Layout | None = None
     _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def expected_bytes(self) -> int:
-        image, trees = self._walk()
+        image, content = self._walk(anew=True)
         own, shared, tensors = image.own_bytes, image.shared_bytes, len(image.entries)
         for registered in self.things.values():
             if registered.kind == "optimizer":
@@ -42,7 +65,7 @@ class Contents:
                 tensors += more
                 # Of a replicated module's, in all likelihood: where not, it is the larger part that counts.
                 own, shared = (own, shared + more_bytes) if shared else (own + more_bytes, shared)
-        plain_bytes = 2 * len(encode(trees))
+        plain_bytes = 2 * len(encode(content()))
         kept = (
             self.protection.shards(shared).shard_bytes(self.protection.owner)
             if self.protection.keeps_shard
@@ -50,72 +73,93 @@ class Contents:
         )
         return kept + own + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES
 
-    def _walk(self) -> tuple[Image, dict[str, Any]]:
-        """What is registered, as it is now; nothing is copied but plain data."""
-        image = Image(known=self._known)
-        guarded: set[int] = set()
-        for registered in self.things.values():
-            guarded |= registered.guarded_ids()
-        shared = (self._replicated_ids() & guarded) if self.protection.shares else set()
+    def _walk(self, *, anew: bool = False) -> tuple[Image, Callable[[], dict[str, Any]]]:
+        """What is registered, as it is now; nothing is copied but plain data.
+
+        :param anew: as if there had been no snapshot before.
+        :returns: the tensors; what makes the header's content but for their entries, for one thread: what
+            it returns is changed by the next snapshot's.
+        """
+        steady = [r for r in self.things.values() if r.steady]
+        states = {r.name: r.state() for r in steady}
+        shares = self.protection.shares
+        survey, plain = self._survey, None
+        if survey is not None and not anew:
+            plain = survey.again(steady, states, shares=shares)
+        if survey is None or plain is None:
+            survey = self._survey = Survey.of(steady, states, self._known, shares=shares)
+        image = survey.image.further(self._known)
+        found = survey
 
         def take(tensor: Tensor, where: str) -> int:
-            of_all = id(tensor) in shared
-            return image.add(tensor, where, at_once=id(tensor) not in guarded, shared=of_all)
+            of_all = id(tensor) in found.shared
+            return image.add(tensor, where, at_once=id(tensor) not in found.guarded, shared=of_all)
 
-        things = {
-            name: {"kind": registered.kind, "state": freeze(registered.state(), name, take)}
-            for name, registered in self.things.items()
-        }
+        kinds = {r.name: r.kind for r in self.things.values()}
+        others = {r.name: freeze(r.state(), r.name, take) for r in self.things.values() if not r.steady}
         numbers = freeze(random_states(), "random numbers", take) if self.random else None
         self._known = image.seen
-        return image, {"format": FORMAT, "things": things, "random": numbers}
+
+        def content() -> dict[str, Any]:
+            frozen = found.frozen(plain) | others
+            things = {name: {"kind": kinds[name], "state": state} for name, state in frozen.items()}
+            return {"format": FORMAT, "things": things, "random": numbers}
+
+        return image, content
 
     def capture(self, step: int) -> Capture:
-        image, trees = self._walk()
+        image, content = self._walk()
         sources = self._sources(image)
         ranks = Ranks.now()
-        units, shared_units, base = self._cut(image)
-        layout = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
+        layout = self._layout = self._laid_out(image)
+        told = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
         return Capture(
             step=step,
             rank=ranks.rank,
-            units=units,
-            shared_units=shared_units,
+            units=layout.units,
+            shared_units=layout.shared_units,
             sources=sources,
-            body_bytes=base + image.own_bytes,
-            header=lambda: encode({**trees, "entries": image.entries}),
-            layout=msgspec.to_builtins(layout),
-            devices={source.device for source in sources if isinstance(source, Tensor)},
+            body_bytes=layout.base + image.own_bytes,
+            header=lambda: encode({**content(), "entries": layout.encoded}),
+            layout=msgspec.to_builtins(told),
+            devices=image.devices,
         )
 
-    def _cut(self, image: Image) -> tuple[list[Unit], int, int]:
-        """Units, how many of them are of a shard of what is shared, and where this rank's own begin."""
+    def _laid_out(self, image: Image) -> _Layout:
+        """That of the snapshot before, where it is the same."""
+        before, owner, owners = self._layout, self.protection.owner, self.protection.owners
+        # Most entries are the very same objects, and compared as such.
+        if (
+            before is not None
+            and (before.owner, before.owners) == (owner, owners)
+            and before.entries == image.entries
+        ):
+            return before
         ranges = [(n, e.offset, e.size_bytes) for n, e in enumerate(image.entries) if not e.shared]
         shared = [(n, e.offset, e.size_bytes) for n, e in enumerate(image.entries) if e.shared]
-        key = (ranges, shared, self.protection.owner, self.protection.owners)
-        if key != self._units[0]:
-            base, units = 0, []
-            if shared and self.protection.keeps_shard:
-                shards, owner = self.protection.shards(image.shared_bytes), self.protection.owner
-                base = aligned(shards.shard_bytes(owner))
-                units = cut(shared, shards.pieces(owner))
-            own = cut(ranges, whole(image.own_bytes), base)
-            self._units = (key, [*units, *own], len(units), base)
-        return self._units[1:]
-
-    def _replicated_ids(self) -> set[int]:
-        """Of tensors that are the same on all ranks, as DDP has it."""
-        parameters: set[int] = set()
-        for registered in sorted(self.things.values(), key=lambda r: r.kind != "module"):
-            parameters |= registered.shared_ids(parameters)
-        return parameters
+        base, units = 0, []
+        if shared and self.protection.keeps_shard:
+            shards = self.protection.shards(image.shared_bytes)
+            base = aligned(shards.shard_bytes(owner))
+            units = cut(shared, shards.pieces(owner))
+        own = cut(ranges, whole(image.own_bytes), base)
+        return _Layout(
+            entries=image.entries,
+            owner=owner,
+            owners=owners,
+            units=[*units, *own],
+            shared_units=len(units),
+            base=base,
+        )
 
     def shared_digest(self) -> str:
         """Of what DDP is to keep the same, so that all ranks see whether it is; empty: nothing is."""
         if self.protection.facts is None:
             return ""
-        wanted, hasher, found = self._replicated_ids(), xxhash.xxh3_128(), False
+        steady = [r for r in self.things.values() if r.steady]
+        wanted = replicated_ids(steady, {r.name: r.state() for r in steady})
         image, _ = self._walk()
+        hasher, found = xxhash.xxh3_128(), False
         for tensor in image.tensors:
             if id(tensor) in wanted:
                 flat = gathered(tensor).cpu().numpy()
@@ -125,25 +169,20 @@ class Contents:
 
     def _sources(self, image: Image) -> list[Source]:
         """Guarded tensors themselves; of the others copies, made now."""
+        sources = image.views.copy()
         staged = [
-            number
-            for number, at_once in enumerate(image.at_once)
-            if at_once and isinstance(image.views[number], np.ndarray)
+            (number, view) for number in image.at_once if isinstance(view := sources[number], np.ndarray)
         ]
-        wanted = sum(image.entries[number].size_bytes for number in staged)
+        wanted = sum(len(view) for _, view in staged)
         if len(self._staging) < wanted:
             self._staging = np.zeros(wanted, dtype=np.uint8)
-        sources, end = list(image.views), 0
-        for number in staged:
-            size = image.entries[number].size_bytes
-            copy, view = self._staging[end : end + size], image.views[number]
-            assert isinstance(view, np.ndarray)
+        end = 0
+        for number, view in staged:
+            copy = sources[number] = self._staging[end : end + len(view)]
             copy[:] = view
-            sources[number], end = copy, end + size
-        chosen: list[Source] = []
-        for number, source in enumerate(sources):
-            if source is None or (image.at_once[number] and isinstance(source, Tensor)):
+            end += len(view)
+        for number in image.at_once:
+            if not isinstance(sources[number], np.ndarray):
                 flat = gathered(image.tensors[number])
-                source = flat.numpy() if flat.device.type == "cpu" else flat  # noqa: PLW2901
-            chosen.append(source)
-        return chosen
+                sources[number] = flat.numpy() if flat.device.type == "cpu" else flat
+        return cast(list[Source], sources)  # What had no view is gathered.

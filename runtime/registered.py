@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,11 @@ class Registered:
             )
         return cls(name=name, thing=thing, kind=kind, guarded=guarded, replicated=replicated)
 
+    @property
+    def steady(self) -> bool:
+        """From one snapshot to the next its tensors are the same, in all likelihood."""
+        return self.kind in ("module", "optimizer")
+
     def state(self) -> Any:
         """Nested, with the tensors themselves in it."""
         match self.kind:
@@ -70,16 +76,25 @@ class Registered:
             case _:
                 return self.thing
 
-    def guarded_ids(self) -> set[int]:
+    def parameters(self, *, shared: bool) -> list[list[Tensor]]:
+        """An optimizer's by groups; a module's where they are guarded, or alike everywhere and ``shared``."""
+        if self.kind == "optimizer":
+            return [group["params"] for group in self.thing.param_groups]
+        if self.kind == "module" and (self.guarded or (shared and self.replicated)):
+            return [list(self.thing.parameters())]
+        return []
+
+    def fixed(self) -> dict[str, Any]:
+        """What is kept beside ``state``, and changes with the parameters alone."""
+        return {"shapes": _shapes(self.thing)} if self.kind == "optimizer" else {}
+
+    def guarded_ids(self, state: Any) -> set[int]:
         """Of the tensors in ``state`` and of those that the optimizer changes."""
         if self.kind == "optimizer":
-            own = {id(t) for state in self.thing.state.values() for t in _tensors(state)}
-            return own | {id(p) for group in self.thing.param_groups for p in group["params"]}
-        if self.kind == "module" and self.guarded:
-            return {id(p) for p in self.thing.parameters()}
-        return set()
+            return {id(t) for t in (*_tensors(state["state"]), *_tensors(self.parameters(shared=False)))}
+        return {id(t) for t in _tensors(self.parameters(shared=False))}
 
-    def shared_ids(self, replicated: set[int]) -> set[int]:
+    def shared_ids(self, state: Any, replicated: set[int]) -> set[int]:
         """Of the tensors that are the same on all ranks.
 
         :param replicated: of the parameters that DDP keeps the same. What an optimizer keeps for such a one
@@ -88,7 +103,9 @@ class Registered:
         if self.kind == "module" and self.replicated:
             return {id(p) for p in self.thing.parameters()}
         if self.kind == "optimizer" and not hasattr(self.thing, "consolidate_state_dict"):
-            return {id(t) for p, s in self.thing.state.items() if id(p) in replicated for t in _tensors(s)}
+            parameters = [p for group in self.parameters(shared=False) for p in group]
+            alike = [s for number, s in state["state"].items() if id(parameters[number]) in replicated]
+            return {id(t) for t in _tensors(alike)}
         return set()
 
     def refuses(self, saved: Any, entries: list[Entry]) -> str:
@@ -168,10 +185,15 @@ def _prepare_module(module: nn.Module, saved: dict[str, Any], place: Place) -> C
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = optimizer.state
+    if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
+        # As it nearly always is; a tensor's hash costs more than all else here.
+        states = dict(enumerate(kept.values()))
+    else:
+        states = {i: kept[p] for i, p in enumerate(parameters) if p in kept}
     return {
-        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(parameters) if p in optimizer.state},
+        "state": {i: s if type(s) is dict else dict(s) for i, s in states.items()},
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "shapes": _shapes(optimizer),
     }
 
 

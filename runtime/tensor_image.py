@@ -8,7 +8,7 @@ A tensor that fills its memory without gaps, in whatever order of dimensions, is
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -80,9 +80,11 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def bytes_of(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
-    """Its memory as a flat uint8 tensor; ``None`` where it has gaps or overlaps itself."""
+    """Its memory as a flat uint8 tensor; ``None`` where it has gaps, overlaps itself, or says less."""
     permuted = tensor.permute(order)
-    return permuted.reshape(-1).view(torch.uint8) if permuted.is_contiguous() else None
+    if not permuted.is_contiguous() or permuted.is_conj() or permuted.is_neg():
+        return None
+    return permuted.reshape(-1).view(torch.uint8)
 
 
 @dataclass(slots=True)
@@ -91,16 +93,20 @@ class Known:
 
     tensor: Tensor
     address: int
+    dtype: torch.dtype
+    device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
     entry: Entry
     view: Source | None
 
     def holds(self, tensor: Tensor) -> bool:
-        if self.tensor is not tensor:
-            return False
+        if self.tensor is not tensor or self.dtype.is_complex:
+            return False  # It may have been conjugated where it lies.
         return (
             (local(tensor) if self.entry.sharded else tensor).data_ptr() == self.address
+            and self.dtype is tensor.dtype
+            and self.device == tensor.device
             and self.shape == tensor.shape
             and self.strides == tensor.stride()
         )
@@ -120,7 +126,10 @@ class Image:
     views: list[Source | None] = field(default_factory=list)
     """``None``: it must be gathered from ``tensors``."""
     tensors: list[Tensor] = field(default_factory=list)
-    at_once: list[bool] = field(default_factory=list)
+    at_once: list[int] = field(default_factory=list)
+    """Numbers of those whose bytes must be taken before training goes on."""
+    devices: set[torch.device] = field(default_factory=set)
+    """Where there are any, but for the host."""
     own_bytes: int = 0
     shared_bytes: int = 0
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -146,12 +155,29 @@ class Image:
         self.entries.append(found.entry)
         self.views.append(found.view)
         self.tensors.append(tensor)
-        self.at_once.append(at_once or found.view is None)
+        if at_once or found.view is None:
+            self.at_once.append(number)
+        if not found.entry.on_host:
+            self.devices.add(local(tensor).device)
         if shared:
             self.shared_bytes = offset + found.entry.size_bytes
         else:
             self.own_bytes = offset + found.entry.size_bytes
         return number
+
+    def further(self, known: dict[int, Known]) -> "Image":
+        """One that begins with all of this one's; this one stays as it is."""
+        return replace(
+            self,
+            known=known,
+            seen=self.seen.copy(),
+            entries=self.entries.copy(),
+            views=self.views.copy(),
+            tensors=self.tensors.copy(),
+            at_once=self.at_once.copy(),
+            devices=self.devices.copy(),
+            _taken=self._taken.copy(),
+        )
 
 
 Range = tuple[int, int, int]
@@ -239,7 +265,7 @@ def _look_at(tensor: Tensor, address: int) -> Known:
         offset=0,
         size_bytes=inner.numel() * inner.element_size(),
     )
-    return Known(tensor, address, tensor.shape, tensor.stride(), entry, view)
+    return Known(tensor, address, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), entry, view)
 
 
 def _alike(one: Entry, other: Entry) -> bool:
@@ -248,7 +274,7 @@ def _alike(one: Entry, other: Entry) -> bool:
 
 def gathered(tensor: Tensor) -> Tensor:
     """A row-major copy's bytes."""
-    return local(tensor).contiguous().clone().reshape(-1).view(torch.uint8)
+    return local(tensor).resolve_conj().resolve_neg().contiguous().clone().reshape(-1).view(torch.uint8)
 
 
 def _fits(entry: Entry, tensor: Tensor) -> bool:
