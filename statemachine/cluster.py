@@ -8,6 +8,8 @@ tells each event where to go.
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
+import msgspec
+
 from statemachine import (
     durable,
     jobs,
@@ -119,9 +121,14 @@ class ClusterMachine:
             jobs.pursue(c)
         return self._take_out()
 
-    def durable_state(self) -> dict[str, Any]:
-        """What must survive a crash, as plain data; to be stored when ``PersistState`` is carried out."""
+    def durable_parts(self) -> dict[str, Any]:
+        """What must survive a crash, to be stored when ``PersistState`` is carried out."""
         return durable.write(self._c)
+
+    def durable_state(self) -> dict[str, Any]:
+        """The same as plain data."""
+        state: dict[str, Any] = msgspec.to_builtins(self.durable_parts())
+        return state
 
     def public_state(self) -> dict[str, Any]:
         """What outside tools see; to be published when ``PublishCluster`` is carried out."""

@@ -4,21 +4,27 @@ Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the cl
 one, the same for a coordinator that comes back on this host.
 """
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import msgspec
 
+from planner.values import Device
+from statemachine.columns import columns
 from statemachine.keeping import Keeping, Persisting, Writing
 from statemachine.node import NodeMachine
 from statemachine.promises import beyond
-from statemachine.records import Journal, NodeRecord, PersistingRecord
+from statemachine.records import Journal, NodeRecord, PersistingRecord, by_node
 from statemachine.rules import Resumption
 from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL
+from statemachine.values import PROTOCOL, NodeFacts
 
-SCHEMA = 1
-"""Of what ``write`` gives: one more where an older program could not read it."""
+T = TypeVar("T")
+
+SCHEMA = 2
+"""Of what ``write`` gives: one more where an older program could not read it. In 1 each node had a row."""
 OLDEST = 1
 """That ``read`` takes: with a new schema the one before it, too, so that a newer program can take over."""
 
@@ -40,38 +46,27 @@ def unreadable(schema: int, protocol: int) -> str:
     return ""
 
 
-def _node(node: NodeMachine) -> dict[str, Any]:
-    facts = node.facts
+_FACTS = tuple(field.name for field in fields(NodeFacts))
+_STANDING = tuple(
+    field.name for field in fields(NodeRecord) if field.name not in ("incarnation", "facts", "snapshots")
+)
+
+
+def _nodes(c: Cluster) -> dict[str, Any]:
+    """What a Hello says of them, what they hold, and the rest, which a recovery changes: a part of each."""
+    nodes = list(c.nodes.values())
+    incarnations, facts = [node.incarnation for node in nodes], [node.facts for node in nodes]
+    held = [node.snapshots for node in nodes]
     return {
-        "incarnation": node.incarnation,
-        "facts": {
-            "devices": facts.devices,
-            "host": facts.host,
-            "rendezvous_port": facts.rendezvous_port,
-            "chaos_allowed": facts.chaos_allowed,
-            "snapshot_port": facts.snapshot_port,
-            "snapshot_bytes": facts.snapshot_bytes,
-            "mark": facts.mark,
-            "protocol": facts.protocol,
-        },
-        "state": str(node.state),
-        "prepared": node.prepared,
-        "unfit": node.unfit,
-        "draining": node.draining,
-        "leaving": node.leaving,
-        "released": node.released,
-        "returning": node.returning,
-        "counted_in": node.counted_in,
-        "obeyed": node.obeyed,
-        "lost_after": node.lost_after,
-        "gone": node.gone,
-        "retired": list(node.retired),
-        "speed": node.speed,
-        "snapshots": [
-            {"job_id": held.job_id, "step": held.step, "generation": held.generation, "owner": held.owner}
-            for held in sorted(node.snapshots, key=lambda held: (held.generation, held.step, held.owner))
-        ],
+        "hosts": _alike(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
+        "nodes": columns(nodes, _STANDING),
+        "held": _alike(c, "held", held, list),
     }
+
+
+def _hosts(said: tuple[list[str], list[int], list[NodeFacts]]) -> dict[str, Any]:
+    names, incarnations, facts = said
+    return {"name": names, "incarnation": incarnations, "facts": columns(facts, _FACTS)}
 
 
 MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
@@ -88,7 +83,6 @@ def _recovery(record: Recovery) -> dict[str, Any]:
         "recomputed_steps": record.recomputed_steps,
         "rolled_back_steps": record.rolled_back_steps,
         "tier": record.tier,
-        "pipelines_before": record.pipelines_before,
         **{name: getattr(record, name) for name in MOMENTS},
     }
 
@@ -96,12 +90,12 @@ def _recovery(record: Recovery) -> dict[str, Any]:
 def _persisting(c: Cluster) -> dict[str, Any]:
     persisting, writing = c.persisting, c.persisting.writing
     return {
-        "newest": _plain(c, "checkpoint", persisting.newest),
+        "newest": persisting.newest,
         "tried": persisting.tried,
         "done": persisting.done,
         "spoiled": sorted(persisting.spoiled),
         "attempt": writing.attempt if writing is not None else "",
-        "record": _plain(c, "writing", writing.record) if writing is not None else None,
+        "record": writing.record if writing is not None else None,
         "writers": sorted(writing.shares) if writing is not None else [],
     }
 
@@ -123,39 +117,47 @@ def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
     )
 
 
-def _plain(c: Cluster, name: str, value: Any) -> Any:
-    """A large immutable value as plain data, made once."""
-    cached = c.plain.get(name)
+def _once(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
+    """What is made of a large value that does not change, for as long as it is the same one."""
+    cached = c.made.get(name)
     if cached is None or cached[0] is not value:
-        cached = (value, msgspec.to_builtins(value))
-        c.plain[name] = cached
+        cached = c.made[name] = (value, make(value))
     return cached[1]
+
+
+def _alike(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
+    """The same of what was gathered just for this: made once for as long as it is equal."""
+    cached = c.made.get(name)
+    return _once(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
+
+
+def _pairs(mapping: dict[Device, Any]) -> list[Any]:
+    return list(mapping.items())
 
 
 def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
     return {
         "resumed_generation": resumption.generation,
         "resumed_step": resumption.step,
-        "resumed_vote": msgspec.to_builtins(resumption.vote),
-        "resumed_ready": [
-            [{"node": device.node, "index": device.index}, sorted(layers)]
-            for device, layers in resumption.ready.items()
-        ],
-        "plan": _plain(c, "plan", resumption.plan),
+        "resumed_vote": resumption.vote,
+        "resumed_ready": _once(c, "ready", resumption.ready, _pairs),
+        "plan": resumption.plan,
         "resumed_lineage": resumption.lineage,
-        "resumed_restore": _plain(c, "restore", resumption.restore),
+        "resumed_restore": resumption.restore,
         "resumed_protection": resumption.protection,
         "resumed_wish": resumption.wish,
-        "resumed_ready_parts": [
-            msgspec.to_builtins((device, parts)) for device, parts in resumption.ready_parts.items()
-        ],
-        "resumed_held_parts": _plain(c, "held_parts", resumption.held_parts),
+        "resumed_ready_parts": _once(c, "ready_parts", resumption.ready_parts, _pairs),
+        "resumed_held_parts": resumption.held_parts,
         "resumed_buddies": dict(resumption.buddies),
     }
 
 
 def write(c: Cluster) -> dict[str, Any]:
-    """The durable state as it is now. ``told`` lags by the step under way: its events are yet to go out."""
+    """The durable state as it is now, for ``msgspec`` to encode. ``told`` lags by the step under way: its
+    events are yet to go out.
+
+    Large parts that are as they were the last time are the same objects; none changes once it is given out.
+    """
     attempt, record, resumption, ledger = c.attempt, c.recovery, c.resumption, c.ledger
     state: dict[str, Any] = {
         "schema": SCHEMA,
@@ -166,16 +168,16 @@ def write(c: Cluster) -> dict[str, Any]:
         "giving_up": c.giving_up,
         "raised": c.raised,
         "last_failure": c.last_failure,
-        "job": _plain(c, "job", c.job),
-        "profiled": _plain(c, "profiled", c.profiled),
-        "known": msgspec.to_builtins(ledger.known),
+        "job": c.job,
+        "profiled": c.profiled,
+        "known": ledger.known,
         "told": c.told_before,
         "loss": ledger.loss,
         "step_s": ledger.step_s,
-        "nodes": {name: _node(node) for name, node in c.nodes.items()},
+        **_nodes(c),
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
-        "snapshot": _plain(c, "snapshot", c.keeping.newest),
+        "snapshot": c.keeping.newest,
         "snapshot_behind": c.keeping.behind,
         "snapshot_asked": c.keeping.asked or (c.keeping.underway is not None and c.keeping.underway.asked),
         "lineage": c.lineage,
@@ -187,14 +189,14 @@ def write(c: Cluster) -> dict[str, Any]:
             "generation": attempt.generation,
             "mode": attempt.mode,
             "expected": list(attempt.expected),
-            "members": sorted(attempt.members),
+            "members": _alike(c, "members", attempt.members.copy(), sorted),
             "kept": sorted(attempt.kept),
             "kept_for": list(attempt.kept_for),
             "resume_sent": attempt.resume_sent,
             "sources": list(attempt.sources),
         }
     if record is not None:
-        state["recovery"] = _recovery(record)
+        state["recovery"], state["pipelines_before"] = _recovery(record), record.pipelines_before
     if resumption is not None:
         state |= _resumption(c, resumption)
     return state
@@ -242,8 +244,8 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
         raise JournalError(problem)
     try:
-        journal = msgspec.convert(durable, Journal)
-    except msgspec.ValidationError as error:
+        journal = msgspec.convert(by_node(durable) if schema != 1 else durable, Journal)
+    except ValueError as error:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
         timing=timing,
@@ -342,7 +344,7 @@ def _given(journal: Journal) -> str:
 
 
 def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
-    node = NodeMachine(
+    return NodeMachine(
         name=name,
         incarnation=record.incarnation,
         facts=record.facts,
@@ -359,7 +361,6 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         lost_after=record.lost_after,
         gone=record.gone,
         speed=record.speed,
-        snapshots=set(record.snapshots),
+        retired=record.retired,
+        snapshots=frozenset(record.snapshots),
     )
-    node.retired.extend(record.retired)
-    return node

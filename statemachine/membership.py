@@ -30,7 +30,7 @@ from statemachine.messages import (
     Stepped,
     TrainerLost,
 )
-from statemachine.node import NodeEvent, NodeMachine
+from statemachine.node import RETIRED_KEPT, NodeEvent, NodeMachine
 from statemachine.state import Cluster
 from statemachine.values import PROTOCOL, NodeFacts, NodeState
 
@@ -150,7 +150,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     old = c.nodes.get(name)
     node = NodeMachine(name=name, incarnation=incarnation, facts=hello.facts)
     if old is not None:
-        node.retired.extend([*old.retired, old.incarnation])
+        node.retired = (*old.retired, old.incarnation)[-RETIRED_KEPT:]
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
     node.feed(NodeEvent.HEALTHY)

@@ -3,7 +3,7 @@
 The table and the ignored pairs together name every (state, event) pair exactly once; a test holds that.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -126,7 +126,7 @@ class NodeMachine:
     """What plans reckon with: below 1 for a straggler, relative to the others (``stragglers``)."""
     odd_since: float | None = None
     """Since when it has computed at another speed than that."""
-    snapshots: set[HeldSnapshot] = field(default_factory=set)
+    snapshots: frozenset[HeldSnapshot] = frozenset()
     """Of the present job, complete in this node's memory as far as it said."""
     spoiled: Counter[HeldSnapshot] = field(default_factory=Counter)
     """How often a part of these turned out to be damaged or not to be had."""
@@ -137,8 +137,8 @@ class NodeMachine:
     keep_said: int = 0
     """Step of the last ``KeepSnapshot`` sent, at ``keep_said_at``."""
     keep_said_at: float = 0.0
-    retired: deque[int] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
-    """Incarnations of this name that are over."""
+    retired: tuple[int, ...] = ()
+    """Incarnations of this name that are over, the last ``RETIRED_KEPT``."""
 
     def feed(self, event: NodeEvent) -> bool:
         """Take one step in the table; ``False`` when the table ignores the event in this state."""
@@ -163,4 +163,4 @@ class NodeMachine:
         self.unfit = None
         self.counted_in = self.step = self.timed_in = 0
         self.speed, self.odd_since = 1.0, None
-        self.snapshots, self.spoiled, self.keep_said = set(), Counter(), 0
+        self.snapshots, self.spoiled, self.keep_said = frozenset(), Counter(), 0

@@ -16,17 +16,19 @@ RESERVED = 64
 _MOVING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING, ClusterPhase.RUNNING)
 
 
-def promised(durable: dict[str, Any]) -> tuple[Any, ...]:
+def promised(parts: dict[str, Any]) -> tuple[Any, ...]:
     """Where this differs from what was forced last, the state is forced; and where its generation is not
     reserved. The rest can be lost: nodes know the newest steps, and what nobody was told to resume is decided
-    anew. But which nodes went on with which plan the journal alone can tell."""
-    job, snapshot = durable["job"], durable["snapshot"]
-    phase = "" if durable["phase"] in _MOVING else durable["phase"]
+    anew. But which nodes went on with which plan the journal alone can tell.
+
+    :param parts: of ``durable.write``.
+    """
+    job, snapshot = parts["job"], parts["snapshot"]
     return (
-        phase,
-        job and job["job_id"],
-        snapshot and (snapshot["generation"], snapshot["step"]),
-        durable.get("resumed_generation"),
+        "" if parts["phase"] in _MOVING else parts["phase"],
+        job and job.job_id,
+        snapshot and (snapshot.generation, snapshot.step),
+        parts.get("resumed_generation"),
     )
 
 

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from planner.values import Device, Plan, StatePart
+from statemachine.columns import rows
 from statemachine.values import (
     Checkpoint,
     ClusterPhase,
@@ -91,6 +94,24 @@ class PersistingRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostColumns:
+    name: list[str]
+    incarnation: list[Any]
+    facts: dict[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """All nodes, in one order, as they are written: what each said of itself, its standing, what it holds."""
+
+    hosts: HostColumns
+    nodes: dict[str, list[Any]]
+    held: list[Any]
+    recovery: dict[str, Any] | None = None
+    pipelines_before: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
     schema: int
     phase: ClusterPhase
@@ -129,3 +150,22 @@ class Journal:
     resumed_buddies: dict[str, str] = field(default_factory=dict)
     untold: dict[str, Any] | None = None
     persisting: PersistingRecord = PersistingRecord()
+
+
+def by_node(durable: Any) -> dict[str, Any]:
+    """The durable state as ``Journal`` has it, a row for each node; ``durable`` has columns.
+
+    :raises ValueError: it has not, or not of one length.
+    """
+    written = msgspec.convert(durable, Columns)
+    hosts = written.hosts
+    nodes = {
+        name: {**standing, "incarnation": incarnation, "facts": facts, "snapshots": held}
+        for name, incarnation, facts, standing, held in zip(
+            hosts.name, hosts.incarnation, rows(hosts.facts), rows(written.nodes), written.held, strict=True
+        )
+    }
+    recovery = written.recovery
+    if recovery is not None:
+        recovery = {**recovery, "pipelines_before": written.pipelines_before}
+    return {**durable, "nodes": nodes, "recovery": recovery}

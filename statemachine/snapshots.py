@@ -129,7 +129,7 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
     node.feed(NodeEvent.SNAP)  # where its word that it began was lost
     node.feed(NodeEvent.COMPLETED)
     underway.completed[node.name] = signal
-    node.snapshots.add(HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation))
+    node.snapshots |= {HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation)}
     if signal.step > c.ledger.known_step:
         learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
         c.persist()
@@ -167,10 +167,10 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     key = key_of(c, record)
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
-        node.snapshots = {held for held in node.snapshots if same_snapshot(held, key)}
+        node.snapshots = frozenset(held for held in node.snapshots if same_snapshot(held, key))
     _say_keep(c, c.alive(), record)
     for owner, buddy in record.buddies.items():
-        c.nodes[buddy].snapshots.add(copy_of(key, owner))
+        c.nodes[buddy].snapshots |= {copy_of(key, owner)}
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
     c.emit(
         "SnapshotCompleted",
@@ -274,7 +274,7 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     job, newest = c.job, c.keeping.newest
     if job is None:
         return False
-    before = set(node.snapshots)
+    before = node.snapshots
     node.snapshots |= {held for held in signal.snapshots if held.job_id == job.job_id}
     if node.snapshots == before:
         return False

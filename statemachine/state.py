@@ -252,8 +252,8 @@ class Cluster:
     planned_by: Plan | None = None
     planned_nodes: tuple[str, ...] = ()
     """Of ``planned_by``: for a thousand nodes they are worth keeping."""
-    plain: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """The large immutable parts of the durable state as plain data, by name, with what they were made of."""
+    made: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Large parts of the durable state, by name, with what they were made of."""
 
     # --- facts ---
 

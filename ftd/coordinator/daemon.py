@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never, cast
 
-import msgspec
 import structlog
 
 from ftd import systemd
@@ -35,7 +34,7 @@ from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
 from ftd.wire.checking import encode_state
 from ftd.wire.codec import decode_from_node
-from ftd.wire.coordinators import JournalCopy, pack
+from ftd.wire.coordinators import JournalCopy, packer
 from ftd.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.cluster import ClusterMachine
@@ -90,6 +89,7 @@ class Coordinator:
         self._topics = Topics(cluster=config.cluster)
         self._incarnation = time.time_ns() // 1000
         self._journal = Journal(config.state_dir)
+        self._pack = packer().fold
         self._stopping = False
         self._forced_for: tuple[Any, ...] = ()
         self._published_at, self._publish_took_s = -STATE_PERIOD_S, 0.0
@@ -203,7 +203,7 @@ class Coordinator:
             throne=Throne(
                 begin=self._begin,
                 judge=self._succession.judge,
-                state=lambda: pack(msgspec.msgpack.encode(self._machine.durable_state())),
+                state=lambda: self._pack(self._machine.durable_parts()),
                 end=self._end_reign,
                 emit=self._emit,
                 show=self._publish_state_soon,
@@ -351,8 +351,8 @@ class Coordinator:
 
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it, written in any case."""
-        state = self._machine.durable_state()
-        kept_as = pack(msgspec.msgpack.encode(state))
+        state = self._machine.durable_parts()
+        kept_as = self._pack(state)
         position = self._session.replicate(kept_as, self._driver.now())
         promise = promised(state)
         forced = promise != self._forced_for or state["generation"] > self._journal.reserved

@@ -162,7 +162,7 @@ class SimCoordinator(CheckpointWork):
 
     def replicate(self) -> None:
         """The journal, at the broker and on the disk. What is at the broker counts."""
-        copy = self.disk.write(self.seat.machine.term, self.machine.durable_state(), self._quiet)
+        copy = self.disk.write(self.seat.machine.term, self.machine.durable_parts(), self._quiet)
         self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
 
     def _replicated(self, copy: Copy, view: Written) -> None:

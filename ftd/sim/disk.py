@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from statemachine.promises import RESERVED, beyond, promised
 from statemachine.values import ClusterPhase
 
@@ -41,11 +43,12 @@ class Disk:
         self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None]] = []
         """Since something was forced, and that."""
 
-    def write(self, term: int, journal: dict[str, Any], chance: Random) -> Copy:
-        """The leader's own. ``chance``: whether the next quiet moment has come."""
+    def write(self, term: int, parts: dict[str, Any], chance: Random) -> Copy:
+        """The leader's own, of ``durable.write``. ``chance``: whether the next quiet moment has come."""
         serial = self.position[1] + 1 if self.position[0] == term else 1
+        journal: dict[str, Any] = msgspec.to_builtins(parts)
         self._set((term, serial), journal)
-        promise = promised(journal)
+        promise = promised(parts)
         if promise != self._forced or journal["generation"] > self.reserved:
             self._force()
         self._forced = promise

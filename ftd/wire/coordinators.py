@@ -7,7 +7,8 @@ import msgspec
 
 from ftd.errors import WireError
 from ftd.wire.codec import MAX_COMMAND_BYTES, check_size
-from ftd.wire.folding import fold, unfold
+from ftd.wire.folding import unfold
+from ftd.wire.parts import PartFolder
 from ftd.wire.public import SCHEMA, decode_json, encode_json
 from statemachine.leadership import Leader, Peer
 
@@ -19,9 +20,9 @@ _DEFLATED = b"\x78\x01"
 """What is compressed begins so; the msgpack of a state, which is a map, does not."""
 
 
-def pack(state: bytes) -> bytes:
-    """A durable state as it is kept, here and at the broker."""
-    return fold(state, PACK_FROM_BYTES)[0]
+def packer() -> PartFolder:
+    """Of durable states, one after the other, as they are kept, here and at the broker."""
+    return PartFolder(PACK_FROM_BYTES)
 
 
 def is_packed(kept: bytes) -> bool:
@@ -71,7 +72,7 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     """Of ``state``."""
     state: bytes
-    """As it is kept: see ``pack``."""
+    """As it is kept: see ``packer``."""
     packed: bool = False
     """Which one sees; older versions ask."""
     protocol: int = 0

@@ -4,7 +4,7 @@ import zlib
 
 from ftd.errors import WireError
 
-_LEVEL = 1
+LEVEL = 1
 """The next ones take several times as long and save little."""
 
 
@@ -12,7 +12,7 @@ def fold(content: bytes, from_bytes: int) -> tuple[bytes, bool]:
     """``content`` deflated, and whether it was: only where it is larger than ``from_bytes``."""
     if len(content) <= from_bytes:
         return content, False
-    return zlib.compress(content, _LEVEL), True
+    return zlib.compress(content, LEVEL), True
 
 
 def unfold(content: bytes, most_bytes: int, what: str) -> bytes:

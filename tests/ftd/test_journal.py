@@ -5,11 +5,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import zlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
@@ -21,9 +25,10 @@ from ftd.wire.coordinators import (
     decode_copy,
     encode_copy,
     is_packed,
-    pack,
+    packer,
     unpack,
 )
+from ftd.wire.parts import PartFolder
 from ftd.wire.public import EventMessage
 from planner.values import Policy
 from statemachine import durable
@@ -246,29 +251,58 @@ def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_large_state_is_kept_small_and_restored() -> None:
-    state = msgspec.msgpack.encode({f"node-{index}": {"state": "HEALTHY"} for index in range(10_000)})
-    kept = pack(state)
+    pack = packer()
+    state = {"phase": "RUNNING", "nodes": {f"node-{index}": "HEALTHY" for index in range(10_000)}}
+    kept = pack.fold(state)
     assert is_packed(kept)
-    assert len(kept) < len(state) / 5
-    assert unpack(kept) == state
-    small = msgspec.msgpack.encode({"phase": "RUNNING"})
-    assert pack(small) == small == unpack(small)
+    assert len(kept) < len(unpack(kept)) / 5
+    assert msgspec.msgpack.decode(unpack(kept)) == state
+    small = pack.fold({"phase": "RUNNING"})
+    assert unpack(small) == small and msgspec.msgpack.decode(small) == {"phase": "RUNNING"}
     for damaged in (kept[:-1], kept[:2] + b"\xff" * 50):
         with pytest.raises(WireError):
             unpack(damaged)
     with pytest.raises(WireError, match="larger than"):
-        unpack(pack(bytes(MAX_COPY_BYTES + 1)))
+        unpack(pack.fold({"nodes": bytes(MAX_COPY_BYTES + 1)}))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from("abcdefgh"),
+            st.integers(0, 3) | st.tuples(st.integers(0, 9), st.integers(0, 3000)),
+        ),
+        max_size=8,
+    )
+)
+def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]]) -> None:
+    """Whichever of their parts are the same objects as before, and whichever are large."""
+    folder, known = PartFolder(20_000), dict[Any, Any]()
+    for drawn in states:
+        state = {}
+        for name, value in drawn.items():
+            kept = (
+                known.setdefault((name, value), [value[0]] * value[1]) if isinstance(value, tuple) else value
+            )
+            state[name] = kept
+        plain, folded = msgspec.msgpack.encode(state), folder.fold(state)
+        if is_packed(folded):
+            folded = zlib.decompress(folded)  # Which holds its checksum against what it finds.
+            assert len(folded) > 20_000
+        assert msgspec.msgpack.decode(folded) == state
+        assert len(folded) <= len(plain) + 2
 
 
 def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     timing = Timing()
-    for nodes in (1, 1000):
+    for nodes in (1, 3000):
         cluster = Cluster(timing=timing, generation=nodes)
         for index in range(nodes):
             facts = NodeFacts(devices=1, host="h", rendezvous_port=1)
             cluster.nodes[f"n{index}"] = NodeMachine(name=f"n{index}", incarnation=1, facts=facts)
-        state = pack(msgspec.msgpack.encode(durable.write(cluster)))
+        state = packer().fold(durable.write(cluster))
         assert is_packed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
         unseen = durable.UNSEEN if journal.shared else 0
@@ -286,7 +320,7 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         restored(timing, journal, None, 0.0)
     with pytest.raises(WireError):
         Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
-    assert journal.position == (2, 1000)
+    assert journal.position == (2, 3000)
     journal.close()
 
 

@@ -151,7 +151,9 @@ def test_a_buddy_that_comes_back_says_which_copies_it_has() -> None:
     s.feed(NodeVanished, node="node-0", incarnation=100)
     copy = HeldSnapshot(job_id="job-1", step=3, generation=1, owner="node-1")
     s.hello("node-0", 200, snapshots=(copy,))
-    own = {held["owner"] for held in s.machine.durable_state()["nodes"]["node-0"]["snapshots"]}
+    state = s.machine.durable_state()
+    held = dict(zip(state["hosts"]["name"], state["held"], strict=True))
+    own = {one["owner"] for one in held["node-0"]}
     assert own == {"node-1"}  # Its own part is not there any more.
 
 

@@ -1,0 +1,110 @@
+"""What the cluster machine leaves for its successor: all of it, whatever was kept from the last time."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_snapshots import HELD, KEY, Snapshots
+from transcripts import GOLDEN, Coordination, report
+
+from statemachine.cluster import ClusterMachine
+from statemachine.columns import columns, rows
+from statemachine.durable import SCHEMA, JournalError, read
+from statemachine.events import NodeVanished
+from statemachine.node import NodeMachine
+from statemachine.records import by_node
+from statemachine.timing import Timing
+from statemachine.values import NodeFacts
+
+
+def plain(state: Any) -> dict[str, Any]:
+    """As it is read from a journal."""
+    decoded: dict[str, Any] = json.loads(msgspec.json.encode(state))
+    return decoded
+
+
+def test_a_journal_with_a_row_for_each_node_is_read() -> None:
+    """A rollback was decided; one node was there before, and came back with what it holds."""
+    old = json.loads((GOLDEN / "journal_of_schema_1.json").read_text())
+    assert old["schema"] == 1 and old["nodes"]["node-3"]["retired"] and old["nodes"]["node-3"]["snapshots"]
+    machine, _ = ClusterMachine.restore(Timing(), old, 1e9, "upgrade")
+    written = plain(machine.durable_state())
+    assert written["schema"] == SCHEMA and "node-3" not in written["nodes"]
+    again = plain(by_node(written))
+    assert {name: again[name] for name in old} == old | {"schema": SCHEMA}
+    other, _ = ClusterMachine.restore(Timing(), written, 1e9, "restart")
+    assert plain(other.durable_state()) == written
+
+
+class Checked(Snapshots):
+    """What it leaves after each step is what a machine would that keeps nothing from the last time."""
+
+    def feed(self, kind: Any, **values: Any) -> list[Any]:
+        effects = super().feed(kind, **values)
+        kept = plain(self.machine.durable_parts())
+        self.machine._c.made.clear()
+        assert plain(self.machine.durable_parts()) == kept
+        self.machine.durable_parts()
+        return effects
+
+
+def test_what_is_kept_from_the_last_time_is_what_it_would_be_now() -> None:
+    s = Checked()
+    s.kept()
+    s.both_hosts_die()
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    s.plan()
+    for name in ("node-0", "node-2"):
+        s.resumed(name, 3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 4, report(3, held=HELD["node-0"], lineage=3))
+
+
+def test_parts_that_are_as_they_were_are_the_same_objects() -> None:
+    s = Coordination()
+    s.running()
+    before = s.machine.durable_parts()
+    s.stepped("node-0", 1, 2)
+    after = s.machine.durable_parts()
+    assert after["known"] != before["known"]
+    for name in ("job", "profiled", "hosts", "held", "plan", "resumed_ready", "resumed_ready_parts"):
+        assert after[name] is before[name], name
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    assert s.machine.durable_parts()["pipelines_before"] is s.machine.durable_parts()["pipelines_before"]
+    s.hello("node-3", 203)
+    assert s.machine.durable_parts()["hosts"]["incarnation"] == [100, 101, 102, 203]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("hosts", None),
+        ("hosts", {"name": ["node-0"], "incarnation": [100], "facts": {}}),
+        ("hosts", {"name": [["node-0"]] * 4, "incarnation": [100] * 4, "facts": {}}),
+        ("nodes", {}),
+        ("nodes", {"state": ["HEALTHY"] * 4}),
+        ("nodes", {"state": ["HEALTHY"] * 4, "prepared": [True]}),
+        ("held", [[]]),
+        ("held", [7] * 4),
+        ("recovery", {}),
+    ],
+)
+def test_columns_that_do_not_fit_are_no_journal(name: str, wrong: Any) -> None:
+    s = Coordination()
+    s.running()
+    with pytest.raises(JournalError, match="cannot be read"):
+        read(Timing(), s.machine.durable_state() | {name: wrong}, 0.0)
+
+
+@given(st.lists(st.tuples(st.text(), st.integers())))
+def test_columns_are_rows_again(values: list[tuple[str, int]]) -> None:
+    facts = [NodeFacts(devices=1, host=host, rendezvous_port=port) for host, port in values]
+    nodes = [NodeMachine(name=one.host, incarnation=one.rendezvous_port, facts=one) for one in facts]
+    table = columns(nodes, ("name", "incarnation"))
+    assert rows(table) == [{"name": host, "incarnation": port} for host, port in values]
