@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftd.sim import damage, faults, plans, run
+from ftd.sim import damage, disk, faults, plans, run
 from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.disk import Disk, power_cut
 from ftd.sim.network import Network
@@ -33,6 +33,7 @@ from statemachine import (
 from statemachine.agent_events import TrainerSnapped
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Prepare
+from statemachine.promises import promised
 from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger
 from statemachine.values import CommittedStep, QuiesceMode, Snapshot
@@ -117,6 +118,17 @@ def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_foun
     monkeypatch.setattr(Disk, "begin", lambda _, journal: journal)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
     found("was used twice", leaning=Leaning(coordinators=1, strikes=strikes))
+
+
+def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whom they left behind is then taken for one of them, with gradients of another plan."""
+    monkeypatch.setattr(disk, "promised", lambda journal: promised(journal)[:-1])
+    cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
+    strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
+    leaning = Leaning(coordinators=1, zero1=False, at_commits=cuts, strikes=strikes)
+    found("different states", range(20, SEEDS), leaning)
 
 
 def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,12 @@ MOMENTS: dict[str, Leaning] = {
             ("Quiesced", power_cut, 2),
         ),
     ),
+    "power fails when it is decided to go on without a node that is cut off": Leaning(
+        coordinators=1,
+        zero1=False,
+        at_commits=tuple((commit, faults.cut_node) for commit in range(3, 80, 9)),
+        strikes=tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3)),
+    ),
     "the leader dies when a user asks for a snapshot": Leaning(
         protection="aec+arc:1",
         zero1=False,
