@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from ftd.config.job import load_job_data
+from ftd.local.cluster import BROKER
 from ftd.mqtt.mosquitto import find_mosquitto
 from ftd.node.processes import module_command
+from statemachine import durable
 from tests.e2e.playground import Playground, Run, playground, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]
@@ -143,6 +145,32 @@ def test_a_leader_that_dies_in_a_snapshot_costs_that_snapshot_at_most(
     ground.until(lambda: len(run.named("SnapshotCompleted")) > known + 1, "snapshots are complete again")
     deposed(ground, first, thawed=fault["do"] == "stop")
     assert ground.pids == trainers
+    as_if_nothing_was(ground, same_losses)
+
+
+def test_a_standby_that_is_left_with_a_broker_that_forgot_everything_uses_no_generation_again(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    """Leader and broker die together, and the broker alone comes back, with nothing that it retained."""
+    run = ground.submit(tiny_job(tmp_path))
+    trainers, first, before = dict(ground.pids), ground.state["leader"], ground.state["generation"]
+    ground.until_step(5)
+
+    async def black_out() -> None:
+        await ground.cluster.kill(BROKER)  # First: the leader's last will is told to nobody.
+        await ground.cluster.kill(first)
+        await ground.cluster.start_broker()
+
+    ground.on_loop(black_out())
+    ground.until(lambda: ground.state.get("leader") not in (None, "", first), "the standby leads")
+    ground.further()
+    assert ground.state["generation"] == before + durable.UNSEEN
+    assert ground.pids == trainers
+    assert [r["cause"] for r in run.recoveries] == ["start"]
+    ground.inject(do="kill", node="node-2")
+    assert ground.until_recovery("node_lost")["generation"] > before + durable.UNSEEN
+    ground.on_loop(ground.cluster.start_coordinator(first))
+    deposed(ground, first)
     as_if_nothing_was(ground, same_losses)
 
 
