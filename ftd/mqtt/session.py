@@ -10,7 +10,6 @@ returns; the protocol above (Hello, Inquiry, retained state) reconciles instead.
 
 import asyncio
 import contextlib
-import math
 import random
 import socket
 import time
@@ -35,9 +34,9 @@ LAST_RETRY_S = 1.0
 CONNECT_S = 3.0
 """For the connection itself and for each acknowledgement on the way to a usable session."""
 MAX_KEPT = 10_000
-MAX_SENDING = 64
-"""Messages that wait for the broker's acknowledgement at once; further ones wait for their turn. For each
-message aiomqtt looks through all those that wait."""
+MAX_SENDING = 1024
+"""Messages that wait for the broker's acknowledgement at once; further ones wait for their turn."""
+_NUMBERS = 65_535
 READ_ANYWAY_S = 0.2
 ECHO_S = 5.0
 """Whoever has a last will publishes its state on connecting, and hears it: unless an ACL is in the way, of
@@ -112,15 +111,18 @@ class MqttSession:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
-        self._client: aiomqtt.Client | None = None
+        self._shortcut: Shortcut | None = None
+        """While connected."""
         self._up = asyncio.Event()
         self._problem = "not tried yet"
         self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
         self._waiting: deque[_Outgoing] = deque()
-        self._sending: dict[int, _Outgoing] = {}
-        """In the order of the calls: left, and not acknowledged."""
-        self._senders: set[asyncio.Task[None]] = set()
-        self._sent_count = 0
+        self._sending: dict[int, tuple[_Outgoing, float]] = {}
+        """In the order of the calls: left then, and not acknowledged."""
+        self._number = 0
+        self._told = asyncio.Event()
+        """Nothing is to be sent, and nothing to be acknowledged."""
+        self._told.set()
         self._held: list[Kept] | None = []
         """What comes before ``on_connected`` was told, or behind the goodbye."""
         self._silent_until = 0.0
@@ -128,7 +130,7 @@ class MqttSession:
 
     @property
     def connected(self) -> bool:
-        return self._client is not None
+        return self._shortcut is not None
 
     @property
     def problem(self) -> str:
@@ -176,29 +178,25 @@ class MqttSession:
     ) -> None:
         """Send in the order of the calls. ``keep``: send it after the next connect if there is none now."""
         message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep)
-        if self._client is None:
+        if self._shortcut is None:
             if keep:
                 self._kept.append(message)
-            return
-        self._waiting.append(message)
-        if len(self._senders) < MAX_SENDING:
-            task = asyncio.get_running_loop().create_task(self._send_waiting(self._client))
-            self._senders.add(task)
-            task.add_done_callback(self._senders.discard)
+        elif self._waiting or len(self._sending) >= MAX_SENDING:
+            self._waiting.append(message)
+        else:
+            self._send(self._shortcut, message)
 
     async def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until what was published is acknowledged, or for ``timeout_s``."""
-        if self._senders:
-            await asyncio.wait(tuple(self._senders), timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._told.wait(), timeout_s)
 
     def interrupt(self, for_s: float = 0.0) -> None:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
-        if self._client is not None:
-            shortcut = self._client._client.socket()
-            if isinstance(shortcut, Shortcut) and isinstance(shortcut.inner, socket.socket):
-                with contextlib.suppress(OSError):
-                    shortcut.inner.shutdown(socket.SHUT_RDWR)
+        if self._shortcut is not None and isinstance(self._shortcut.inner, socket.socket):
+            with contextlib.suppress(OSError):
+                self._shortcut.inner.shutdown(socket.SHUT_RDWR)
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
@@ -208,11 +206,11 @@ class MqttSession:
         up, self._held = False, []
         try:
             async with client:
-                self._take_shortcut(client)
+                shortcut = self._take_shortcut(client)
                 guard = asyncio.create_task(_read_now_and_then(client))
                 if self._subscriptions:
                     await client.subscribe(list(self._subscriptions))
-                self._client = client
+                self._shortcut = shortcut
                 up, self._heard_itself = True, False
                 if self._will is not None and (self._will.topic, 1) in self._subscriptions:
                     echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
@@ -228,10 +226,8 @@ class MqttSession:
             self._note_problem(error)
             self._announce_lost()
         finally:
-            self._client = None
+            self._shortcut = None
             self._up.clear()
-            for sender in self._senders:
-                sender.cancel()
             if guard is not None:
                 guard.cancel()
             if echo is not None:
@@ -244,28 +240,20 @@ class MqttSession:
             remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
             _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
-    def _take_shortcut(self, client: aiomqtt.Client) -> None:
-        """From here on it reads in large pieces, and messages come by another way than through its queue.
-
-        The broker says that we are connected, and nothing more before we subscribe: what comes next is the
-        beginning of a packet.
+    def _take_shortcut(self, client: aiomqtt.Client) -> Shortcut:
+        """From here on messages go past paho and aiomqtt. The broker says that we are connected, and nothing
+        more before we subscribe: what comes next is the beginning of a packet.
 
         :raises ConfigurationError: paho keeps its socket elsewhere.
         """
-        sock, deliver = client._client.socket(), self._deliver
+        sock = client._client.socket()
         if sock is None:
-            return
-
-        def on_message(topic: str, payload: bytes, retained: bool, number: int) -> None:
-            if number:
-                client._client.ack(number, 1)
-            deliver(topic, payload, retained)
-
-        client._client.manual_ack_set(True)
-        client._client._sock = shortcut = Shortcut(sock, on_message)
+            raise aiomqtt.MqttError("the connection broke at once")
+        client._client._sock = shortcut = Shortcut(sock, self._deliver, self._note_acknowledged)
         if client._client.socket() is not shortcut:
             remedy = "install the version that ftd was made for: pip install paho-mqtt==2.2.0"
             raise ConfigurationError("this paho-mqtt is another one", field="paho-mqtt", remedy=remedy)
+        return shortcut
 
     def _deliver(self, topic: str, payload: bytes, retained: bool) -> None:
         if self._held is not None:
@@ -293,9 +281,7 @@ class MqttSession:
             will=aiomqtt.Will(will.topic, will.payload, qos=1, retain=True) if will else None,
             socket_options=_SOCKET_OPTIONS,
             tls_context=tls_context(self.broker.tls) if self.broker.tls else None,
-            max_inflight_messages=2 * MAX_SENDING,
         )
-        client.pending_calls_threshold = MAX_KEPT
         client._client.connect_timeout = CONNECT_S
         return client
 
@@ -313,12 +299,14 @@ class MqttSession:
             self._deliver(*arrived)
 
     def _announce_lost(self) -> None:
-        self._client = None
+        self._shortcut = None
         self._up.clear()
         # An acknowledgement that has not come never will. Twice is what QoS 1 allows.
-        self._kept.extend(message for message in (*self._sending.values(), *self._waiting) if message.keep)
+        unheard = (*(message for message, _ in self._sending.values()), *self._waiting)
+        self._kept.extend(message for message in unheard if message.keep)
         self._sending.clear()
         self._waiting.clear()
+        self._told.set()
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
@@ -327,26 +315,32 @@ class MqttSession:
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
         self._problem = problem
 
-    async def _send_waiting(self, client: aiomqtt.Client) -> None:
-        """One of up to ``MAX_SENDING`` that do this at once, in order: a message leaves before any await."""
-        while self._waiting:
-            message = self._waiting.popleft()
-            self._sent_count = number = self._sent_count + 1
-            self._sending[number] = message
-            began = time.monotonic()
-            try:
-                await client.publish(
-                    message.topic, message.payload, qos=message.qos, retain=message.retain, timeout=math.inf
-                )
-            except aiomqtt.MqttError as error:
-                # The connection just broke: ``_announce_lost`` follows, and sees to it.
-                _log.debug("publish_failed", topic=message.topic, problem=str(error))
-                return
-            except ValueError as error:
-                _log.error("unpublishable", topic=message.topic, problem=str(error))
-            self._sending.pop(number, None)
-            if message.qos > 0:
-                self._on_acknowledged(time.monotonic() - began)
+    def _send(self, shortcut: Shortcut, message: _Outgoing) -> None:
+        number = 0
+        if message.qos > 0:
+            # Those of subscriptions were acknowledged before anything is published.
+            number = self._number = self._number % _NUMBERS + 1
+        try:
+            shortcut.publish(message.topic, message.payload, retain=message.retain, number=number)
+        except ValueError as error:
+            _log.error("unpublishable", topic=message.topic, problem=str(error))
+            return
+        if number:
+            self._sending[number] = message, time.monotonic()
+            self._told.clear()
+
+    def _note_acknowledged(self, number: int) -> None:
+        sent = self._sending.pop(number, None)
+        if sent is None:
+            return
+        while self._waiting and len(self._sending) < MAX_SENDING and self._shortcut is not None:
+            self._send(self._shortcut, self._waiting.popleft())
+        if not self._sending:
+            self._told.set()
+        try:
+            self._on_acknowledged(time.monotonic() - sent[1])
+        except Exception:
+            _log.exception("acknowledged", topic=sent[0].topic)
 
 
 async def _read_now_and_then(client: aiomqtt.Client) -> None:

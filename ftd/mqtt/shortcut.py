@@ -4,12 +4,17 @@ A thousand nodes that answer at once are a thousand small packets. Of each, paho
 calls, three locks and a message that aiomqtt makes into another one: more than all that is done about it. So
 the stream is read in large pieces and cut into packets here (OASIS "MQTT Version 3.1.1", sections 2 and 3.3).
 A sound PUBLISH is handed on at once, in its turn; of others paho is given the bytes when it asks: of those of
-connecting, subscribing, pinging and leaving, and of what is malformed, which is paho's to judge.
+connecting, subscribing, pinging and leaving, and of what is malformed, which is paho's to judge. What is
+published leaves here, too, between two packets of paho's: at once, where it would take aiomqtt a task and two
+turns of the loop, and its acknowledgement as many.
 
 paho and aiomqtt know sockets that have more than the kernel says, those of TLS, and ask them (``pending``).
 """
 
+import asyncio
+import ssl
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 PIECE_BYTES = 32 * 1024
@@ -17,8 +22,16 @@ PIECE_BYTES = 32 * 1024
 LARGE_BYTES = 1024 * 1024
 """A large packet is read in pieces of up to so much."""
 
+LATER_S = 0.005
+"""When the broker does not read, it is tried again so much later: of a socket, the event loop tells one when
+it can be written to, and that is paho."""
+
 _PUBLISH = 0x30
+_PUBACK = b"\x40\x02"
 _MOST_LENGTH_BYTES = 4
+_MOST_BYTES = 128**_MOST_LENGTH_BYTES - 1
+_MOST_TOPIC_BYTES = 65_535
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class SocketLike(Protocol):
@@ -38,11 +51,16 @@ class Shortcut:
     ``pending``, or nothing else would get a turn while more comes.
     """
 
-    def __init__(self, sock: SocketLike, on_message: Callable[[str, bytes, bool, int], None]) -> None:
-        """``on_message`` gets topic, payload, retained and the number to acknowledge (0: none is), and must
-        not raise."""
+    def __init__(
+        self,
+        sock: SocketLike,
+        on_message: Callable[[str, bytes, bool], None],
+        on_acknowledged: Callable[[int], None],
+    ) -> None:
+        """``on_message`` gets topic, payload and whether it was retained, ``on_acknowledged`` the number of a
+        message that we published. They must not raise."""
         self.inner = sock
-        self._on_message = on_message
+        self._on_message, self._on_acknowledged = on_message, on_acknowledged
         self._hidden: Callable[[], int] = getattr(sock, "pending", lambda: 0)
         self._piece, self._at = b"", 0
         self._parts: list[bytes] = []
@@ -52,6 +70,32 @@ class Shortcut:
         """A packet that is paho's, as far as it has read it."""
         self._due = True
         """The next piece may be read."""
+        self._unsent = bytearray()
+        self._torn = 0
+        """Bytes of a packet of paho's of which some have left: it must send the rest before anybody else."""
+        self._later: asyncio.TimerHandle | None = None
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool, number: int) -> None:
+        """Send it now, or as soon as the broker reads; at QoS 1 under this number, at QoS 0 where it is 0.
+
+        Never raises for the connection's sake: that it is broken is seen by who reads.
+
+        :raises ValueError: what MQTT does not allow.
+        """
+        name = _named(topic)
+        size = len(name) + len(payload) + (2 if number else 0)
+        if size > _MOST_BYTES:
+            raise ValueError(f"a message of {size} bytes")
+        head = bytearray((_PUBLISH | (0x02 if number else 0) | retain,))
+        while size >= 128:
+            head.append(size & 0x7F | 0x80)
+            size >>= 7
+        head.append(size)
+        head += name
+        if number:
+            head += number.to_bytes(2, "big")
+        head += payload
+        self._write(head)
 
     def recv(self, buffer_size: int) -> bytes:
         """At most ``buffer_size`` bytes of what is paho's; none at the end. :raises OSError: as ``sock``."""
@@ -73,9 +117,20 @@ class Shortcut:
         return here + self._hidden()
 
     def send(self, buffer: bytes | bytearray) -> int:
-        return self.inner.send(buffer)
+        """A packet of paho's, or what is left of it. :raises OSError: as ``sock``."""
+        if not self._torn:
+            self._send_unsent()
+            if self._unsent:
+                raise BlockingIOError
+        # What blocks half way must be tried again with the same bytes: TLS insists.
+        self._torn = len(buffer)
+        sent = self.inner.send(buffer)
+        self._torn -= sent
+        return sent
 
     def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
         self.inner.close()
 
     def fileno(self) -> int:
@@ -83,6 +138,28 @@ class Shortcut:
 
     def setblocking(self, flag: bool) -> None:
         self.inner.setblocking(flag)
+
+    def _write(self, packet: bytearray) -> None:
+        if self._unsent:
+            self._unsent += packet
+            return
+        self._unsent = packet
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent and not self._torn:
+            try:
+                del self._unsent[: self.inner.send(self._unsent)]
+            except _BLOCKED:
+                break
+            except OSError:
+                self._unsent.clear()  # As of a connection that is over: whoever reads will see it.
+        if self._unsent and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._send_later)
+
+    def _send_later(self) -> None:
+        self._later = None
+        self._send_unsent()
 
     def _read(self) -> bool:
         """One more piece; ``False`` at the end."""
@@ -125,9 +202,13 @@ class Shortcut:
                     except UnicodeDecodeError:
                         pass
                     else:
-                        mid = piece[number] << 8 | piece[number + 1] if level else 0
-                        on_message(topic, piece[body:stop], bool(first & 1), mid)
+                        if level:
+                            self._write(bytearray(_PUBACK + piece[number:body]))
+                        on_message(topic, piece[body:stop], bool(first & 1))
                         continue
+            elif first == _PUBACK[0] and size == 2:
+                self._on_acknowledged(piece[start] << 8 | piece[start + 1])
+                continue
             self._given, self._given_at = piece[at:stop], 0
             return True
         return False
@@ -142,3 +223,12 @@ def _long_size(data: bytes, at: int) -> tuple[int, int]:
         if digit < 128:
             return at + place + 1, size
     return (len(data), 1) if len(data) - at < _MOST_LENGTH_BYTES else (at + _MOST_LENGTH_BYTES, 0)
+
+
+@lru_cache(maxsize=1024)
+def _named(topic: str) -> bytes:
+    """A topic as it stands in a packet. :raises ValueError: it cannot be published to (4.7)."""
+    name = topic.encode()
+    if not name or len(name) > _MOST_TOPIC_BYTES or not {"#", "+", "\0"}.isdisjoint(topic):
+        raise ValueError(f"there is no topic {topic[:80]!r}")
+    return len(name).to_bytes(2, "big") + name

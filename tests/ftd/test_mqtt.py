@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 import socket
 import subprocess
 import time
@@ -19,7 +20,7 @@ from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
 from ftd.mqtt.embedded import embedded_command
 from ftd.mqtt.mosquitto import free_port
-from ftd.mqtt.session import MqttSession, Will
+from ftd.mqtt.session import MAX_SENDING, MqttSession, Will
 from ftd.mqtt.shortcut import Shortcut
 from tests.ftd.conftest import RunningBroker
 
@@ -236,9 +237,9 @@ def test_a_callback_that_raises_does_not_cost_the_connection(broker: RunningBrok
 def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a") as a:
-            assert a.session._client is not None
-            connection: Any = a.session._client._client.socket()
-            assert connection.inner.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert a.session._shortcut is not None
+            connection: Any = a.session._shortcut.inner
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(scene())
 
@@ -318,19 +319,66 @@ def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyP
     asyncio.run(scene())
 
 
-def test_messages_go_past_paho(broker: RunningBroker) -> None:
-    """Where one does not, it takes four times as long, and nothing else tells."""
+def test_messages_go_past_paho(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one does not, it takes many times as long, and nothing else tells."""
+    for way in ("publish", "_handle_publish", "_handle_pubackcomp"):
+        monkeypatch.setattr(paho.mqtt.client.Client, way, lambda *_, **__: pytest.fail("through paho"))
 
     async def scene() -> None:
+        taken: list[float] = []
         async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
-            assert b.session._client is not None and a.session._client is not None
-            a.session._client._client.on_message = lambda *_: pytest.fail("through paho")
+            b.session._on_acknowledged = taken.append
             for index in range(20):
-                b.session.publish("t", str(index).encode())
+                b.session.publish("t", str(index).encode(), qos=index % 2)
             assert [int((await a.next())[1]) for _ in range(20)] == list(range(20))
-            assert not len(a.session._client.messages)
+            await until(lambda: len(taken) == 10)
 
     asyncio.run(scene())
+
+
+def test_what_no_broker_takes_costs_itself_alone(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a:
+            for topic in ("", "t/+", "t/#", "t/\0", "t" * 70_000):
+                a.session.publish(topic, b"never", keep=True)
+            a.session.publish("t/x", b"goes on")
+            assert await a.next() == ("t/x", b"goes on", False)
+            await a.session.flush(PATIENCE_S)
+
+    asyncio.run(scene())
+
+
+def test_more_than_may_wait_for_acknowledgements_is_sent_in_order(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
+            for index in range(2 * MAX_SENDING + 10):
+                b.session.publish("t", str(index).encode(), qos=index % 3 != 0)
+            assert len(b.session._sending) == MAX_SENDING
+            got = [int((await a.next())[1]) for _ in range(2 * MAX_SENDING + 10)]
+            assert got == list(range(2 * MAX_SENDING + 10))
+            await b.session.flush(PATIENCE_S)
+            assert not b.session._sending
+
+    asyncio.run(scene())
+
+
+def test_a_broker_that_does_not_read_is_waited_for(mosquitto: RunningBroker) -> None:
+    """More than the kernel takes: it comes when the broker reads again, and the session lives on."""
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
+            assert mosquitto.process is not None
+            mosquitto.process.send_signal(signal.SIGSTOP)
+            try:
+                for index in range(40):
+                    b.session.publish("t", b"%02d" % index + bytes(400_000))
+                await asyncio.sleep(0.05)
+            finally:
+                mosquitto.process.send_signal(signal.SIGCONT)
+            assert [int((await a.next())[1][:2]) for _ in range(40)] == list(range(40))
+            assert (a.downs, b.downs) == (0, 0)
+
+    uvloop.run(scene())
 
 
 def test_nobody_there_is_a_clear_error() -> None:
