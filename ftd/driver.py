@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,7 +73,8 @@ class Driver:
         self._perform = perform
         self._watch = watch
         self._together, self._carried_out = together, carried_out
-        self._queue: asyncio.Queue[Event | _Due] = asyncio.Queue()
+        self._queue: deque[Event | _Due] = deque()
+        self._fed = asyncio.Event()
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
         self._causes = itertools.count(1)
@@ -88,7 +90,11 @@ class Driver:
 
     def feed(self, event: Event) -> None:
         """Queue an event; never blocks. Build it with ``at=driver.now(), cause=driver.cause()``."""
-        self._queue.put_nowait(event)
+        self._put(event)
+
+    def _put(self, item: Event | _Due) -> None:
+        self._queue.append(item)
+        self._fed.set()
 
     async def run(self) -> None:
         """Process events until cancelled.
@@ -97,13 +103,16 @@ class Driver:
         """
         handled = 0
         while True:
-            item = await self._queue.get()
+            while not self._queue:
+                self._fed.clear()
+                await self._fed.wait()
+            item = self._queue.popleft()
             events: list[Event] = []
             while not isinstance(item, _Due):
                 events.append(item)
-                if self._together is None or self._queue.empty() or len(events) >= _MOST_TOGETHER:
+                if self._together is None or not self._queue or len(events) >= _MOST_TOGETHER:
                     break
-                item = self._queue.get_nowait()
+                item = self._queue.popleft()
             if events:
                 await self.process(*events)
             # After what came before it was carried out, which may have made it void.
@@ -164,8 +173,7 @@ class Driver:
     def replace(self, machine: Machine) -> None:
         """Go on with another machine: what was under way for the present one does not count for it."""
         self.stop_timers()
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._queue.clear()
         self.machine = machine
 
     def stop_timers(self) -> None:
@@ -176,7 +184,7 @@ class Driver:
     def _set_timer(self, name: str, delay_s: float) -> None:
         self._cancel_timer(name)
         due = _Due(name, next(self._tickets))
-        handle = asyncio.get_running_loop().call_later(delay_s, self._queue.put_nowait, due)
+        handle = asyncio.get_running_loop().call_later(delay_s, self._put, due)
         self._timers[name] = (due.ticket, handle)
 
     def _cancel_timer(self, name: str) -> None:

@@ -18,6 +18,7 @@ from ftd.config.daemon import DaemonConfig
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.commands import Commands
 from ftd.coordinator.events import EventStream
+from ftd.coordinator.hearing import Hearing
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
@@ -29,13 +30,10 @@ from ftd.coordinator.told import cancelled, told_state
 from ftd.coordinator.watch import Following
 from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver
-from ftd.errors import WireError
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
 from ftd.wire.checking import encode_state
-from ftd.wire.codec import decode_from_node
 from ftd.wire.coordinators import JournalCopy, packer
-from ftd.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import (
@@ -57,10 +55,10 @@ from statemachine.effects import (
     SendCommand,
     WeighPlan,
 )
-from statemachine.events import BrokerConnected, BrokerLost, Event, NodeVanished, SignalArrived
+from statemachine.events import BrokerConnected, BrokerLost, Event
 from statemachine.leadership import Leader, Peer
 from statemachine.promises import promised
-from statemachine.values import ClusterPhase, NodeState
+from statemachine.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")
 
@@ -138,6 +136,7 @@ class Coordinator:
             public_state=self._public_state,
             job=lambda: self._machine.job,
         )
+        self._hearing = self._new_hearing()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Trainers go on: they need no coordinator to train.
@@ -183,6 +182,17 @@ class Coordinator:
         _log.info("stopped")
 
     # --- setting up --------------------------------------------------------------------------------
+
+    def _new_hearing(self) -> Hearing:
+        return Hearing(
+            self._topics,
+            self._driver,
+            requests=self._requests,
+            events=self._events,
+            commands=self._commands,
+            unreachable=self._say_again,
+            refused=self._refused,
+        )
 
     def _new_seat(self, config: DaemonConfig) -> Seat:
         topics = self._topics
@@ -268,51 +278,17 @@ class Coordinator:
         self._driver.feed(BrokerLost(**self._stamp()))
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        try:
-            self._route(topic, payload, retained)
-        except WireError as error:
-            self._refuse(topic, str(error))
+        self._hearing.on_message(topic, payload, retained)
 
-    def _route(self, topic: str, payload: bytes, retained: bool) -> None:
-        """:raises WireError: the payload is no message for this topic."""
-        if topic == self._topics.request:
-            if not retained:  # A retained request would be served again at every connection.
-                self._requests.handle(payload)
-        elif topic == self._topics.events:
-            self._events.heard(payload)
-        elif topic == self._topics.cluster_state:
-            self._on_cluster_state(payload)
-        elif topic == self._topics.command:
-            self._commands.overhear(payload, retained)
-        elif (node := self._topics.node_of(topic)) is not None and topic.endswith("/signal"):
-            message = decode_from_node(payload, node)
-            self._driver.feed(SignalArrived(**self._stamp(), message=message))
-        elif node is not None and payload:  # An empty one deletes what was retained.
-            self._on_node_state(node, decode_json(payload, NodeStateMessage))
-
-    def _on_node_state(self, node: str, state: NodeStateMessage) -> None:
-        if state.node != node:
-            raise WireError(f"a message on {node!r}'s topic claims to be {state.node[:64]!r}'s")
-        if state.state is NodeState.OFFLINE:
-            who: dict[str, Any] = {"incarnation": state.incarnation, "graceful": state.graceful}
-            self._driver.feed(NodeVanished(**self._stamp(), node=node, **who))
-
-    def _on_cluster_state(self, payload: bytes) -> None:
-        """Our predecessor's last will may come after our own first word: say ours again."""
-        if decode_json(payload, CoordinatorSaid).phase == "UNREACHABLE" and not self._stopping:
-            self._publish_state_soon()
-
-    def _refuse(self, topic: str, why: str) -> None:
+    def _refused(self, event: EmitEvent) -> None:
         """A payload that nobody can act on: tell the world, go on."""
-        event = EmitEvent(
-            cause=self._driver.cause(),
-            name="MessageRefused",
-            reason=f"{topic}: {why}",
-            node=self._topics.node_of(topic),
-            details={"topic": topic, "why": why},
-        )
         self._emit(event)
         self._journal.flush()
+
+    def _say_again(self) -> None:
+        """That somebody leads."""
+        if not self._stopping:
+            self._publish_state_soon()
 
     # --- what the machine wants ----------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ class Seat:
         self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._own = topics.coordinator_peer(me.incarnation)
+        self._left = frozenset({topics.leader, topics.journal})  # By the last leader, at the broker.
         self._watch = Watch(
             broker,
             topics,
@@ -319,7 +320,6 @@ class Seat:
             chair.task.add_done_callback(self._leaving.discard)
 
     def _seat_heard(self, chair: _Chair, topic: str, payload: bytes, retained: bool) -> None:
-        topics = self._topics
         if self._chair is not chair:
             return
         if topic == self._own:
@@ -330,7 +330,7 @@ class Seat:
                 self._driver.feed(
                     SeatTaken(**self._stamp(), found=chair.found, term=max(terms), problem=problem)
                 )
-        elif topic in (topics.leader, topics.journal):
+        elif topic in self._left:
             if payload and not chair.read:
                 self._read(chair, topic, payload)
         elif chair.reigns:
