@@ -249,6 +249,7 @@ class ClusterMachine:
             case "tick":
                 timeouts.tick(c, late_s)
                 stragglers.look(c)
+                snapshots.remind(c)
             case "quiesce":
                 timeouts.quiesce_overdue(c)
             case "resume":

@@ -64,6 +64,8 @@ class Keeping:
     misses: int = 0
     """So many in a row were given up under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
+    owed: set[str] = field(default_factory=set)
+    """Nodes whose last heartbeats named another one as kept than the newest."""
     measured: SnapshotCost | None = None
     """What the interval was last chosen for, by this process."""
 

@@ -32,6 +32,9 @@ from statemachine.values import (
     SnapshotGroup,
 )
 
+FEW = 8
+"""Less than one node in so many."""
+
 
 def groups_of(
     plan: Plan, protection: str, buddies: Mapping[str, str] | None = None
@@ -295,31 +298,44 @@ def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if newest is None or not node.prepared:
         return
     if signal.kept != newest.step:
-        _say_keep(c, [node], newest)
+        c.keeping.owed.add(node.name)
     elif signal.spoiled == newest.step and not node.spoiled[key_of(c, newest)]:
         # A new one is wanted at once. For a rollback what is sound here still counts.
         node.spoiled[key_of(c, newest)] += 1
         c.keeping.urgent = c.dirty = True
 
 
+def remind(c: Cluster) -> None:
+    """At every tick: whose heartbeat did not name the newest one is told again, together with the others."""
+    owed, c.keeping.owed = c.keeping.owed, set()
+    newest = c.keeping.newest
+    if owed and newest is not None and c.active:
+        named = [node for node in c.alive() if node.name in owed and node.prepared]
+        _say_keep(c, [node for node in named if node.kept != newest.step], newest)
+
+
 def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
-    """Not with every heartbeat: the answer takes a while."""
+    """Not with every heartbeat: the answer takes a while. It names all parts and where they are; of a
+    thousand nodes, a few are told one by one, since what is said to all the broker sends to all."""
     job, late = c.job, c.at - 2 * c.timing.heartbeat_s
     assert job is not None, "a snapshot is of a job"
     due = [node for node in nodes if node.keep_said != record.step or node.keep_said_at <= late]
     for node in due:
         node.keep_said, node.keep_said_at = record.step, c.at
-    if due:
-        c.send_all(
-            due,
-            KeepSnapshot(
-                job_id=job.job_id,
-                step=record.step,
-                pinned=pinned(c, record),
-                lineage=c.lineage,
-                restore=_parts_of(c, record),
-            ),
-        )
+    if not due:
+        return
+    keep = KeepSnapshot(
+        job_id=job.job_id,
+        step=record.step,
+        pinned=pinned(c, record),
+        lineage=c.lineage,
+        restore=_parts_of(c, record),
+    )
+    if len(due) * FEW >= len(c.alive()):
+        c.send_all(due, keep)
+    else:
+        for node in due:
+            c.send(node, keep)
 
 
 def _parts_of(c: Cluster, record: Snapshot) -> Restore:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 from transcripts import PROFILE, Coordination, committed, job, report, vote
 
 from ftd.coordinator.restoring import check_restore
 from planner.errors import StateLostError
 from planner.values import Device
+from statemachine import snapshots
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import BroadcastCommand, CheckRestore, ComputePlan, EmitEvent, PersistState
 from statemachine.events import (
@@ -35,6 +37,7 @@ from statemachine.values import HeldSnapshot, NodeState, SnapshotPolicy
 
 KEY = HeldSnapshot(job_id="job-1", step=3, generation=1)
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
+NAMES = list(HELD)
 
 
 class Snapshots(Coordination):
@@ -59,6 +62,10 @@ class Snapshots(Coordination):
 
     def beat(self, node: str, kept: int = 0, **says: Any) -> None:
         self.say(node, Heartbeat(generation=1, committed=committed(1), kept=kept, **says))
+
+    def look(self) -> None:
+        self.machine._c.due["tick"] = self.now
+        self.fire("tick")
 
     def ordered(self) -> None:
         """Steps 1 and 2 are committed, everybody is heard: a snapshot is ordered."""
@@ -267,12 +274,41 @@ def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
     s.kept()
     s.wait(1.0)
     s.beat("node-1", kept=0)
+    assert not s.commands(KeepSnapshot)  # With the others who did not confirm it.
+    s.look()
     [told] = [sent.command for sent in s.commands(KeepSnapshot)]
     assert isinstance(told, KeepSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
     assert told.restore is not None and told.restore.groups == s.machine.snapshot.groups
     assert set(told.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
+    s.wait(1.0)
+    s.beat("node-1", kept=0)
     s.beat("node-1", kept=3)
+    s.look()
     assert not s.commands(KeepSnapshot)
+
+
+def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = Snapshots()
+    s.kept()
+    s.wait(1.0)
+    for name in NAMES[:3]:
+        s.beat(name)
+    s.look()
+    assert set(s.one(BroadcastCommand).receivers) == set(NAMES[:3])
+    s.wait(0.3)
+    for name in HELD:
+        s.beat(name)
+    s.look()
+    assert [sent.node for sent in s.commands(KeepSnapshot)] == [NAMES[3]]  # The others have yet to answer.
+    monkeypatch.setattr(snapshots, "FEW", 1)
+    s.wait(1.0)
+    for name in NAMES[:3]:
+        s.beat(name)
+    s.look()
+    assert not s.all(BroadcastCommand)
+    assert [sent.node for sent in s.commands(KeepSnapshot)] == NAMES[:3]
 
 
 def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
