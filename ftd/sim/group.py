@@ -39,8 +39,10 @@ class Group:
         """Ranks at the VOTE of the present step, with their stop flags."""
         self.updated: dict[int, tuple[bool, bool]] = {}
         """Under ZeRO-1: ranks that have yet to gather the present step, with its stop and snapshot flags."""
+        self.formed: dict[int, SimTrainer] = {}
+        """Who met."""
         self.trained_by: dict[int, SimTrainer] = {}
-        """Who passed the first VOTE."""
+        """The same, once somebody passed the first VOTE."""
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self.transfers: list[tuple[int, tuple[int, ...], int]] = [
             (t.layer, (rank_of[t.source],), rank_of[t.target]) for t in resume.plan.transfers
@@ -102,6 +104,7 @@ class Group:
             self.world.at(0.5, self._form)
             return
         self.invariants.forms(self)
+        self.formed = dict(self.members)
         world, when = self.world, [world_delay(self.world) for _ in range(self.size)]
         for layer, sources, target in self.transfers:
             involved = {*sources, target}
@@ -173,8 +176,8 @@ class Group:
             return
         stop, snap = any(self.votes.values()), self.snap
         self.votes, self.snap = {}, False
-        if not self.trained_by:
-            self.trained_by = dict(self.members)
+        if not self.trained_by and self.members:  # Votes of who is dead by now may go out yet.
+            self.trained_by = self.formed
             self.invariants.trains(self)
         for member in list(self.members.values()):
             if member.phase == "vote" and member.committed == step:

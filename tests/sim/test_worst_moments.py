@@ -134,6 +134,7 @@ def test_the_worst_moments(moment: str) -> None:
         (3011115, None),
         (5000607, None),
         (5003230, None),
+        (7000111, None),
         (1406, "a standby takes over while a checkpoint is committed"),
         (1499, "a standby takes over while a checkpoint is committed"),
         (132, "a deposed leader and a broker that forgot everything"),
