@@ -8,6 +8,7 @@ from statemachine.public import pipelines
 from statemachine.rules import Resumption
 from statemachine.state import RESUME, Attempt, Cluster, Recovery
 from statemachine.values import ClusterPhase
+from statemachine.words import goes_on
 
 
 def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
@@ -94,7 +95,7 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
         "pipelines_before": record.pipelines_before,
         "pipelines_after": pipelines(plan),
     }
-    c.emit("RecoveryCompleted", f"training goes on after {record.cause.replace('_', ' ')}", recovery=recovery)
+    c.emit("RecoveryCompleted", goes_on(record.cause, record.nodes), recovery=recovery)
     c.publish()
 
 

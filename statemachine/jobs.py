@@ -34,6 +34,7 @@ from statemachine.state import (
     Ledger,
 )
 from statemachine.values import ClusterPhase, CommittedStep, Profiled
+from statemachine.words import counted
 
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
@@ -260,7 +261,7 @@ def maybe_start(c: Cluster) -> None:
         return
     c.cancel_timer(SETTLE)
     note_cause(c, "start", ready)
-    reconfigure(c, f"job {job.name!r} starts on {len(ready)} node(s)", "abort")
+    reconfigure(c, f"job {job.name!r} starts on {counted(len(ready), 'node')}", "abort")
 
 
 # --- the end -------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from statemachine.messages import (
 from statemachine.node import RETIRED_KEPT, NodeEvent, NodeMachine
 from statemachine.state import Cluster
 from statemachine.values import PROTOCOL, NodeFacts, NodeState
+from statemachine.words import counted
 
 
 class Standing(StrEnum):
@@ -104,7 +105,7 @@ def misfit(facts: NodeFacts, policy: Policy) -> str | None:
     if facts.devices == policy.devices_per_node:
         return None
     return (
-        f"this node has {facts.devices} device(s), but every node of the running job has "
+        f"this node has {counted(facts.devices, 'device')}, but every node of the running job has "
         f"{policy.devices_per_node}: start it with that many"
     )
 
@@ -159,7 +160,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     c.persist()
     c.emit(
         "NodeJoined",
-        f"{name} at {hello.facts.host} with {hello.facts.devices} device(s)",
+        f"{name} at {hello.facts.host} with {counted(hello.facts.devices, 'device')}",
         node=name,
         devices=hello.facts.devices,
         host=hello.facts.host,

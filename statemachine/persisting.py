@@ -18,6 +18,7 @@ from statemachine.snapshot_orders import last_wanted
 from statemachine.snapshots import holders
 from statemachine.state import FINISH, PERSIST, Cluster
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
+from statemachine.words import who
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
@@ -117,7 +118,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     c.set_timer(PERSIST, c.timing.persist_s)
     c.emit(
         "CheckpointStarted",
-        f"{', '.join(shares)} write the state behind step {newest.step} to {job.checkpoint.url}",
+        f"{who(list(shares))} write the state behind step {newest.step} to {job.checkpoint.url}",
         step=newest.step,
         url=job.checkpoint.url,
         layers={name: len(share) for name, share in shares.items()},

@@ -31,6 +31,7 @@ from statemachine.values import (
     Snapshot,
     SnapshotGroup,
 )
+from statemachine.words import who
 
 FEW = 8
 """Less than one node in so many."""
@@ -177,7 +178,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
     c.emit(
         "SnapshotCompleted",
-        f"the state behind step {record.step} is in the memory of {', '.join(record.owners)}{_but(alone)}",
+        f"the state behind step {record.step} is in the memory of {who(record.owners)}{_but(alone)}",
         step=record.step,
         generation=record.generation,
         protection=resumption.protection,

@@ -114,7 +114,7 @@ class MqttSession:
         self._shortcut: Shortcut | None = None
         """While connected."""
         self._up = asyncio.Event()
-        self._problem = "not tried yet"
+        self._problem = "no answer yet"
         self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
         self._waiting: deque[_Outgoing] = deque()
         self._sending: dict[int, tuple[_Outgoing, float]] = {}
@@ -226,6 +226,7 @@ class MqttSession:
             self._note_problem(error)
             self._announce_lost()
         finally:
+            client._disconnected.add_done_callback(_retrieve)
             self._shortcut = None
             self._up.clear()
             if guard is not None:
@@ -341,6 +342,12 @@ class MqttSession:
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
             _log.exception("acknowledged", topic=sent[0].topic)
+
+
+def _retrieve(ended: "asyncio.Future[None]") -> None:
+    """How a connection ended is said by ``_note_problem``; asyncio need not say it again."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 async def _read_now_and_then(client: aiomqtt.Client) -> None:

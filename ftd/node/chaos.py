@@ -183,7 +183,7 @@ class Chaos:
             if (value := getattr(request, name)) is not None:
                 details[name] = value
         log.warning("chaos_injected", **details)
-        self._hands.announce("ChaosInjected", f"asked for by {request.reply}", details)
+        self._hands.announce("ChaosInjected", f"{_said(request)}, asked for by {request.reply}", details)
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
         await self._hands.flush(ANNOUNCE_TIMEOUT_S)
         await asyncio.sleep(max(0.0, at - time.monotonic()))
@@ -301,3 +301,10 @@ def _whole_node(request: ChaosRequest) -> bool:
             return False
         case "term" | "disconnect" | "lossy" | "fill_memory" | "fill_disk":
             return True
+
+
+def _said(request: ChaosRequest) -> str:
+    """``kill: the node``, ``slow: trainer 1, for 20 s``."""
+    struck = "its trainers" if request.device is None else f"trainer {request.device}"
+    told = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else struck}"
+    return told if request.for_s is None else f"{told}, for {request.for_s:g} s"

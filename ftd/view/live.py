@@ -34,6 +34,7 @@ class LiveView:
         self._live: Live | None = None
         self._last_progress_s = -PROGRESS_EVERY_S
         self._last_news = (-1, "")
+        self._heard_s = time.monotonic()
 
     def start(self) -> None:
         """Begin to draw. On a console that is no terminal nothing happens until there is news."""
@@ -65,12 +66,14 @@ class LiveView:
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """The cluster's public state has changed."""
+        self._heard_s = time.monotonic()
         with self._lock:
             self._picture.see_state(state)
         self._progress_line()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Something happened (the event's JSON envelope)."""
+        self._heard_s = time.monotonic()
         with self._lock:
             self._picture.see_event(event)
         if not self._console.is_terminal and event.get("event") not in QUIET_EVENTS:
@@ -85,7 +88,8 @@ class LiveView:
     def frame(self) -> RenderableType:
         """The picture as it is at this moment, in the console's size."""
         with self._lock:
-            return self._picture.draw(*self._console.size)
+            quiet_s = time.monotonic() - self._heard_s
+            return self._picture.draw(*self._console.size, quiet_s=quiet_s)
 
     def _plain(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -12,9 +12,11 @@ from rich.text import Text
 from ftd.view.blocks import PipelineBars, node_table
 from ftd.view.chart import History, loss_chart
 from ftd.view.lines import event_line
+from ftd.view.rows import rows_for
 from ftd.view.text import (
     PHASE_STYLES,
     QUIET_EVENTS,
+    ROUTINE_EVENTS,
     JsonMap,
     NodeColours,
     clock,
@@ -26,9 +28,9 @@ from ftd.view.text import (
     plural,
 )
 
-CHART_HEIGHT = 6
-MOST_PIPELINES = 8
-MOST_NODES = 12
+QUIET_S = 5.0
+"""While it trains, the coordinator says something twice in a second."""
+_TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
 class Picture:
@@ -81,7 +83,18 @@ class Picture:
             elif recovery.get("cause") != "start":
                 self._changes.append(int(recovery.get("step") or 0))
         if name not in QUIET_EVENTS:
-            self._events.append(event)
+            self._list(event)
+
+    def _list(self, event: JsonMap) -> None:
+        """Of what comes again and again, only the newest one behind what else has happened."""
+        if event.get("event") in ROUTINE_EVENTS:
+            for index in range(len(self._events) - 1, -1, -1):
+                listed = self._events[index].get("event")
+                if listed == event.get("event"):
+                    del self._events[index]
+                if listed not in ROUTINE_EVENTS or listed == event.get("event"):
+                    break
+        self._events.append(event)
 
     def _begin_anew(self) -> None:
         """Another job: what its predecessor's steps were is no part of it."""
@@ -131,34 +144,36 @@ class Picture:
         """What a progress line is worth printing for, when it has changed."""
         return self.step, planning_words(self._state)
 
-    def draw(self, width: int, height: int) -> RenderableType:
-        """One frame for a terminal of this size; a narrow one gets the boxes one below the other."""
+    def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
+        """One frame for a terminal of this size; a narrow one gets the boxes one below the other.
+
+        :param quiet_s: for so long nothing has been heard.
+        """
         wide = width >= 96
-        nodes = node_table(self._state, self._colours, most=MOST_NODES)
         pipelines = self._state.get("pipelines") or ()
-        parts: list[RenderableType] = [self._headline()]
-        if wide:
+        known = len(self._state.get("nodes") or ())
+        worry = self._worry(quiet_s)
+        rows = rows_for(height - bool(worry), wide=wide, nodes=known, pipelines=len(pipelines))
+        parts: list[RenderableType] = [self._headline(worry)]
+        nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
+        if wide and nodes is not None and rows.chart:
             left = min(max(44, width * 2 // 5), 56)
             middle = Table.grid(expand=True)
             middle.add_column(width=left)
             middle.add_column(ratio=1)
-            tall = self._middle_height(wide)
-            middle.add_row(_box(nodes, "nodes", tall), self._chart_box(width - left, tall))
+            chart = self._chart_box(width - left, rows.chart, rows.middle)
+            middle.add_row(_box(nodes, "nodes", rows.middle), chart)
             parts.append(middle)
-        else:
-            parts += [_box(nodes, "nodes"), self._chart_box(width)]
-        bars = PipelineBars(pipelines, self._colours, most=MOST_PIPELINES)
-        parts.append(_box(bars, "pipelines"))
-        used = 5 + self._middle_height(wide) + max(1, min(len(pipelines), MOST_PIPELINES)) + 2
-        parts.append(self._event_box(max(3, min(10, height - used - 3))))
+        elif nodes is not None:
+            parts.append(_box(nodes, "nodes"))
+            if rows.chart:
+                parts.append(self._chart_box(width, rows.chart))
+        if rows.pipelines:
+            parts.append(_box(PipelineBars(pipelines, self._colours, most=rows.pipelines), "pipelines"))
+        parts.append(self._event_box(rows.events))
         return Group(*parts)
 
-    def _middle_height(self, wide: bool) -> int:
-        rows = 3 + min(max(len(self._state.get("nodes") or ()), 1), MOST_NODES)
-        chart = CHART_HEIGHT + 3
-        return max(rows, chart) if wide else rows + chart
-
-    def _headline(self) -> RenderableType:
+    def _headline(self, worry: str) -> RenderableType:
         phase = str(self._state.get("phase") or "WAITING")
         style = PHASE_STYLES.get(phase, "white")
         job: JsonMap = self._state.get("job") or {}
@@ -185,16 +200,16 @@ class Picture:
             progress,
             Text(f"{share:4.0%}  {self._left(total)}"),
         )
-        waiting = self._state.get("waiting_for")
         grid.add_row(
             Text(f"generation {self._state.get('generation', 0)}", style="dim"),
             Text.assemble(("loss ", "dim"), (number(self._current_loss()), "bold")),
-            Text(f"waiting for {waiting}", style="yellow") if waiting else self._speed(),
+            self._speed(),
             Text(f"global batch {job['global_batch']}" if "global_batch" in job else "", style="dim"),
         )
         title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
+        worried = Text(worry, style="yellow", no_wrap=True, overflow="ellipsis")
         return Panel(
-            grid,
+            Group(grid, worried) if worry else grid,
             title=title,
             title_align="left",
             subtitle=leader_words(self._state) if self._several() else None,
@@ -208,6 +223,16 @@ class Picture:
     def _current_loss(self) -> float | None:
         return self._loss if self._loss is not None else self._state.get("loss")
 
+    def _worry(self, quiet_s: float) -> str:
+        """Why it does not train, or is not heard; empty where all is well."""
+        phase = self._state.get("phase")
+        if quiet_s > QUIET_S and phase in _TALKING:
+            return f"nothing heard for {_whole(quiet_s)}: is the broker away?"
+        if phase == "UNREACHABLE":
+            return f"no coordinator: {self._state.get('reason') or 'it is gone'}; training goes on without it"
+        waiting = self._state.get("waiting_for")
+        return f"waiting for {waiting}" if waiting else ""
+
     def _speed(self) -> Text:
         rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")
         if not rate or not step_s:
@@ -220,11 +245,11 @@ class Picture:
             return ""
         return f"{duration((total - self.step) * step_s)} left"
 
-    def _chart_box(self, width: int, height: int | None = None) -> RenderableType:
+    def _chart_box(self, width: int, rows: int, height: int | None = None) -> RenderableType:
         chart = loss_chart(
             self._losses,
             width=width - 4,
-            height=CHART_HEIGHT,
+            height=rows,
             failures=self._failures,
             changes=self._changes,
         )
@@ -250,3 +275,7 @@ def _box(content: RenderableType, title: str, height: int | None = None) -> Pane
     return Panel(
         content, title=f"[dim]{title}[/]", title_align="left", border_style="bright_black", height=height
     )
+
+
+def _whole(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else duration(seconds)

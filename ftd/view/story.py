@@ -81,9 +81,9 @@ def _title(chapter: Sequence[JsonMap]) -> Text:
     first, last = chapter[0], chapter[-1]
     took_s = float(last["monotonic"]) - float(first["monotonic"])
     title = Text(clock(first.get("at")), style="dim")
-    title.append(f"  because of {first['cause']}", style="dim italic")
     if len(chapter) > 1:
-        title.append(f"  ({plural(len(chapter), 'event')} in {duration(took_s)})", style="dim")
+        title.append(f"  {plural(len(chapter), 'event')} in {duration(took_s)}", style="dim")
+    title.append(f"  (cause {first['cause']})", style="dim italic")
     return title
 
 

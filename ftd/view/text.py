@@ -62,6 +62,11 @@ EVENT_MARKS = {
 QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
 """Too many to list one by one where people look."""
 
+ROUTINE_EVENTS = frozenset(
+    {"SnapshotCompleted", "SnapshotIntervalChosen", "CheckpointStarted", "CheckpointCompleted"}
+)
+"""What comes again and again while all is well."""
+
 FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
 

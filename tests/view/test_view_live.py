@@ -65,6 +65,43 @@ def test_a_frame_fits_the_height(run_events: list[Json], state: Json) -> None:
     assert any("node joined" in line for line in newest)
 
 
+@pytest.mark.parametrize("height", [10, 16, 24, 30, 50])
+@pytest.mark.parametrize("width", [80, 110])
+@pytest.mark.parametrize("nodes", [1, 5, 200])
+def test_every_terminal_shows_what_happened_last(
+    run_events: list[Json], state: Json, width: int, height: int, nodes: int
+) -> None:
+    picture = at_step_90(run_events, state)
+    known = dict(list(state["nodes"].items())[:nodes])
+    known |= {f"n-{i}": dict(state["nodes"]["node-0"]) for i in range(nodes - len(known))}
+    picture.see_state(state | {"nodes": known, "waiting_for": "a third node"})
+    lines = frame(picture, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    assert "waiting for a third node" in lines[3]
+    assert lines[-1].startswith("╰") and "recovery completed" in lines[-2]
+    begin = next(i for i, line in enumerate(lines) if "events ─" in line)
+    assert len(lines) - begin - 2 >= (4 if height > 10 else 3)
+
+
+def test_what_comes_again_and_again_pushes_nothing_out(
+    run_events: list[Json], state: Json, event: Make
+) -> None:
+    picture = at_step_90(run_events, state)
+    for step in range(91, 120):
+        picture.see_event(event("SnapshotCompleted", float(step), step=step, reason=f"step {step}"))
+        picture.see_event(event("CheckpointCompleted", float(step), step=step, reason=f"disk {step}"))
+    text = "\n".join(frame(picture, 80, 24))
+    assert text.count("snapshot completed") == text.count("checkpoint completed") == 1
+    assert "step 119" in text and "disk 119" in text and "recovery completed" in text
+
+
+def test_a_cluster_that_is_not_heard_is_not_shown_as_well(run_events: list[Json], state: Json) -> None:
+    console = Console(width=80, height=24, force_terminal=True, color_system=None, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(at_step_90(run_events, state).draw(80, 24, quiet_s=75.4))
+    assert "nothing heard for 1:15" in captured.get()
+
+
 def test_before_anything_is_known() -> None:
     text = "\n".join(frame(Picture(None)))
     assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text
@@ -84,8 +121,9 @@ def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
 def test_the_coordinators_last_will_keeps_the_nodes_on_the_screen(state: Json) -> None:
     picture = Picture(120)
     picture.see_state(state)
-    picture.see_state({"schema": 1, "phase": "UNREACHABLE"})
+    picture.see_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
     text = "\n".join(frame(picture))
+    assert "no coordinator: the broker lost its session" in text
     assert "UNREACHABLE" in text and "node-3" in text and "step 90/120" in text
 
 

@@ -158,7 +158,7 @@ def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -
     ]
     text = printed(render_story(run_events, "node-2"))
     assert "The story of node-2: 8 events" in text
-    assert "because of will-2  (6 events in 250 ms)" in text
+    assert "6 events in 250 ms  (cause will-2)" in text
     recovered = next(line for line in text.splitlines() if "recovery completed" in line)
     assert columns(recovered)[:2] == ["+250", "ms"]
     assert "▌" in recovered
