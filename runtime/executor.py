@@ -134,7 +134,8 @@ class StageExecutor:
         seat, model = self._seat, self._model
         if seat.is_first or seat.is_last:
             indices = self._indices[row : row + seat.rows]
-            samples, targets = self._sampler.load(model.training.dataset, indices)
+            with self._pace.read():
+                samples, targets = self._sampler.load(model.training.dataset, indices)
             if seat.is_last:
                 self._targets[microbatch] = targets.to(model.device)
             if seat.is_first:

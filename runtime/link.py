@@ -191,7 +191,8 @@ class Link:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + BEAT_S
-                self.send(Beat(progress=self._pace.progress, waiting=self._pace.waiting))
+                pace = self._pace
+                self.send(Beat(progress=pace.progress, waiting=pace.waiting, reading=pace.reading))
             readable, _, _ = select.select([self._socket], [], [], max(0.0, beat_at - now))
             if not readable:
                 continue

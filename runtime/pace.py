@@ -1,9 +1,9 @@
 """How far the main thread is, for those who watch it from other threads.
 
-The control thread sends ``progress`` and ``waiting`` with every beat. Waiting for peers is not a hang of
-this trainer; standing still without waiting is. All waits of the training loop pass through ``wait``: it
-is the one place where a stage is idle (a pipeline bubble), which is where time is accounted, and where
-other work may be done.
+The control thread sends ``progress``, ``waiting`` and ``reading`` with every beat. Waiting for peers is not a
+hang of this trainer; standing still without waiting is, soon in a step and late while samples are read. All
+waits of the training loop pass through ``wait``: it is the one place where a stage is idle (a pipeline
+bubble), which is where time is accounted, and where other work may be done.
 """
 
 import threading
@@ -29,6 +29,8 @@ class Pace:
     def __init__(self) -> None:
         self.progress = 0
         self.waiting = False
+        self.reading = False
+        """Samples of the data set: user code that may wait for a disk, which is no hang for much longer."""
         self.bubble_s = 0.0
         """Waited for peers since ``begin_step``."""
         self.sums_s = 0.0
@@ -63,6 +65,16 @@ class Pace:
         if self.raises:
             detail, self.raises = self.raises, ""
             raise InjectedError(detail)
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """The data set is asked for samples."""
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+            self.progress += 1
 
     @contextmanager
     def idle(self, what: Wait | None = None) -> Iterator[None]:

@@ -334,6 +334,8 @@ class ReplicaDiverged(Frame, frozen=True, kw_only=True):
 class Beat(Frame, frozen=True, kw_only=True):
     progress: int
     waiting: bool
+    reading: bool = False
+    """Samples of the data set."""
 
 
 class PeerSuspected(Frame, frozen=True, kw_only=True):

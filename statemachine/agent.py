@@ -285,7 +285,7 @@ class AgentMachine:
         if event.profile is not None:
             a.profile = event.profile
         if a.built:
-            a.lost = None
+            a.lost, a.unbuilt = None, 0
             a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
             a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
@@ -326,6 +326,12 @@ class AgentMachine:
         a = self._a
         device = trainer.device
         a.failures += 1
+        tries = a.failures if cause == "unprepared" else a.failures - 1
+        if trainer.phase is TrainerPhase.PREPARING and cause != "unprepared":
+            a.unbuilt += 1
+            if a.unbuilt >= a.timing.raise_limit:  # A job that ends the process is none that waiting helps.
+                detail = f"trainers ended {a.unbuilt} times while they built the model; the last: {detail}"
+                cause = "unprepared"
         if a.job is not None:
             # The newest commit first: it counts for the roll-forward rule.
             heartbeat(a)
@@ -333,7 +339,6 @@ class AgentMachine:
             a.say(a.lost)
             a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
         a.kill()
-        tries = a.failures if cause == "unprepared" else a.failures - 1
         if tries <= 0:
             a.launch()
         else:

@@ -186,10 +186,11 @@ def prepare(a: Agent, command: Prepare) -> None:
     )
     if a.job is not None and not same:
         a.past_jobs.append(a.job.job_id)
-    a.job, a.wants_profile, a.profile, a.lost, a.failures = command.job, command.profile, None, None, 0
+    a.job, a.wants_profile, a.profile, a.lost = command.job, command.profile, None, None
+    a.failures = 0
     if not same:
         agent_persisting.give_up(a)
-        a.lineage = a.kept = a.kept_in = a.pinned = 0
+        a.lineage = a.kept = a.kept_in = a.pinned = a.unbuilt = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:

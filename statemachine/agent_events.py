@@ -64,11 +64,13 @@ class TrainerStepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBeat(Event):
-    """Many times a second. ``progress`` counts the main thread's operations; ``waiting``: for others."""
+    """Many times a second. ``progress`` counts the main thread's operations; ``waiting``: for others;
+    ``reading``: samples of the data set, which takes as long as disks and file servers make it take."""
 
     device: int
     progress: int
     waiting: bool
+    reading: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

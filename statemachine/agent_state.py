@@ -87,6 +87,8 @@ class Trainer:
     progress: int = -1
     moved_at: float = 0.0
     """When it last made progress, or was waiting."""
+    reading: bool = False
+    """Samples of the data set, when last heard of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +114,8 @@ class Agent:
     """Why this node is UNHEALTHY."""
     failures: int = 0
     """Trainer failures since a step was last committed."""
+    unbuilt: int = 0
+    """Trainers that ended while they built the model, since one had built it."""
     generation: int = 0
     """The highest obeyed."""
     suspected: PeerSuspected | None = None
@@ -247,6 +251,7 @@ class Agent:
                 self.over.add(trainer.pid)
             trainer.phase, trainer.pid = TrainerPhase.DOWN, None
             trainer.report = trainer.resumed = trainer.digests = None
+            trainer.reading = False
         if self.resume is not None:
             # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
             # other rounding.

@@ -255,7 +255,8 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if not c.active:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
-    if not unhealthy(c, node):
+    changed = unhealthy(c, node)
+    if not changed and (signal.cause != "unprepared" or node.unfit is not None):
         return
     node.returning = True
     if signal.cause == "unprepared":
@@ -270,6 +271,8 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         detail=signal.detail,
     )
     c.publish()
+    if not changed:  # Its loss is told and dealt with; that it cannot come back is news.
+        return
     if signal.cause == "foreign" and (why := foreign(c, signal)):
         fail(c, why)
         return

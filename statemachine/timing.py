@@ -50,7 +50,8 @@ class Timing:
     steps_wanted_s: float = 2.0
     """How long one node may take to answer ``StepsWanted`` before another is asked."""
     raise_limit: int = 3
-    """The job fails when its code raised this often in a running group with no step committed between."""
+    """The job fails when its code raised this often in a running group with no step committed between. (node)
+    Trainers that ended this often while they built the model cannot build it."""
 
     # --- who leads (coordinators) ---
     leader_beat_s: float = 0.5
@@ -124,6 +125,9 @@ class Timing:
     hang_floor_s: float = 0.6
     hang_steps: float = 4.0
     """While steps commit: no beat, or no progress without waiting, for max(floor, this many median steps)."""
+    reading_s: float = 60.0
+    """… but for this long while it reads samples: a file server that stalls must not end all trainers at
+    once, and the state with them."""
     idle_beat_s: float = 10.0
     """Without steps (model build, rendezvous, state transfer): no beat for this long is a hang."""
     idle_progress_s: float = 60.0

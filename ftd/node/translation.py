@@ -168,7 +168,13 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
         case protocol.Snapping() | protocol.Snapped() | protocol.SnapshotFailed():
             return _snapshot_event(report, device, base)
         case protocol.Beat():
-            return TrainerBeat(**base, device=device, progress=report.progress, waiting=report.waiting)
+            return TrainerBeat(
+                **base,
+                device=device,
+                progress=report.progress,
+                waiting=report.waiting,
+                reading=report.reading,
+            )
         case protocol.PeerSuspected():
             return TrainerSuspectedPeer(
                 **base, device=device, generation=report.generation, detail=report.detail

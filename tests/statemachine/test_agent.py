@@ -157,8 +157,8 @@ class Daemon(Script):
             TrainerStepped, device=device, generation=generation, step=step, vote=vote(step), step_s=0.1
         )
 
-    def beat(self, device: int = 0, progress: int = 1, waiting: bool = False) -> None:
-        self.feed(TrainerBeat, device=device, progress=progress, waiting=waiting)
+    def beat(self, device: int = 0, progress: int = 1, waiting: bool = False, reading: bool = False) -> None:
+        self.feed(TrainerBeat, device=device, progress=progress, waiting=waiting, reading=reading)
 
     def signals(self, kind: type[Any] | None = None) -> list[Any]:
         said = [effect.signal for effect in self.all(SendSignal)]
@@ -456,6 +456,32 @@ def test_long_steps_get_long_patience() -> None:
     d.feed(TrainerStepped, device=0, generation=1, step=1, vote=vote(1), step_s=2.0)
     assert not watch(d, 7.0)
     assert watch(d, 2.0)
+
+
+def test_a_data_set_that_stalls_is_no_hang_for_long() -> None:
+    d = running()
+    d.stepped(1)
+    assert not watch(d, 59.0, progress=5, reading=True)
+    [lost] = watch(d, 3.0, progress=5, reading=True)
+    assert "reading samples for 60." in lost.detail and "limit 60 s (timing: reading_s)" in lost.detail
+    d = running()
+    d.stepped(1)
+    d.beat(reading=True)
+    [lost] = watch(d, 2.0)  # Stopped in the middle of it.
+    assert "no sign of life" in lost.detail
+
+
+def test_trainers_that_end_again_and_again_while_they_build_cannot_build() -> None:
+    d = Daemon(1)
+    d.order(Prepare(job=job(), profile=False))
+    causes = []
+    for pid in (70, 71, 72):
+        d.feed(TrainerUp, device=0, pid=pid)
+        d.feed(TrainerFailed, device=0, pid=pid, cause_of_failure="exited", detail="killed by SIGSEGV")
+        causes.append(d.signals(TrainerLost)[-1])
+        d.fire("restart")
+    assert [lost.cause for lost in causes] == ["exited", "exited", "unprepared"]
+    assert causes[-1].detail.startswith("trainers ended 3 times while they built the model; the last: killed")
 
 
 def test_before_the_first_step_patience_is_long() -> None:

@@ -174,6 +174,18 @@ def test_a_job_that_no_node_can_build_fails_with_the_last_word() -> None:
     assert "KeyError: 'width'" in s.machine.public_state()["outcome"]
 
 
+def test_trainers_that_die_first_and_cannot_build_then_fail_the_job_too() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.feed(JobSubmitted, request="r", job=job())
+    s.say("node-0", TrainerLost(generation=0, device=0, cause="exited", detail="killed by SIGKILL"))
+    assert s.machine.phase is ClusterPhase.WAITING
+    s.say("node-0", TrainerLost(generation=0, device=0, cause="unprepared", detail="trainers ended 3 times"))
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "trainers ended 3 times" in s.machine.public_state()["outcome"]
+
+
 def test_code_that_raises_again_and_again_fails_the_job() -> None:
     s = running(4)
     for attempt, name in enumerate(("node-3", "node-2", "node-1")):
