@@ -11,7 +11,7 @@ from dataclasses import replace
 from statemachine.messages import Heartbeat, Stepped, StepsWanted
 from statemachine.node import NodeMachine
 from statemachine.state import STEPS, Cluster
-from statemachine.values import ClusterPhase, CommittedStep
+from statemachine.values import ClusterPhase, CommittedStep, Vote
 
 
 def _is_news(c: Cluster, generation: int) -> bool:
@@ -104,12 +104,28 @@ def tell(c: Cluster) -> None:
             step_s=ledger.step_s,
             samples_per_s=samples_per_s,
         )
+        _warn_of_skipped(c, vote)
     if ledger.told >= ledger.known_step:
         ledger.behind_since = None
         ledger.pending.clear()
         c.cancel_timer(STEPS)
     elif ledger.pending:
         ask(c)
+
+
+def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
+    """Of the first in a row, the tenth, the hundredth …: a job that learns nothing must not look well."""
+    ledger = c.ledger
+    ledger.skipped = ledger.skipped + 1 if vote.skipped else 0
+    if ledger.skipped and str(ledger.skipped).strip("0") == "1":
+        so_far = f", {ledger.skipped} steps in a row" if ledger.skipped > 1 else ""
+        c.emit(
+            "UpdateSkipped",
+            f"the gradients of step {ledger.told} are not finite: no parameter was updated{so_far}",
+            step=ledger.told,
+            loss=vote.loss,
+            steps=ledger.skipped,
+        )
 
 
 def ask(c: Cluster) -> None:

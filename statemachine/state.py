@@ -137,6 +137,8 @@ class Ledger:
     """Nodes that answered and do not have the missing steps."""
     behind_since: float | None = None
     loss: float | None = None
+    skipped: int = 0
+    """Steps in a row, the last one told included, whose gradients were not finite."""
     step_s: float = 0.0
 
     @property

@@ -89,7 +89,8 @@ def loss_chart(
     columns = resample(history.values, width)
     finite = [v for v in columns if v - v == 0]
     if not finite:
-        return Text("waiting for the first step", style="dim")
+        said = "no loss was a finite number" if columns else "waiting for the first step"
+        return Text(said, style="dim")
     low, high = min(finite), max(finite)
     span = high - low or 1.0
     levels = [1 + round((v - low) / span * (height * 8 - 1)) if v - v == 0 else 0 for v in columns]

@@ -81,6 +81,7 @@ def _headline(report: Report) -> RenderableType:
     if report.steps:
         first, last = report.steps[0], report.steps[-1]
         grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
+    _add_skipped(grid, report)
     others = plural(len(report.recoveries) - len(failures), "other change")
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
     _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
@@ -91,6 +92,15 @@ def _headline(report: Report) -> RenderableType:
         parts += ["", _Chart(report)]
     title = f"[bold]ftd[/] · {report.job.name or 'run'}"
     return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def _add_skipped(grid: Table, report: Report) -> None:
+    """A line where some step updated nothing."""
+    skipped = [s.step for s in report.steps if s.skipped]
+    if skipped:
+        where = f"step {skipped[0]}" if len(skipped) == 1 else f"steps {skipped[0]} to {skipped[-1]}"
+        said = f"{len(skipped)} of {len(report.steps)} skipped: gradients were not finite ({where})"
+        grid.add_row("updates", Text(said, style="yellow"))
 
 
 def _add_kept(grid: Table, title: str, kept: Kept, where: str) -> None:

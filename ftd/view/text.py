@@ -47,6 +47,7 @@ EVENT_MARKS = {
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
     "ReplicaDiverged": ("▲", "yellow"),
+    "UpdateSkipped": ("▲", "yellow"),
     "StragglerDetected": ("▲", "yellow"),
     "MessageRefused": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),

@@ -47,6 +47,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
     ),
     "warning": (
         e.NodeLost,
+        e.UpdateSkipped,
         e.TrainerLost,
         e.StragglerDetected,
         e.NodeRejected,

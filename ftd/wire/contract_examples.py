@@ -33,6 +33,7 @@ DETAILS: dict[str, Json] = {
         "loss": 2.6112, "gradient_norm": 0.91, "skipped": False, "step_s": 0.1, "samples_per_s": 320.0,
     },
     "JobFinished": {"checksum": "9f2c6a1e0b7d4c35"},
+    "UpdateSkipped": {"loss": None, "steps": 1},
     "ReplicasDiverged": {"layer": 3, "digests": ["9f2c6a1e", "07be11d4"]},
     "NodeJoined": {"devices": 1, "host": "10.0.0.3", "incarnation": 17200003},
     "NodeLost": {"how": "last_will", "detected_at": 1005.003, "incarnation": 17200003},

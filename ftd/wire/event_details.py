@@ -86,6 +86,15 @@ class JobStopped(Details, frozen=True, kw_only=True):
     """A user stopped the job."""
 
 
+class UpdateSkipped(Details, frozen=True, kw_only=True):
+    """The gradients of a committed step were not finite, so nothing was updated. Told of the first in a row,
+    the tenth, the hundredth …"""
+
+    loss: float | None
+    steps: int
+    """In a row, this one included."""
+
+
 class ReplicasDiverged(Details, frozen=True, kw_only=True):
     """Owners of a layer ended with different parameters."""
 

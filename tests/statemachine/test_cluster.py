@@ -1,11 +1,12 @@
 """The cluster machine in particular situations; the main ones are in ``test_cluster_transcripts``."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from transcripts import PROFILE, Coordination, committed, facts, job, report
+from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
 from planner.values import Device
 from statemachine.cluster import ClusterMachine
@@ -57,7 +58,7 @@ from statemachine.node import NodeMachine
 from statemachine.rules import owned_layers
 from statemachine.state import Cluster
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase
+from statemachine.values import ClusterPhase, CommittedStep, Vote
 
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
@@ -641,6 +642,17 @@ def test_a_step_is_told_once_and_in_order() -> None:
     assert [e.step for e in s.all(EmitEvent)] == [2, 3]
     s.stepped("node-0", 1, 2, 3)
     assert not events(s)
+
+
+def test_steps_that_update_nothing_are_told_now_and_then() -> None:
+    s = running(steps=20)
+    nothing = Vote(loss=math.nan, gradient_norm=math.nan, skipped=True)
+    steps = [CommittedStep(step=n, vote=vote(n) if n == 4 else nothing) for n in range(2, 16)]
+    s.say("node-0", Stepped(generation=1, steps=tuple(steps), step_s=0.1))
+    told = [e for e in s.all(EmitEvent) if e.name == "UpdateSkipped"]
+    assert [(e.step, e.details["steps"]) for e in told] == [(2, 1), (5, 1), (14, 10)]
+    assert told[0].reason == "the gradients of step 2 are not finite: no parameter was updated"
+    assert told[2].reason.endswith(", 10 steps in a row")
 
 
 def test_missed_steps_are_asked_back() -> None:

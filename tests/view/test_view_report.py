@@ -69,6 +69,14 @@ def test_steps_job_and_end(run_events: list[Json], state: Json) -> None:
     assert report.duration_s == pytest.approx(15.0)
 
 
+def test_steps_that_updated_nothing(run_events: list[Json], event: Make) -> None:
+    assert "skipped" not in page(built(run_events))
+    nothing = {"loss": None, "gradient_norm": None, "skipped": True, "step_s": 0.1, "samples_per_s": None}
+    only = [event("StepCommitted", 1001.0 + n, step=n, details=nothing) for n in (1, 2)]
+    assert "2 of 2 skipped: gradients were not finite (steps 1 to 2)" in page(built(only))
+    assert "no loss was a finite number" in page(built(only))
+
+
 def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:
     assert "snapshots" not in page(built(run_events))
     events = [
