@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from statemachine.values import Snapshot, SnapshotGroup, Vote
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import Manifest, Part
 from storage.shards import ShardLayout, make_shard
 
 TOKEN = bearer_token("benchmark")
@@ -50,11 +50,18 @@ MOST_SLOWER = 1.1
 """Step time beside persisting at that rate, over step time without."""
 
 
-def write_snapshot(root: Path, owners: tuple[str, ...], payloads: list[Chunk]) -> SnapshotGroup:
+def write_snapshot(
+    root: Path,
+    owners: tuple[str, ...],
+    payloads: list[Chunk],
+    *,
+    scheme: str = "none",
+    headers: Sequence[bytes] = (),
+) -> SnapshotGroup:
     """One group of all layers, each owner's shard in its own arena below ``root``."""
-    group = SnapshotGroup(first_layer=0, end_layer=len(payloads), owners=owners, protection="none")
+    group = SnapshotGroup(first_layer=0, end_layer=len(payloads), owners=owners, protection=scheme)
     bucket = np.concatenate(payloads)
-    layout = ShardLayout(code=make_code("none", len(owners)), bucket_bytes=len(bucket))
+    layout = ShardLayout(code=make_code(scheme, len(owners)), bucket_bytes=len(bucket))
     offsets = [0, *itertools.accumulate(map(len, payloads))]
     image = GroupImage(
         bucket_bytes=len(bucket),
@@ -63,7 +70,7 @@ def write_snapshot(root: Path, owners: tuple[str, ...], payloads: list[Chunk]) -
                 layer=n,
                 offset=offsets[n],
                 size_bytes=len(payload),
-                header=layer_header(n, len(payload)),
+                header=headers[n] if headers else layer_header(n, len(payload)),
                 buffers=b"",
             )
             for n, payload in enumerate(payloads)
@@ -75,18 +82,12 @@ def write_snapshot(root: Path, owners: tuple[str, ...], payloads: list[Chunk]) -
         slot = arena.begin(size + len(image))
         make_shard(layout, owner, bucket, slot.view[:size])
         slot.view[size:] = np.frombuffer(image, dtype=np.uint8)
-        parts = (
-            Part(name="group-0/shard", offset=0, size_bytes=size, digest=digest_of(slot.view[:size])),
-            Part(
-                name="group-0/small", offset=size, size_bytes=len(image), digest=digest_of(slot.view[size:])
-            ),
-        )
         described = {
             "first_layer": 0,
             "end_layer": len(payloads),
             "owners": list(owners),
             "owner": owner,
-            "scheme": "none",
+            "scheme": scheme,
             "bucket_bytes": len(bucket),
         }
         arena.commit(
@@ -95,7 +96,10 @@ def write_snapshot(root: Path, owners: tuple[str, ...], payloads: list[Chunk]) -
                 step=STEP,
                 generation=1,
                 slot=slot.number,
-                parts=parts,
+                parts=(
+                    Part.of("group-0/shard", 0, slot.view[:size]),
+                    Part.of("group-0/small", size, slot.view[size:]),
+                ),
                 layout={"groups": [described]},
             )
         )

@@ -1,90 +1,264 @@
-"""Back from a snapshot in own memory, part by part: what a node does for its trainers, and a trainer itself.
+"""Back from a snapshot in memory: what a node does for its trainers, and what a trainer does, in each tier.
 
-The node puts the layers together, verifies them, and writes them into files in memory; a trainer maps these
-and copies. CPU time, so that a busy machine counts little; fresh pages count as the machine gives them.
+A model of linear layers with Adam's state, its snapshot in the memory of one, two or three nodes. Restored on
+one of them: out of its own memory alone (what is lent to the trainer, and what is copied by the node where
+the trainer found that no good), with half of it from another node's snapshot server, and with a third decoded
+as that node is lost. The node is this process; the trainer and the other node are processes of their own, the
+trainer started as the zygote is. Against one memcpy of the same bytes, and torch.load and DCP load of as many
+bytes from /dev/shm and from a disk whose pages were dropped.
 
-    python -m benchmarks.staging [--mib 512] [--repeats 5]
+CPU time counts a busy machine little; fresh pages cost as the machine gives them.
+
+    python -m benchmarks.staging [--mib 512] [--repeats 5] [--disk DIRECTORY]
 """
 
 import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.checkpoints import LAYERS, MIB, Chunk
-from benchmarks.common import Result, Summary, command_line, main
-from benchmarks.persisting import JOB, STEP, TOKEN, write_snapshot
+from benchmarks.checkpoints import MIB, Chunk, timed
+from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
+from benchmarks.linear import SCRIPT
+from benchmarks.persisting import JOB, STEP, TOKEN, child, write_snapshot
+from benchmarks.script_peers import LOADS, measure_peers
 from ftd.node.arenas import Arenas
 from ftd.node.restore import Restorer
 from ftd.node.shard_client import ShardClient
-from ftd.node.staging import Put, staged_in
+from ftd.node.staging import Stage
+from runtime.model import Model
+from runtime.optimizer import Optimization
+from runtime.protocol import TrainingData
+from runtime.staged_state import StagedState
+from runtime.state import LayerStates
+from runtime.streaming import streaming_environment
+from runtime.training import load_training
 from statemachine.values import Restore, SnapshotGroup
-from storage.manifest import digest_of
+from storage.manifest import Part
+
+LAYER_MIB = 12.01
+"""Of a layer with its optimizer's state."""
+NODES = ("n0", "n1", "n2")
+TIMES = 12.36
+"""As quick as restoring is to be, against loading from a disk: what the paper has."""
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+class Held:
+    """What a trainer holds of the model, with Adam's state."""
 
-
-async def restored(root: Path, group: SnapshotGroup, put: Put) -> None:
-    restore = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources={})
-    async with ShardClient(TOKEN) as client:
-        arenas = Arenas(root / "n0", devices=1)
-        await Restorer(restore=restore, node="n0", arenas=arenas, client=client, tell=print).run(
-            range(LAYERS), put
+    def __init__(self, directory: Path, layers: int) -> None:
+        (directory / "linear.py").write_text(SCRIPT)
+        data = TrainingData(
+            function="linear.py:build",
+            path=str(directory),
+            seed=1,
+            steps=1,
+            global_batch=4,
+            microbatch_rows=4,
+            arguments={"layers": layers},
         )
+        self.layers = range(layers)
+        self.model = Model(load_training(data), data)
+        self.states = LayerStates(self.model, Optimization(self.model))
+
+    def step(self) -> None:
+        """Once, so that there is an optimizer's state."""
+        for _, parameter in self.model.named_parameters(self.layers):
+            parameter.grad = torch.rand_like(parameter)
+        self.states._optimization.step(self.layers)
+
+    def restore(self, stage: Path) -> None:
+        """As ``Engine.restore``."""
+        self.model.drop(self.layers)
+        with StagedState(stage, self.states, lambda: None) as staged:
+            for layer in self.layers:
+                staged.take(layer)
+            staged.check()
+
+    def digests(self) -> list[str]:
+        return [self.states.digest(layer) for layer in self.layers]
 
 
-async def nowhere(*_: object) -> None:
-    """For what it takes to put layers together alone."""
+def serve_trainer(directory: Path, layers: int) -> None:
+    """For each line, a directory: seconds by the clock and of the CPU, and digests, as JSON."""
+    torch.set_num_threads(1)
+    held = Held(directory, layers)
+    for line in sys.stdin:
+        seconds = timed(partial(held.restore, Path(line.strip())))
+        print(json.dumps((seconds, held.digests())), flush=True)
 
 
-def mapped(stage: Path, tensors: list[Chunk]) -> None:
-    for number, tensor in enumerate(tensors):
-        tensor[:] = np.memmap(stage / f"layer-{number}.payload", dtype=np.uint8, mode="c")
+Answer = tuple[tuple[float, float], list[str]]
+"""Seconds by the clock and of the CPU, and a digest of each layer."""
 
 
-def measure(root: Path, mib: int, repeats: int) -> Result:
-    payloads = [
-        np.random.default_rng(layer).integers(0, 256, mib * MIB // LAYERS, dtype=np.uint8)
-        for layer in range(LAYERS)
-    ]
-    group, stage = write_snapshot(root, ("n0",), payloads), root / "stage"
-    stage.mkdir()
-    work: dict[str, Callable[[], object]] = {
-        "one memcpy": lambda: [payload.copy() for payload in payloads],
-        "one pass of digests": lambda: [digest_of(payload) for payload in payloads],
-        "node: put together and verified": lambda: asyncio.run(restored(root, group, nowhere)),
-        "node: and written for the trainer": lambda: asyncio.run(restored(root, group, staged_in(stage))),
-        "trainer: mapped and copied": lambda: mapped(stage, payloads),
+@contextmanager
+def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], Answer]]:
+    command = [sys.executable, "-m", "benchmarks.staging"]
+    command += ["--trainer", str(directory), "--layers", str(layers)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | streaming_environment(os.environ)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, said = process.stdin, process.stdout
+
+        def restore(stage: Path) -> Answer:
+            asked.write(f"{stage}\n")
+            asked.flush()
+            seconds, digests = json.loads(said.readline())
+            return tuple(seconds), digests
+
+        try:
+            yield restore
+        finally:
+            process.kill()
+
+
+class Scene:
+    """A snapshot's owners below ``root``, of which ``n0`` restores, and one of the others is there."""
+
+    def __init__(
+        self, root: Path, group: SnapshotGroup, layers: int, *, lends: bool = True, port: int = 0
+    ) -> None:
+        self._root, self._layers, self._lends = root, layers, lends
+        sources = {"n1": f"127.0.0.1:{port}"} if port else {}
+        self._restore = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
+
+    def staged(self, stage: Path) -> None:
+        """What the node does."""
+        asyncio.run(self._staged(stage))
+
+    async def _staged(self, stage: Path) -> None:
+        async with ShardClient(TOKEN) as client:
+            await Restorer(
+                restore=self._restore,
+                node="n0",
+                arenas=Arenas(self._root / "n0", devices=1),
+                client=client,
+                tell=lambda *said: print(*said, file=sys.stderr),
+            ).run(range(self._layers), Stage(stage, lends=self._lends))
+
+
+def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds by the clock and of the CPU for each GiB, by what was done."""
+    layers = max(1, round(mib / LAYER_MIB))
+    held = Held(root, layers)
+    held.step()
+    packed = [held.states.pack(layer) for layer in held.layers]
+    headers, payloads = [header for header, _ in packed], [payload.numpy() for _, payload in packed]
+    gib, digests = sum(map(len, payloads)) / 1024 / MIB, held.digests()
+    groups = {
+        count: write_snapshot(
+            root / f"of-{count}",
+            tuple(f"n{i}" for i in range(count)),
+            payloads,
+            scheme=scheme,
+            headers=headers,
+        )
+        for count, scheme in ((1, "none"), (2, "none"), (3, "aec"))
     }
-    found: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(repeats):
-        for name, one in work.items():
-            found[name].append(cpu_s(one) * 1024 / mib)
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def note(name: str, seconds: tuple[float, float]) -> None:
+        found.setdefault(name, []).append((seconds[0] / gib, seconds[1] / gib))
+
+    warm = [np.ones_like(payload) for payload in payloads]
+    parts = [Part.of("part", 0, payload) for payload in payloads]
+    with child("--serve", str(root / "of-2/n1")) as two, child("--serve", str(root / "of-3/n1")) as three:
+        ports = []
+        for one in (two, three):
+            assert one.stdout is not None
+            ports.append(int(one.stdout.readline()))
+        scenes = {
+            "own memory": Scene(root / "of-1", groups[1], layers),
+            "own memory, copied by the node": Scene(root / "of-1", groups[1], layers, lends=False),
+            "half from another node": Scene(root / "of-2", groups[2], layers, port=ports[0]),
+            "a third decoded": Scene(root / "of-3", groups[3], layers, port=ports[1]),
+        }
+        with trainer(root, layers) as restore:
+            for _ in range(repeats + 1):
+                note("one memcpy", timed(partial(_copy, warm, payloads)))
+                note("one pass of digests", timed(partial(_verify, parts, payloads)))
+                for name, scene in scenes.items():
+                    stage = Path(tempfile.mkdtemp(dir=root))
+                    node = timed(partial(scene.staged, stage))
+                    seconds, there = restore(stage)
+                    assert there == digests, f"{name}: other bytes came back"
+                    shutil.rmtree(stage)
+                    note(f"{name}: node", node)
+                    note(f"{name}: trainer", seconds)
+                    note(name, (node[0] + seconds[0], node[1] + seconds[1]))
+    return {name: times[1:] for name, times in found.items()}
+
+
+def _copy(targets: list[Chunk], sources: list[Chunk]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target[:] = source
+
+
+def _verify(parts: list[Part], payloads: list[Chunk]) -> None:
+    assert all(p.sound_in(data, [range(len(data))]) for p, data in zip(parts, payloads, strict=True))
+
+
+def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:
+    ours = measure_ours(root, mib, repeats)
     result = Result(
         name="staging",
-        what=f"{mib} MiB in {LAYERS} layers back from own memory",
-        columns=("part", "CPU ms for each GiB (min / median / max)"),
+        what=f"{mib} MiB of layers back from a snapshot: ms for each GiB (min / median / max)",
+        columns=("part", "wall", "CPU"),
     )
-    result.rows = [
-        (name, str(Summary(values=tuple(1e3 * s for s in times)))) for name, times in found.items()
-    ]
-    result.data = {"cpu_s_per_gib": found}
-    result.notes.append("one memcpy: into memory that is made for it")
+    for name, times in ours.items():
+        columns = (Summary(values=tuple(1e3 * one[kind] for one in times)) for kind in (0, 1))
+        result.rows.append((name, *map(str, columns)))
+    result.data["s_per_gib"] = ours
+    if disk is not None:
+        peers = measure_peers(mib / 1024, disk, max(2, repeats // 2))
+        rates = {name: [s * 1024 / mib for s in peers[name]] for name in LOADS}
+        for name, seconds in rates.items():
+            result.rows.append((name, str(Summary(values=tuple(1e3 * s for s in seconds))), ""))
+        result.data["peers_s_per_gib"] = rates
+        for tier in ("own memory", "a third decoded"):
+            wall = statistics.median(wall for wall, _ in ours[tier])
+            for peer in ("torch.load disk", "DCP load disk"):
+                times = statistics.median(rates[peer]) / wall
+                name = f"{tier} against {peer}, times"
+                result.limits.append(Limit(name=name, measured=times, limit=TIMES, at_least=True))
+    result.notes.append("one memcpy: into memory that is there; the trainer's is made for what it restores")
     return result
 
 
-if __name__ == "__main__":
+def parse() -> Any:
     parser = command_line(__doc__)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ftd-staging-") as directory:
-        outcome = measure(Path(directory), options.mib, options.repeats)
-    main(outcome, options.out)
+    parser.add_argument("--disk", type=Path, default=RESULTS, help="a directory on a disk")
+    parser.add_argument("--no-peers", action="store_true", help="leave torch.load and DCP out")
+    parser.add_argument("--trainer", type=Path, help="the trainer's process: its model is written there")
+    parser.add_argument("--layers", type=int, help="with --trainer")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = parse()
+    if options.trainer is not None:
+        serve_trainer(options.trainer, options.layers)
+    else:
+        torch.set_num_threads(1)
+        options.disk.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ftd-staging-") as directory:
+            disk = None if options.no_peers else options.disk
+            outcome = run(Path(directory), options.mib, options.repeats, disk)
+        main(outcome, options.out)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +33,8 @@ from runtime.sharding import Diverged, Sharding
 from runtime.snapshot_groups import groups_of
 from runtime.snapshot_schedule import Elapsed
 from runtime.snapshot_writer import SnapshotWriter
-from runtime.state import LayerStates
+from runtime.staged_state import SpoiledError, StagedState
+from runtime.state import LayerStates, StateError
 from runtime.training import load_training
 from runtime.transfer import Exchange, WholeLayers
 from runtime.world import check_world, owners_of_layer, seat_of
@@ -125,17 +125,23 @@ class Engine:
         self._leave()
 
     def restore(self, directory: Path, resume: Resume) -> None:
-        """Behind ``settle``: take the layers of this rank's stage out of the files there, and no others.
+        """Behind ``settle``: take the layers of this rank's stage that are staged there, and no others.
 
-        :raises OSError, StateError: a file cannot be read, or is none of this model's.
+        :raises StateError: they are not of this model. :raises SpoiledError: they cannot be had from there.
+        Nothing is held then.
         """
         self._start_anew(resume.step, resume.vote)
         layers = seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers
-        for layer in layers:
-            self.pace.tick()
-            header = (directory / f"layer-{layer}.header").read_bytes()
-            self.states.unpack(layer, header, _mapped(directory / f"layer-{layer}.payload"))
-            self.complete.add(layer)
+        try:
+            with StagedState(directory, self.states, self.pace.tick) as staged:
+                for layer in layers:
+                    self.pace.tick()
+                    staged.take(layer)
+                staged.check()
+        except (StateError, SpoiledError):
+            self._start_anew(resume.step, resume.vote)
+            raise
+        self.complete |= set(layers)
         if self.sharding is not None:
             self.sharding.restored(layers)
 
@@ -326,11 +332,3 @@ class Engine:
         if self.sharding is not None:
             self.sharding.leave()
         self._communicator = self._gradients = self._executor = None
-
-
-def _mapped(path: Path) -> Tensor:
-    """The file's bytes, read only where they are used; writing into them would change no file."""
-    size_bytes = path.stat().st_size
-    if not size_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", shape=(size_bytes,)))

@@ -11,6 +11,7 @@ Order of a trainer's life::
     trainer → node   Quiesced(g, …)
     node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
     trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
+                     StagingSpoiled(g, …) where what it was to go on from is no good: Resume(g, …) once more
     trainer → node   Done(g, …)         after the last step; the trainer stays, quiescable
     trainer → node   Beat               all the time, from the control thread
     node → trainer   Exit
@@ -147,8 +148,8 @@ class Resume(Frame, frozen=True, kw_only=True):
     protection: str = "none"
     """``storage.codes``: what each owner keeps besides its own part."""
     restore: str = ""
-    """Directory with ``layer-<n>.header`` and ``.payload`` (``runtime.state``) at ``step`` of each layer that
-    this rank needs; what it holds is dropped."""
+    """Directory with what ``storage.staged`` says at ``step`` of each layer that this rank needs; what it
+    holds is dropped."""
     lineage: int = 0
     """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
 
@@ -271,6 +272,16 @@ class Quiesced(Frame, frozen=True, kw_only=True):
     """Under ZeRO-1, at ``committed_step``."""
 
 
+class StagingSpoiled(Frame, frozen=True, kw_only=True):
+    """What Resume's ``restore`` lends is not, or not any more, what was written. This trainer holds nothing
+    and waits for the same Resume with other bytes."""
+
+    generation: int
+    part: str
+    """The part of the snapshot that is to blame; empty: it is not known."""
+    detail: str
+
+
 class Resumed(Frame, frozen=True, kw_only=True):
     generation: int
     bytes_moved: int
@@ -364,8 +375,8 @@ TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
 MachineReport = (
     Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
 )
-"""What the node's machine hears of; a trace goes to who asked for it."""
-Report = MachineReport | Traced
+"""What the node's machine hears of; a trace goes to who asked for it, a spoiled staging to who staged."""
+Report = MachineReport | Traced | StagingSpoiled
 
 
 class Output(Frame, frozen=True, kw_only=True):

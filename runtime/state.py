@@ -79,29 +79,41 @@ class LayerStates:
 
         :raises StateError: header or payload do not fit this model; nothing was changed.
         """
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise StateError(f"layer {layer}: payload of {payload.dim()} dimensions of {payload.dtype}")
+        with torch.no_grad():
+            for entry, tensor in self.make(layer, header, payload.numel()):
+                tensor.copy_(_view(payload, entry))
+
+    def make(self, layer: int, header: bytes, payload_bytes: int) -> list[tuple[Entry, Tensor]]:
+        """Make this process hold ``layer``, with tensors that are yet to be filled: where each entry goes.
+
+        :raises StateError: the header does not fit this model, or the payload; nothing was changed.
+        """
         decoded = self._decode(header)
-        self._check(layer, decoded, payload)
+        self._check(layer, decoded, payload_bytes)
         try:
             self._optimization.set_schedule(decoded.schedule)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"layer {layer}: {error}") from error
         self._model.materialise(layer)
-        values = {tensor.name: tensor.value for tensor in self._model.tensors_of(layer)}
+        values = {tensor.name: tensor.value.detach() for tensor in self._model.tensors_of(layer)}
         states: dict[str, dict[str, Tensor | Scalar]] = {
             tensor.name: dict(decoded.scalars.get(tensor.name, {}))
             for tensor in self._model.tensors_of(layer)
             if tensor.trainable
         }
-        with torch.no_grad():
-            for entry in decoded.entries:
-                source = _view(payload, entry)
-                if entry.role == "optimizer":
-                    device = torch.device("cpu") if entry.on_host else self._model.device
-                    states[entry.name][entry.key] = source.to(device, copy=True)
-                else:
-                    values[entry.name].copy_(source)
+        places: list[tuple[Entry, Tensor]] = []
+        for entry in decoded.entries:
+            tensor = values[entry.name]
+            if entry.role == "optimizer":
+                device = torch.device("cpu") if entry.on_host else self._model.device
+                tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+                states[entry.name][entry.key] = tensor
+            places.append((entry, tensor))
         for name, state in states.items():
             self._optimization.set_parameter_state(name, state)
+        return places
 
     def state_bytes(self, layer: int) -> int:
         """Size of the payload, without making it."""
@@ -155,13 +167,12 @@ class LayerStates:
             raise StateError(f"header of format {decoded.format}; this version reads {HEADER_FORMAT}")
         return decoded
 
-    def _check(self, layer: int, header: Header, payload: Tensor) -> None:
+    def _check(self, layer: int, header: Header, payload_bytes: int) -> None:
         if header.layer != layer:
             raise StateError(f"state of layer {header.layer} came where layer {layer} was expected")
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
+        if payload_bytes != header.size_bytes:
             raise StateError(
-                f"layer {layer}: payload of {payload.numel()} x {payload.dtype}, "
-                f"the header says {header.size_bytes} bytes"
+                f"layer {layer}: payload of {payload_bytes} bytes, the header says {header.size_bytes} bytes"
             )
         expected = {tensor.name: tensor for tensor in self._model.tensors_of(layer)}
         end = 0

@@ -31,9 +31,11 @@ from runtime.protocol import (
     Snap,
     Snapping,
     SnapshotFailed,
+    StagingSpoiled,
     Stepped,
 )
 from runtime.snapshot_writer import SnapshotWriter
+from runtime.staged_state import SpoiledError
 from runtime.state import StateError
 from runtime.store import Rendezvous
 from runtime.tracebacks import users_traceback
@@ -158,6 +160,11 @@ class Trainer:
                 engine.restore(Path(resume.restore), resume)
             except StateError as error:
                 raise _ForeignError(str(error)) from error
+            except SpoiledError as error:
+                self._link.send(
+                    StagingSpoiled(generation=resume.generation, part=error.part, detail=str(error))
+                )
+                return
         rendezvous = Rendezvous(
             host=resume.rendezvous_host,
             port=resume.rendezvous_port,

@@ -6,7 +6,7 @@ ranges, so that it can be done in slices of any size, at any time, in any order.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -110,7 +110,7 @@ def restore(
     """
     runs = [
         (low, min(low + _RUN_BYTES, high), [(owner, offset + low - begin) for owner, offset in sources])
-        for begin, high, sources in _recipes(layout, present, first, first + len(bucket))
+        for begin, high, sources in recipes(layout, present, first, first + len(bucket))
         for low in range(begin, high, _RUN_BYTES)
     ]
 
@@ -136,10 +136,12 @@ def restore(
             pass
 
 
-def _recipes(
-    layout: ShardLayout, present: frozenset[int], first: int, end: int
-) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """The bucket's bytes [first, end) in runs [low, high), each the XOR of shards: owner, offset.
+Recipe = tuple[int, int, list[tuple[int, int]]]
+"""A run [low, high) of the bucket: the XOR of what these owners have from these bytes of their shards on."""
+
+
+def recipes(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> Iterator[Recipe]:
+    """The bucket's bytes [first, end), ascending.
 
     :raises LostError: see ``restore``.
     """
@@ -188,7 +190,7 @@ def needed_for(
     for _, start, size, _ in _origins(layout, owner, offset, end):
         for other, some in needed(layout, present, start, start + size).items():
             ranges.setdefault(other, []).extend(some)
-    return {other: _merged(some) for other, some in ranges.items()}
+    return {other: merged(some) for other, some in ranges.items()}
 
 
 def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
@@ -215,17 +217,18 @@ def needed(layout: ShardLayout, present: frozenset[int], first: int, end: int) -
     :raises LostError: see ``restore``.
     """
     ranges: dict[int, list[range]] = {}
-    for low, high, sources in _recipes(layout, present, first, end):
+    for low, high, sources in recipes(layout, present, first, end):
         for owner, offset in sources:
             ranges.setdefault(owner, []).append(range(offset, offset + high - low))
-    return {owner: _merged(some) for owner, some in ranges.items()}
+    return {owner: merged(some) for owner, some in ranges.items()}
 
 
-def _merged(ranges: Sequence[range]) -> list[range]:
-    merged: list[range] = []
+def merged(ranges: Iterable[range]) -> list[range]:
+    """The same bytes, ascending, and no two ranges that touch."""
+    found: list[range] = []
     for one in sorted(ranges, key=lambda r: r.start):
-        if merged and one.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, one.stop))
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
         else:
-            merged.append(one)
-    return merged
+            found.append(one)
+    return found

@@ -23,7 +23,8 @@ import structlog
 from ftd.errors import ConfigurationError
 from storage.arena import Arena
 from storage.errors import DamagedError
-from storage.manifest import Manifest, Part, check_parts, digest_of, read_record
+from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, record_digest
+from storage.staged import Lender
 
 log = structlog.get_logger("ftd.node")
 
@@ -54,6 +55,16 @@ class Held:
     directory: Path
     owner: str = ""
     """Of a copy: the node whose part it is."""
+
+    @property
+    def slot(self) -> Path:
+        """The file that its bytes are in."""
+        return self.directory / f"slot-{int(self.manifest.slot)}"
+
+    def lender(self) -> Lender:
+        """For who reads them there."""
+        path = (self.directory / _manifest_name(self.manifest.step)).absolute()
+        return Lender(manifest=str(path), digest=record_digest(self.manifest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,10 +278,10 @@ class Arenas:
         held = []
         for directory, owner in self._arenas(job):
             try:
-                manifest = read_record(directory / f"step-{step:012d}.json", Manifest)
+                manifest = read_record(directory / _manifest_name(step), Manifest)
                 if (manifest.job_id, manifest.step) != (job_id, step):
                     raise DamagedError(f"it is of step {manifest.step} of job {manifest.job_id[:80]!r}")
-                check_parts(manifest, _slot_path(directory, manifest).stat().st_size)
+                check_parts(manifest, (directory / f"slot-{int(manifest.slot)}").stat().st_size)
             except FileNotFoundError:
                 continue
             except (DamagedError, OSError) as error:
@@ -286,7 +297,7 @@ class Arenas:
 
         :raises OSError: the slot is gone.
         """
-        path = _slot_path(held.directory, held.manifest)
+        path = held.slot
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             identity = status.st_ino, status.st_size
@@ -302,7 +313,7 @@ class Arenas:
 
         :raises OSError: the slot is gone.
         """
-        descriptor = os.open(_slot_path(held.directory, held.manifest), os.O_WRONLY)
+        descriptor = os.open(held.slot, os.O_WRONLY)
         try:
             os.pwrite(descriptor, data, part.offset + first)
         finally:
@@ -343,8 +354,8 @@ class Arenas:
             return
 
 
-def _slot_path(directory: Path, manifest: Manifest) -> Path:
-    return directory / f"slot-{int(manifest.slot)}"
+def _manifest_name(step: int) -> str:
+    return f"step-{step:012d}.json"
 
 
 def _damage(manifest: Manifest, directory: Path, parts: tuple[str, ...]) -> list[Damage]:

@@ -34,6 +34,7 @@ from ftd.wire.topics import Topics
 from planner.values import Device
 from runtime import protocol
 from runtime.store_protocol import mark_of
+from runtime.trace_protocol import Traced
 from statemachine import effects
 from statemachine.agent import AgentMachine
 from statemachine.agent_events import (
@@ -125,7 +126,7 @@ class NodeDaemon:
             feed=self._on_trainer,
             cause=self._driver.cause,
             environment=trainer_environment,
-            traced=self._traces.on_traced,
+            aside=self._on_aside,
         )
         try:
             await self._listen()
@@ -250,8 +251,14 @@ class NodeDaemon:
                 {"device": event.device, "pid": event.pid, "daemon_pid": os.getpid()},
             )
         elif isinstance(event, TrainerResumed):
-            self._snapshots.resumed(event.device, event.generation)
+            self._snapshots.stager.resumed(event.device, event.generation)
         self._driver.feed(event)
+
+    def _on_aside(self, device: int, frame: Traced | protocol.StagingSpoiled) -> None:
+        if isinstance(frame, Traced):
+            self._traces.on_traced(device, frame)
+        else:
+            self._snapshots.stager.spoiled(device, frame)
 
     # --- what the machine wants ----------------------------------------------------------------------
 
@@ -323,19 +330,12 @@ class NodeDaemon:
         self._supervisor.send(effect.device, frame)
 
     def _resume(self, effect: effects.TrainerResume) -> None:
-        """At once; or, where it goes back to a snapshot and has a place, once its layers are staged."""
         resume, device = effect.resume, Device(node=self._node, index=effect.device)
 
         def send(staged: str) -> None:
             self._supervisor.send(effect.device, resume_frame(resume, device, self._secret, staged))
 
-        if resume.restore is None:
-            self._snapshots.clear()
-            send("")
-        elif device in resume.plan.devices:
-            self._snapshots.stage(resume, resume.restore, effect.device, send)
-        else:
-            send("")  # Of another lineage than the plan's, so it drops what it holds.
+        self._snapshots.stager.resume(resume, effect.device, send)
 
     # --- what is heard -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import structlog
 from ftd.node.arenas import Arenas
 from ftd.node.restore import DamageTold, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
-from ftd.node.staging import Put
+from ftd.node.staging import OneByOne, Put
 from statemachine.agent_events import LayersFailed, LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist
@@ -139,7 +139,7 @@ class Persister:
                 tell=self._tell(order.job_id, record.step),
             )
             try:
-                await restorer.run(order.layers, put, one_by_one=True)
+                await restorer.run(order.layers, OneByOne(put))
                 await settle()
             except BaseException:
                 flow.cancel()

@@ -14,9 +14,9 @@ import numpy as np
 
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
+from ftd.node.bucket import Store
 from ftd.node.group_layout import layout_of
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
-from ftd.node.staging import Store
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import LostError

@@ -16,18 +16,18 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas
+from ftd.node.bucket import FailedError, Plan, Stretch, carry_out, planned
 from ftd.node.keepers import Keeper, Keepers
 from ftd.node.restore_parts import KeptParts, LostPartsError, homes_of, put_together
 from ftd.node.shard_client import Located, ShardClient, Source, Wanted
-from ftd.node.staging import Put, Store, runs_of
+from ftd.node.staging import Put, Target
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
-from storage.image import GroupImage, assemble
+from storage.image import GroupImage
 from storage.manifest import Part
 from storage.partimage import ShardedImage
-from storage.shards import Bytes, ShardLayout, needed
-from storage.shards import restore as decode
+from storage.shards import Bytes, ShardLayout
 
 log = structlog.get_logger("ftd.node")
 
@@ -70,16 +70,12 @@ class Restorer:
     _own_bytes: int = 0
     _fetched_bytes: int = 0
     _decoded: int = 0
-    _memories: list[Bytes] = field(default_factory=lambda: [np.empty(0, dtype=np.uint8)] * 2)
-    """Of one run, used for later ones: fresh pages cost more than what is copied into them."""
 
-    async def run(self, layers: Sequence[int], put: Put, *, one_by_one: bool = False) -> Restored:
-        """Put each of ``layers``, in ascending order.
+    async def run(self, layers: Sequence[int], target: Target) -> Restored:
+        """Give ``target`` each of ``layers``, in ascending order within a group.
 
-        :param one_by_one: takes the memory of two layers; else that of neighbours, which are fetched at once.
-            What is put stays as it is until the next one's ``put`` has returned.
         :raises RestoreError: they cannot be put together; says why, and whose fault it is.
-        Whatever ``put`` raises ends it, too.
+        Whatever ``target`` raises ends it, too.
         """
         groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
@@ -95,8 +91,7 @@ class Restorer:
         await keepers.ask(groups)
         for group in groups:
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
-            runs = [[number] for number in sorted(wanted)] if one_by_one else runs_of(wanted)
-            await self._restore_group(group, keepers, runs, put)
+            await self._restore_group(group, keepers, wanted, target)
         return Restored(
             own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
         )
@@ -118,11 +113,11 @@ class Restorer:
     # --- one group -------------------------------------------------------------------------------
 
     async def _restore_group(
-        self, group: SnapshotGroup, known: Keepers, runs: list[list[int]], put: Put
+        self, group: SnapshotGroup, known: Keepers, layers: list[int], target: Target
     ) -> None:
         keepers = known.of(group)
         if any(keeper.parts for keeper in keepers):
-            await self._restore_parts(group, known, [layer for run in runs for layer in run], put)
+            await self._restore_parts(group, known, sorted(layers), target.put)
             return
         image = await self._image(group, keepers)
         layout = ShardLayout(
@@ -141,16 +136,14 @@ class Restorer:
                 spare.append(keeper)
         if len(usable) < len(group.owners):
             self._decoded += 1
-        for run in runs:
-            if len(run) == 1:
-                self._memories.reverse()
+        for run in target.runs(layers):
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
-            bucket = await self._bucket(group, layout, usable, spare, first.offset, end)
+            stretches, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
             for layer in map(image.layer, run):
-                begin = layer.offset - first.offset
-                shared = bucket[begin : begin + layer.size_bytes]
-                await put(layer.layer, layer.header, await asyncio.to_thread(assemble, layer, shared))
+                begin, behind = layer.offset, layer.offset + layer.size_bytes
+                own = [s.clipped(begin, behind) for s in stretches if s.first < behind and begin < s.end]
+                await target.take(layer, own, memory)
 
     async def _restore_parts(
         self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
@@ -266,100 +259,62 @@ class Restorer:
         spare: list[Keeper],
         first: int,
         end: int,
-    ) -> Bytes:
-        """The bucket's bytes [first, end). Who fails on the way is left out of ``usable`` from then on; the
-        copy in ``spare`` takes its place.
+        target: Target,
+    ) -> tuple[list[Stretch], Bytes]:
+        """Where the bucket's bytes [first, end) are: in the memory, or lent. Who fails on the way is left out
+        of ``usable`` from then on; the copy in ``spare`` takes its place.
 
         :raises RestoreError: too few are left.
         """
+        memory: Bytes | None = None
         while True:
             try:
-                ranges = await asyncio.to_thread(needed, layout, frozenset(usable), first, end)
+                plan = await asyncio.to_thread(planned, layout, dict(usable), first, end, lend=target.lends)
             except LostError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
                 raise RestoreError(
                     f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
                     self._bad,
                 ) from None
-            stores = {owner: Store(ranges[owner]) for owner in ranges if usable[owner].held is None}
-            failed = await self._fill(usable, stores)
-            if not failed:
-                if len(self._memories[0]) < end - first:
-                    self._memories[0] = np.empty(end - first, dtype=np.uint8)
-                bucket = self._memories[0][: end - first]
-                failed = await self._decode(layout, usable, stores, bucket, first)
-            if not failed:
-                break
-            for owner, problem in failed:
-                keeper = usable.pop(owner)
-                self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
-                if spare:
-                    other = spare.pop(0)
-                    usable[other.owner] = other
-        own = {owner for owner, keeper in usable.items() if keeper.held is not None}
-        self._own_bytes += sum(len(r) for owner in own for r in ranges.get(owner, ()))
-        self._fetched_bytes += sum(store.size_bytes for store in stores.values())
-        return bucket
+            if memory is None or len(memory) < plan.size_bytes:
+                memory = await asyncio.to_thread(target.room, plan.size_bytes)
+            try:
+                self._fetched_bytes += await self._carry_out(plan, memory)
+            except FailedError as failed:
+                for owner, problem in failed.owners:
+                    keeper = usable.pop(owner)
+                    self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
+                    if spare:
+                        other = spare.pop(0)
+                        usable[other.owner] = other
+            else:
+                self._own_bytes += plan.own_bytes
+                return plan.stretches, memory
 
-    async def _decode(
-        self,
-        layout: ShardLayout,
-        usable: dict[int, Keeper],
-        stores: dict[int, Store],
-        bucket: Bytes,
-        first: int,
-    ) -> list[tuple[int, BaseException]]:
-        """Fill the bucket. Returns owners whose memory is not the snapshot's any more."""
-        try:
-            own = {
-                owner: np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
-                for owner, keeper in usable.items()
-                if keeper.held is not None and keeper.shard is not None
-            }
-        except OSError as error:
-            return [(owner, error) for owner, keeper in usable.items() if keeper.held is not None]
+    async def _carry_out(self, plan: Plan, memory: Bytes) -> int:
+        """:raises FailedError: an owner's shard is not to be had, or its memory is not the snapshot's any
+        more."""
+        own: dict[int, Bytes] = {}
+        here = [owner for owner, keeper in plan.usable.items() if keeper.held is not None]
+        for owner in set(plan.read()).intersection(here):
+            keeper = plan.usable[owner]
+            if keeper.held is not None and keeper.shard is not None:
+                try:
+                    own[owner] = np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
+                except OSError as error:
+                    raise FailedError([(owner, error)]) from None
+        fetched = await carry_out(plan, memory, own, self._fetch)
+        there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
+        if gone := [owner for owner in here if plan.usable[owner].held not in there]:
+            raise FailedError([(owner, PeerError("the snapshot was released")) for owner in gone])
+        return fetched
 
-        def fetch(owner: int, offset: int, size: int) -> Bytes:
-            if owner in own:
-                return own[owner][offset : offset + size]
-            return stores[owner].read(offset, size)
-
-        await asyncio.to_thread(decode, layout, frozenset(usable), fetch, bucket, first)
-        # Now that they are copied: were they as they were written?
-        read = await asyncio.to_thread(needed, layout, frozenset(usable), first, first + len(bucket))
-        for owner, memory in own.items():
-            kept, ranges = usable[owner].shard, read.get(owner, [])
-            if kept is not None and not await asyncio.to_thread(kept.sound_in, memory, ranges):
-                return [(owner, PeerError("its digest does not match"))]
-        there = self.arenas.find(self.restore.job_id, self.restore.step) if own else ()
-        gone = PeerError("the snapshot was released")
-        return [(owner, gone) for owner in own if usable[owner].held not in there]
-
-    async def _fill(
-        self, usable: dict[int, Keeper], stores: dict[int, Store]
-    ) -> list[tuple[int, BaseException]]:
-        """Fetch what the stores want, from all nodes at once; who failed, and how."""
-
-        async def fill(owner: int, store: Store) -> None:
-            keeper = usable[owner]
-            assert keeper.shard is not None, "without it, it is not usable"
-            places = (self._located(keeper, keeper.shard),)
-            await self.client.fetch(
-                Wanted(places=places, first=some.start, into=memory.data) for some, memory in store.pieces
-            )
-
-        results = await asyncio.gather(
-            *(fill(owner, store) for owner, store in stores.items()), return_exceptions=True
+    async def _fetch(self, keeper: Keeper, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        assert keeper.shard is not None, "without it, it is not usable"
+        places = (self._located(keeper, keeper.shard),)
+        await self.client.fetch(
+            Wanted(places=places, first=first, into=memory.data) for first, memory in pieces
         )
-        failed = [
-            (owner, result)
-            for owner, result in zip(stores, results, strict=True)
-            if isinstance(result, BaseException)
-        ]
-        for _, error in failed:
-            if not isinstance(error, PeerError):
-                raise error
-        return failed
 
 
 def _where(group: SnapshotGroup) -> str:

@@ -1,16 +1,14 @@
-"""Snapshots in a node's memory, for its daemon: arenas, the server, and layers staged for a rollback.
+"""Snapshots in a node's memory, for its daemon: arenas, the server, copies, checkpoints, layers staged.
 
 Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
-arenas for the job, other nodes' reading, and between ``TrainerResume`` with a ``Restore`` and the trainers'
-frames the work of putting the layers together, in a task of its own, so that heartbeats go on. So does the
-writing of persistent checkpoints (``ftd.node.persist``).
+arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.node.stager``) and the writing
+of persistent checkpoints (``ftd.node.persist``).
 """
 
 import asyncio
-import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +20,23 @@ from ftd.node.arenas import Arenas, Damage
 from ftd.node.copies import Copies
 from ftd.node.copy_sender import CopySender
 from ftd.node.mend import Mender, Trainers
-from ftd.node.persist import Persister, read_checkpoint
-from ftd.node.restore import DamageTold, RestoreError, Restorer
+from ftd.node.persist import Persister
+from ftd.node.restore import DamageTold
 from ftd.node.scrub import Scrubber
 from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
-from ftd.node.staging import staged_in
-from ftd.node.translation import layers_of
+from ftd.node.stager import Stager
 from statemachine.agent_events import (
     CopiesHeld,
     CopyCommitted,
     CopyFailed,
     HeldSnapshots,
-    RestoringFailed,
     SnapshotSpoiled,
 )
 from statemachine.effects import SendCopy
 from statemachine.events import Event
-from statemachine.messages import Persist, Resume
+from statemachine.messages import Persist
 from statemachine.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy
 
@@ -105,13 +101,20 @@ class Snapshots:
             say=tell,
             spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
         )
+        self.stager = Stager(
+            node=config.node,
+            arenas=self._arenas,
+            token=self._token,
+            tls=self._tls,
+            feed=feed,
+            stamp=stamp,
+            tell=self._teller,
+            # What was decoded around is made again: it may be needed with the next failure.
+            staged=lambda restore: self._scrubber.watch(restore, at_once=True),
+        )
+        """Layers staged for trainers that go back."""
         self._serving, self._checkpoint_url = False, ""
         self._sending: asyncio.Task[None] | None = None
-        self._staging: asyncio.Task[None] | None = None
-        self._staged_job: str | None = None
-        self._waiting: list[Callable[[str], None]] = []
-        self._unresumed: set[int] = set()
-        self._generation = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -160,10 +163,11 @@ class Snapshots:
 
     async def close(self) -> None:
         """What the arenas hold stays."""
-        tasks = [*self._tasks, *(task for task in (self._staging, self._sending) if task is not None)]
+        tasks = [*self._tasks, *((self._sending,) if self._sending is not None else ())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stager.close()
         await self._persister.close()
         await self._scrubber.close()
         if self._serving:
@@ -206,6 +210,13 @@ class Snapshots:
         self._scrubber.stop()
         self._copies.end()
         self._run(asyncio.to_thread(self._arenas.remove, job_id))
+
+    def abandon(self) -> None:
+        """A newer generation, or the end: nobody waits for what is being staged or sent."""
+        self.stager.abandon()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     # --- persistent checkpoints ------------------------------------------------------------------
 
@@ -268,100 +279,6 @@ class Snapshots:
 
     def _say_copies(self) -> None:
         self._feed(CopiesHeld(**self._stamp(), snapshots=_named(self._copies.held())))
-
-    # --- a rollback ------------------------------------------------------------------------------
-
-    def stage(self, resume: Resume, restore: Restore, device: int, send: Callable[[str], None]) -> None:
-        """Call ``send`` with the directory of the staged layers, or feed ``RestoringFailed``.
-
-        The first device of a generation begins the work, for all devices of the node.
-        """
-        if resume.generation != self._generation or self._staging is None:
-            self.clear()
-            self._generation = resume.generation
-            self._staging = asyncio.ensure_future(self._stage(resume, restore))
-        self._waiting.append(send)
-        self._unresumed.add(device)
-
-    def resumed(self, device: int, generation: int) -> None:
-        """This trainer has read its layers; with the last of them what was staged goes."""
-        if generation == self._generation and device in self._unresumed:
-            self._unresumed.discard(device)
-            if not self._unresumed:
-                self.clear()
-
-    def abandon(self) -> None:
-        """A newer generation, or the end: nobody waits for what is being staged or sent."""
-        self._waiting.clear()
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
-        if self._staging is not None:
-            self._staging.cancel()
-            self._staging = None
-
-    def clear(self) -> None:
-        """Free what was staged. No trainer reads it any more."""
-        self.abandon()
-        self._unresumed.clear()
-        if self._staged_job is not None:
-            self._arenas.remove_staging(self._staged_job)
-            self._staged_job = None
-
-    async def _stage(self, resume: Resume, restore: Restore) -> None:
-        began = time.monotonic()
-        layers = layers_of(resume.plan, self._config.node)
-        try:
-            self._staged_job = restore.job_id
-            directory = self._arenas.make_staging(restore.job_id, resume.generation)
-            done = await self._put(restore, layers, directory)
-        except RestoreError as error:
-            self._fail(resume.generation, str(error), error.bad, damaged=error.damaged)
-        except (OSError, ValueError) as error:
-            self._fail(resume.generation, f"layers cannot be staged in {self._arenas.root}: {error}")
-        except Exception as error:
-            # A bug of ours: said, and tried again like any other failure, instead of waiting for ever.
-            log.exception("stage", generation=resume.generation)
-            self._fail(resume.generation, f"an internal error: {type(error).__name__}: {error}")
-        else:
-            log.info(
-                "staged",
-                generation=resume.generation,
-                step=restore.step,
-                layers=len(layers),
-                **done,
-                took_s=round(time.monotonic() - began, 3),
-            )
-            waiting, self._waiting = self._waiting, []
-            for send in waiting:
-                send(str(directory))
-            if not restore.url:
-                # What was decoded around is made again: it may be needed with the next failure.
-                self._scrubber.watch(restore, at_once=True)
-
-    async def _put(self, restore: Restore, layers: Sequence[int], directory: Path) -> dict[str, int]:
-        """The layers as files there. What it took, for the log."""
-        put = staged_in(directory)
-        if restore.url:
-            return {"checkpoint_bytes": await read_checkpoint(restore, layers, put)}
-        async with ShardClient(self._token, tls=self._tls) as client:
-            restorer = Restorer(
-                restore=restore,
-                node=self._config.node,
-                arenas=self._arenas,
-                client=client,
-                tell=self._teller(restore.job_id, restore.step),
-            )
-            return dataclasses.asdict(await restorer.run(layers, put))
-
-    def _fail(
-        self, generation: int, detail: str, bad: tuple[str, ...] = (), *, damaged: bool = False
-    ) -> None:
-        log.warning("stage", generation=generation, reason=detail, bad=bad)
-        self._waiting.clear()
-        self._feed(
-            RestoringFailed(**self._stamp(), generation=generation, detail=detail, bad=bad, damaged=damaged)
-        )
 
     def _teller(self, job_id: str, step: int) -> DamageTold:
         return lambda node, part, detail: self._say_damaged(

@@ -1,56 +1,175 @@
-"""Where restored layers go, and what was fetched of shards on the way there."""
+"""Where restored layers go: into files for this node's trainers, or one after the other to somebody here."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import errno
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from ftd.node.bucket import Stretch
+from storage.image import LayerImage, assemble
+from storage.image import runs_of as runs_in
+from storage.pages import fill, mapped
+from storage.room import free_bytes
 from storage.shards import Bytes
+from storage.staged import Lender, Piece, StagedLayer, write_staged
 
 Put = Callable[[int, bytes, Bytes], Awaitable[None]]
 """Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
 
 
-class Store:
-    """Ranges of another node's shard, fetched."""
-
-    def __init__(self, ranges: Sequence[range]) -> None:
-        self.pieces = [(some, np.empty(len(some), dtype=np.uint8)) for some in ranges]
+class Target(Protocol):
+    """What a restore fills."""
 
     @property
-    def size_bytes(self) -> int:
-        return sum(len(some) for some, _ in self.pieces)
+    def lends(self) -> bool:
+        """Is it to be told where this node's own memory has bytes, instead of given them?"""
 
-    def read(self, offset: int, size: int) -> Bytes:
-        for some, memory in self.pieces:
-            if some.start <= offset and offset + size <= some.stop:
-                return memory[offset - some.start : offset - some.start + size]
-        raise LookupError(f"bytes {offset} to {offset + size} were not asked for")
+    def runs(self, layers: Iterable[int]) -> list[list[int]]:
+        """What of these layers is to be had at once, ascending."""
 
+    def room(self, size_bytes: int) -> Bytes:
+        """Memory for what a run needs. :raises OSError: there is too little."""
 
-def runs_of(layers: Iterable[int]) -> list[list[int]]:
-    """Layers that follow each other."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and runs[-1][-1] + 1 == layer:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return runs
+    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
+        """A layer of the run: where its bytes in the bucket are; memory is the last ``room``."""
+
+    async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
+        """A layer as a whole."""
 
 
-def staged_in(directory: Path) -> Put:
-    """Puts a layer as ``layer-<n>.header`` and ``layer-<n>.payload``: what ``runtime.engine`` reads.
+class OneByOne:
+    """Hands on each layer as a whole. Takes the memory of two."""
+
+    lends = False
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self._memories: list[Bytes] = [np.empty(0, dtype=np.uint8)] * 2
+        """Of one layer, used for later ones: fresh pages cost more than what is copied into them."""
+
+    def runs(self, layers: Iterable[int]) -> list[list[int]]:
+        return [[number] for number in sorted(layers)]
+
+    def room(self, size_bytes: int) -> Bytes:
+        self._memories.reverse()
+        if len(self._memories[0]) < size_bytes:
+            self._memories[0] = np.empty(size_bytes, dtype=np.uint8)
+        return self._memories[0][:size_bytes]
+
+    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
+        payload = await asyncio.to_thread(assemble, layer, memory)
+        await self.put(layer.layer, layer.header, payload)
+
+    async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
+        await self._put(layer, header, payload)
+
+
+class Stage:
+    """A directory of what ``storage.staged`` says.
+
+    :param lends: the snapshot's own slots may be named there.
+    :param staged: called with each layer that is there.
+    """
+
+    def __init__(
+        self, directory: Path, *, lends: bool = True, staged: Callable[[int], None] = lambda layer: None
+    ) -> None:
+        self.lends = lends
+        self._directory = directory.absolute()
+        self._staged = staged
+        self._path = ""
+        """Of the last ``room``."""
+        self._lenders: dict[Path, Lender] = {}
+
+    def runs(self, layers: Iterable[int]) -> list[list[int]]:
+        """Layers that follow each other."""
+        runs: list[list[int]] = []
+        for layer in sorted(layers):
+            if runs and runs[-1][-1] + 1 == layer:
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+        return runs
+
+    def room(self, size_bytes: int) -> Bytes:
+        self._path, memory = _made(self._directory, size_bytes)
+        return memory
+
+    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
+        pieces = tuple(_pieces(layer, stretches, self._path))
+        lenders = {self._lender(s): None for s in stretches if s.lender is not None}
+        staged = StagedLayer(header=layer.header, pieces=pieces, lenders=tuple(lenders))
+        await self._write(layer.layer, staged)
+
+    async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
+        def copy() -> str:
+            path, memory = _made(self._directory, len(payload))
+            memory[:] = payload
+            return path
+
+        path = await asyncio.to_thread(copy)
+        pieces = (Piece(size_bytes=len(payload), path=path),) if len(payload) else ()
+        await self._write(layer, StagedLayer(header=header, pieces=pieces))
+
+    async def _write(self, layer: int, staged: StagedLayer) -> None:
+        await asyncio.to_thread(write_staged, self._directory, layer, staged)
+        self._staged(layer)
+
+    def _lender(self, stretch: Stretch) -> Lender:
+        assert stretch.lender is not None and stretch.lender.held is not None
+        held = stretch.lender.held
+        if held.directory not in self._lenders:
+            self._lenders[held.directory] = held.lender()
+        return self._lenders[held.directory]
+
+
+def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
+    """A new file of so many bytes, allocated, and its memory.
 
     :raises OSError: there is no room.
     """
+    if not size_bytes:
+        return "", np.empty(0, dtype=np.uint8)
+    if size_bytes > free_bytes(directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+    descriptor, path = tempfile.mkstemp(prefix="bytes-", dir=directory)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        memory = mapped(descriptor, size_bytes)
+        fill(descriptor, memory)
+    finally:
+        os.close(descriptor)
+    return path, memory
 
-    def write(layer: int, header: bytes, payload: Bytes) -> None:
-        (directory / f"layer-{layer}.payload").write_bytes(payload.data)
-        (directory / f"layer-{layer}.header").write_bytes(header)
 
-    async def put(layer: int, header: bytes, payload: Bytes) -> None:
-        await asyncio.to_thread(write, layer, header, payload)
+def _pieces(layer: LayerImage, stretches: Sequence[Stretch], path: str) -> Iterator[Piece]:
+    """The layer's payload. :param path: of what is not lent. :raises DamagedError: see ``runs_in``."""
+    for run in runs_in(layer.decoded()):
+        if not run.shared:
+            data = layer.buffers[run.offset : run.offset + run.size_bytes]
+            yield Piece(size_bytes=run.size_bytes, data=data)
+            continue
+        first = layer.offset + run.offset
+        end = first + run.size_bytes
+        for stretch in stretches:
+            if stretch.first < end and first < stretch.end:
+                yield _piece(stretch.clipped(first, end), path)
 
-    return put
+
+def _piece(stretch: Stretch, path: str) -> Piece:
+    size = stretch.end - stretch.first
+    if stretch.lender is None:
+        return Piece(size_bytes=size, path=path, offset=stretch.offset)
+    held, part = stretch.lender.held, stretch.lender.shard
+    assert held is not None and part is not None
+    return Piece(
+        size_bytes=size,
+        path=str(held.slot.absolute()),
+        offset=part.offset + stretch.offset,
+        part=part.cut(stretch.offset, stretch.offset + size),
+    )

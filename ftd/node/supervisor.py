@@ -65,7 +65,7 @@ class Supervisor:
     :param feed: takes every event, in the order in which things happened.
     :param cause: makes the cause id of an event that nobody asked for.
     :param environment: ``device → variables`` added to a trainer's environment.
-    :param traced: takes a trainer's answer to a Trace.
+    :param aside: takes what is not for the machine.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Supervisor:
         feed: Callable[[Event], None],
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
-        traced: Callable[[int, Traced], None],
+        aside: Callable[[int, Traced | protocol.StagingSpoiled], None],
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
         self._feed = feed
         self._cause = cause
         self._environment = environment
-        self._traced = traced
+        self._aside = aside
         self._current: dict[int, Trainer] = {}
         self._unborn: dict[int, list[Trainer]] = {device: [] for device in range(devices)}
         self._by_pid: dict[int, Trainer] = {}
@@ -302,8 +302,8 @@ class Supervisor:
         if isinstance(frame, protocol.Raised):
             self._fail(trainer, cause_of(frame), frame.detail)
             return
-        if isinstance(frame, Traced):
-            self._traced(trainer.device, frame)
+        if isinstance(frame, Traced | protocol.StagingSpoiled):
+            self._aside(trainer.device, frame)
             return
         self._feed(
             event_of(

@@ -26,6 +26,7 @@ from storage.image import GroupImage, LayerImage
 from storage.layerstate import HEADER_FORMAT, Entry, Header
 from storage.manifest import Manifest, Part
 from storage.shards import ShardLayout, make_shard
+from storage.staged import read_staged
 
 TOKEN = bearer_token("sesame")
 JOB = "job-1"
@@ -67,6 +68,23 @@ def write(
     arena.commit(manifest)
     arena.close()
     return manifest
+
+
+def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
+    """Header and payload of a staged layer, verified as a trainer does, and how much of it is lent."""
+    staged, payload, lent = read_staged(directory, layer), bytearray(), 0
+    for piece in staged.pieces:
+        file = Path(piece.path).read_bytes() if piece.path else piece.data
+        payload += file[piece.offset : piece.offset + piece.size_bytes]
+        if piece.part is not None:
+            part, lent = piece.part, lent + piece.size_bytes
+            first = piece.offset - part.offset
+            assert part.in_blocks and 0 <= first <= first + piece.size_bytes <= part.size_bytes
+            memory = file[part.offset : part.offset + part.size_bytes]
+            assert part.sound_in(memory, [range(first, first + piece.size_bytes)])
+    assert len(payload) == staged.size_bytes
+    assert bool(lent) == bool(staged.lenders) and all(lender.there() for lender in staged.lenders)
+    return staged.header, bytes(payload), lent
 
 
 def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> None:

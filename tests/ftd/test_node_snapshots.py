@@ -6,21 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kept_snapshots import JOB, Node, flip, make_layer, shared_directory, write_group
+import pytest
+from kept_snapshots import JOB, Node, flip, make_layer, payload_of, shared_directory, write_group
 
 from ftd.config.daemon import DaemonConfig, daemon_config
 from ftd.node.copy_sender import CopySender
 from ftd.node.shard_client import ShardClient, Source
 from ftd.node.shard_protocol import Rate, bearer_token
 from ftd.node.snapshots import Snapshots
+from ftd.node.staging import Stage
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from runtime.protocol import Instruction
+from runtime.protocol import Instruction, StagingSpoiled
 from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
 from statemachine.events import Event
 from statemachine.messages import Resume
 from statemachine.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
 from storage.checkpoint import CheckpointStore
+from storage.image import LayerImage
+from storage.staged import read_staged
 
 STEP = 8
 GROUP = SnapshotGroup(first_layer=0, end_layer=2, owners=("n0", "n1"), protection="aec")
@@ -104,9 +108,8 @@ def with_daemon(body: Callable[[Daemon, Node], Awaitable[None]], **table: Any) -
 def stage(daemon: Daemon, command: Resume) -> list[str]:
     """For both devices; the directories that they are told."""
     sent: list[str] = []
-    assert command.restore is not None
     for device in (0, 1):
-        daemon.snapshots.stage(command, command.restore, device, sent.append)
+        daemon.snapshots.stager.resume(command, device, sent.append)
     return sent
 
 
@@ -133,17 +136,18 @@ def test_layers_are_staged_once_for_all_devices_and_freed_when_all_have_them() -
         await daemon.until(lambda: len(sent) == 2)
         assert sent[0] == sent[1]
         directory = Path(sent[0])
-        assert sorted(path.name for path in directory.iterdir()) == [
-            f"layer-{n}.{kind}" for n in (0, 1) for kind in ("header", "payload")
+        assert [path.name for path in sorted(directory.glob("layer-*"))] == [
+            "layer-0.staged",
+            "layer-1.staged",
         ]
-        daemon.snapshots.resumed(0, 2)
-        daemon.snapshots.resumed(0, 3)
+        daemon.snapshots.stager.resumed(0, 2)
+        daemon.snapshots.stager.resumed(0, 3)
         assert directory.exists()
-        daemon.snapshots.resumed(1, 3)
+        daemon.snapshots.stager.resumed(1, 3)
         assert not directory.exists()
         again = stage(daemon, resume(4, {"n1": peer.address}))
         await daemon.until(lambda: len(again) == 2)
-        daemon.snapshots.clear()
+        daemon.snapshots.stager.clear()
         assert not Path(again[0]).exists()
         assert daemon.events == []
 
@@ -161,6 +165,59 @@ def test_a_shard_that_was_decoded_around_is_made_again() -> None:
         await daemon.until(lambda: len(sent) == 2 and "ShardRepaired" in [name for name, _ in daemon.told])
         assert shard.read_bytes() == before
         assert {name for name, _ in daemon.told} == {"ShardDamaged", "ShardRepaired"}
+
+    with_daemon(body)
+
+
+def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_once() -> None:
+    """A bit changes that only the trainer reads: the node decodes around it."""
+
+    async def body(daemon: Daemon, peer: Node) -> None:
+        sent = stage(daemon, resume(3, {"n1": peer.address}))
+        await daemon.until(lambda: len(sent) == 2)
+        directory = Path(sent[0])
+        assert payload_of(directory, 0)[2] and payload_of(directory, 1)[2]
+        flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
+        with pytest.raises(AssertionError):
+            payload_of(directory, 0)
+        stager = daemon.snapshots.stager
+        stager.spoiled(0, StagingSpoiled(generation=2, part="group-0/shard", detail="of another generation"))
+        stager.spoiled(0, StagingSpoiled(generation=3, part="group-0/shard", detail="wrong"))
+        await daemon.until(lambda: len(sent) == 3)
+        assert sent[2] == sent[0]
+        layer = make_layer(0, [900, 77], 40)
+        assert payload_of(directory, 0) == (layer.header, layer.payload.tobytes(), 0)
+        assert read_staged(directory, 1).lenders, "the other trainer may be reading that"
+        assert "ShardDamaged" in {name for name, _ in daemon.told}
+        stager.spoiled(0, StagingSpoiled(generation=3, part="", detail="gone"))
+        [event] = daemon.events
+        assert isinstance(event, RestoringFailed) and "device 0 cannot use" in event.detail
+        stager.spoiled(1, StagingSpoiled(generation=3, part="", detail="gone"))
+        assert len(sent) == 3 and len(daemon.events) == 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftd.node.bucket._LEAST_LENT_BYTES", 64)
+        with_daemon(body)
+
+
+def test_a_trainer_is_told_as_soon_as_its_own_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(daemon: Daemon, peer: Node) -> None:
+        taken, gate = Stage.take, asyncio.Event()
+
+        async def slowly(self: Stage, layer: LayerImage, *rest: Any) -> None:
+            if layer.layer == 1:
+                await gate.wait()
+            await taken(self, layer, *rest)
+
+        monkeypatch.setattr(Stage, "take", slowly)
+        told: list[int] = []
+        for device in (0, 1):
+            daemon.snapshots.stager.resume(
+                resume(3, {"n1": peer.address}), device, lambda _, device=device: told.append(device)
+            )
+        await daemon.until(lambda: told == [0])
+        gate.set()
+        await daemon.until(lambda: told == [0, 1])
 
     with_daemon(body)
 
@@ -206,7 +263,7 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
         sent = stage(daemon, replace(resume(3, {}), restore=source))
         await daemon.until(lambda: len(sent) == 2)
         for n, layer in enumerate(layers):
-            assert (Path(sent[0]) / f"layer-{n}.payload").read_bytes() == layer.payload.tobytes()
+            assert payload_of(Path(sent[0]), n)[1] == layer.payload.tobytes()
         (tmp_path / f"step-{STEP:012d}" / "layer-0001.bin").write_bytes(b"half")
         stage(daemon, replace(resume(4, {}), restore=source))
         await daemon.until(lambda: daemon.events)
@@ -222,7 +279,7 @@ def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
         raise AssertionError("cannot be")
 
     async def body(daemon: Daemon, peer: Node) -> None:
-        monkeypatch.setattr("ftd.node.snapshots.staged_in", broken)
+        monkeypatch.setattr("ftd.node.stager.Stage", broken)
         stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events

@@ -16,6 +16,7 @@ from kept_snapshots import (
     copy_to_buddy,
     flip,
     make_layer,
+    payload_of,
     shared_directory,
     write_group,
 )
@@ -23,11 +24,16 @@ from kept_snapshots import (
 from ftd.node.arenas import Arenas
 from ftd.node.restore import Restored, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
-from ftd.node.staging import staged_in
+from ftd.node.staging import OneByOne, Stage
 from statemachine.values import Restore, SnapshotGroup
 from storage.shards import Bytes
 
 STEP = 40
+
+
+@pytest.fixture(autouse=True)
+def little_is_lent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.node.bucket._LEAST_LENT_BYTES", 64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +44,8 @@ class Cluster:
     groups: tuple[SnapshotGroup, ...]
     layers: dict[int, Layer] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
+    lent_bytes: int = 0
+    """In the last restore."""
 
     def write(self, generation: int = 1, sizes: Sequence[int] = (700, 33, 5000)) -> None:
         for group in self.groups:
@@ -58,6 +66,7 @@ class Cluster:
         silent: Iterable[str] = (),
         generation: int = 1,
         one_by_one: bool = False,
+        lend: bool = True,
         behind: Callable[[int], None] = lambda _layer: None,
     ) -> Restored:
         """On ``node``; those in ``without`` are known to be lost, ``silent`` ones turn out not to answer."""
@@ -71,17 +80,15 @@ class Cluster:
             client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0))
             directory = arenas.make_staging(JOB, 9)
             wanted = list(layers)
-            stage = staged_in(directory)
-
+            stage = Stage(directory, lends=lend, staged=behind)
             before: dict[int, Bytes] = {}
 
             async def put(layer: int, header: bytes, payload: Bytes) -> None:
                 for number, kept in before.items():
-                    assert not one_by_one or kept.tobytes() == self.layers[number].payload.tobytes()
+                    assert kept.tobytes() == self.layers[number].payload.tobytes()
                 before.clear()
                 before[layer] = payload
-                await stage(layer, header, payload)
-                behind(layer)
+                await stage.put(layer, header, payload)
 
             done = await Restorer(
                 restore=Restore(
@@ -91,12 +98,14 @@ class Cluster:
                 arenas=arenas,
                 client=client,
                 tell=lambda *said: self.told.append(said),
-            ).run(wanted, put, one_by_one=one_by_one)
+            ).run(wanted, OneByOne(put) if one_by_one else stage)
+            self.lent_bytes = 0
             for number in wanted:
-                assert (directory / f"layer-{number}.header").read_bytes() == self.layers[number].header
-                payload = (directory / f"layer-{number}.payload").read_bytes()
+                header, payload, lent = payload_of(directory, number)
+                assert header == self.layers[number].header
                 assert payload == self.layers[number].payload.tobytes(), number
-            assert len(list(directory.iterdir())) == 2 * len(wanted)
+                self.lent_bytes += lent
+            assert len(list(directory.glob("layer-*"))) == len(wanted)
             return done
 
 
@@ -119,8 +128,10 @@ def test_exact_bytes_after_every_loss_within_the_guarantee(owners: int, scheme: 
             for lost in combinations(names(owners), count):
                 survivor = next(name for name in names(owners) if name not in lost)
                 assert (await cluster.restore(survivor, range(3), without=lost)).own_bytes > 0
+                assert cluster.lent_bytes > 0
                 done = await cluster.restore("newcomer", [1], without=lost)
                 assert done.own_bytes == 0 and done.decoded_groups == bool(lost)
+                assert cluster.lent_bytes == 0
         assert cluster.told == []
 
     with shared_directory() as root:

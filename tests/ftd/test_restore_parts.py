@@ -14,6 +14,7 @@ from ftd.node.arenas import Arenas, Held
 from ftd.node.restore import RestoreError, Restorer
 from ftd.node.scrub import Scrubber
 from ftd.node.shard_client import ShardClient
+from ftd.node.staging import OneByOne
 from statemachine.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header
 from storage.manifest import Part
@@ -49,7 +50,7 @@ async def restored(root: Path, told: list[tuple[str, str, str]], without: tuple[
             arenas=Arenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
             client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
             tell=lambda *said: told.append(said),
-        ).run(range(4), put)
+        ).run(range(4), OneByOne(put))
         return found
 
 

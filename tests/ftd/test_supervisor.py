@@ -57,7 +57,7 @@ class Trainers:
             feed=self._feed,
             cause=lambda: "test",
             environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
-            traced=lambda device, traced: None,
+            aside=lambda device, frame: None,
         )
 
     def _feed(self, event: Event) -> None:
@@ -280,7 +280,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
         "        if isinstance(event, TrainerUp):\n"
         "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
         "    supervisor = Supervisor(devices=1, directory=directory, feed=feed,\n"
-        "        cause=lambda: 'test', environment=lambda device: {}, traced=print)\n"
+        "        cause=lambda: 'test', environment=lambda device: {}, aside=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
         "    await asyncio.sleep(1000)\n"

@@ -13,6 +13,7 @@ from storage.codes import make_code
 from storage.image import GroupImage, assemble
 from storage.manifest import Manifest
 from storage.shards import Bytes, ShardLayout, fetch_from, restore
+from storage.staged import write_whole
 
 Layers = dict[int, tuple[bytes, bytes]]
 """Layer → header and payload, as ``LayerStates.pack`` makes them."""
@@ -97,5 +98,4 @@ def stage(layers: Layers, directory: Path) -> None:
     """As a node does before it sends Resume."""
     directory.mkdir(exist_ok=True)
     for layer, (header, payload) in layers.items():
-        (directory / f"layer-{layer}.header").write_bytes(header)
-        (directory / f"layer-{layer}.payload").write_bytes(payload)
+        write_whole(directory, layer, header, payload)
