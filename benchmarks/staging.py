@@ -3,9 +3,10 @@
 A model of linear layers with Adam's state, its snapshot in the memory of one, two or three nodes. Restored on
 one of them: out of its own memory alone (what is lent to the trainer, and what is copied by the node where
 the trainer found that no good), with half of it from another node's snapshot server, and with a third decoded
-as that node is lost. The node is this process; the trainer and the other node are processes of their own, the
-trainer started as the zygote is. Against one memcpy of the same bytes, and torch.load and DCP load of as many
-bytes from /dev/shm and from a disk whose pages were dropped.
+as that node is lost; into the memory of a new trainer, and into what one that goes back holds. The node is
+this process; the trainer and the other node are processes of their own, the trainer started as the zygote is.
+Against one memcpy of the same bytes, and torch.load and DCP load of as many bytes from /dev/shm and from a disk
+whose pages were dropped.
 
 CPU time counts a busy machine little; fresh pages cost as the machine gives them.
 
@@ -79,10 +80,11 @@ class Held:
             parameter.grad = torch.rand_like(parameter)
         self.states._optimization.step(self.layers)
 
-    def restore(self, stage: Path) -> None:
-        """As ``Engine.restore``."""
-        self.model.drop(self.layers)
-        with StagedState(stage, self.states, lambda: None) as staged:
+    def restore(self, stage: Path, *, anew: bool) -> None:
+        """As ``Engine.restore``. :param anew: into fresh memory, as a new process; else into what is held."""
+        if anew:
+            self.model.drop(self.layers)
+        with StagedState(stage, self.states, lambda: None, reuse=True) as staged:
             for layer in self.layers:
                 staged.take(layer)
             staged.check()
@@ -92,12 +94,13 @@ class Held:
 
 
 def serve_trainer(directory: Path, layers: int) -> None:
-    """For each line, a directory: seconds by the clock and of the CPU, and digests, as JSON."""
+    """For each line, a directory: into fresh memory, then into what is held, each time ``Answer`` as JSON."""
     torch.set_num_threads(1)
     held = Held(directory, layers)
     for line in sys.stdin:
-        seconds = timed(partial(held.restore, Path(line.strip())))
-        print(json.dumps((seconds, held.digests())), flush=True)
+        for anew in (True, False):
+            seconds = timed(partial(held.restore, Path(line.strip()), anew=anew))
+            print(json.dumps((seconds, held.digests())), flush=True)
 
 
 Answer = tuple[tuple[float, float], list[str]]
@@ -105,7 +108,7 @@ Answer = tuple[tuple[float, float], list[str]]
 
 
 @contextmanager
-def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], Answer]]:
+def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], tuple[Answer, Answer]]]:
     command = [sys.executable, "-m", "benchmarks.staging"]
     command += ["--trainer", str(directory), "--layers", str(layers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | streaming_environment(os.environ)
@@ -115,11 +118,10 @@ def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], Answer]]:
         assert process.stdin is not None and process.stdout is not None
         asked, said = process.stdin, process.stdout
 
-        def restore(stage: Path) -> Answer:
+        def restore(stage: Path) -> tuple[Answer, Answer]:
             asked.write(f"{stage}\n")
             asked.flush()
-            seconds, digests = json.loads(said.readline())
-            return tuple(seconds), digests
+            return json.loads(said.readline()), json.loads(said.readline())
 
         try:
             yield restore
@@ -195,12 +197,12 @@ def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[flo
                 for name, scene in scenes.items():
                     stage = Path(tempfile.mkdtemp(dir=root))
                     node = timed(partial(scene.staged, stage))
-                    seconds, there = restore(stage)
-                    assert there == digests, f"{name}: other bytes came back"
-                    shutil.rmtree(stage)
                     note(f"{name}: node", node)
-                    note(f"{name}: trainer", seconds)
-                    note(name, (node[0] + seconds[0], node[1] + seconds[1]))
+                    for memory, (seconds, there) in zip(("new", "held"), restore(stage), strict=True):
+                        assert there == digests, f"{name}: other bytes came back"
+                        note(f"{name}: trainer, {memory}", seconds)
+                        note(f"{name}, {memory}", (node[0] + seconds[0], node[1] + seconds[1]))
+                    shutil.rmtree(stage)
     return {name: times[1:] for name, times in found.items()}
 
 
@@ -230,13 +232,13 @@ def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:
         for name, seconds in rates.items():
             result.rows.append((name, str(Summary(values=tuple(1e3 * s for s in seconds))), ""))
         result.data["peers_s_per_gib"] = rates
-        for tier in ("own memory", "a third decoded"):
+        for tier in ("own memory, new", "own memory, held", "a third decoded, held"):
             wall = statistics.median(wall for wall, _ in ours[tier])
             for peer in ("torch.load disk", "DCP load disk"):
                 times = statistics.median(rates[peer]) / wall
                 name = f"{tier} against {peer}, times"
                 result.limits.append(Limit(name=name, measured=times, limit=TIMES, at_least=True))
-    result.notes.append("one memcpy: into memory that is there; the trainer's is made for what it restores")
+    result.notes.append("one memcpy: into memory that is there, as that of a trainer that holds the layers")
     return result
 
 

@@ -102,17 +102,20 @@ class Engine:
 
     # --- between generations ---------------------------------------------------------------------
 
-    def settle(self, step: int, vote: VoteData | None, lineage: int = 0) -> None:
+    def settle(
+        self, step: int, vote: VoteData | None, lineage: int = 0, again: frozenset[int] = frozenset()
+    ) -> None:
         """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
 
         :param lineage: with another than its own, what is here is of a past that was undone.
+        :param again: layers that ``restore`` is about to fill; the memory of those that are here stays.
         :raises EngineError: ``step`` is to be applied without its vote.
         """
         if self.snapshots is not None:
             self.snapshots.finish()
         undone, self.lineage = lineage != self.lineage, lineage
         if undone:
-            self._start_anew(step, vote)
+            self._start_anew(step, vote, again)
         elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
                 raise EngineError(f"step {step} is to be applied, but its vote is missing")
@@ -121,8 +124,12 @@ class Engine:
             self._discard()
         else:
             # Fresh, or it was away: nothing here is of use, all of it comes from others.
-            self._start_anew(step, vote)
+            self._start_anew(step, vote, again)
         self._leave()
+
+    def layers_under(self, resume: Resume) -> frozenset[int]:
+        """Of this rank's stage."""
+        return frozenset(seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers)
 
     def restore(self, directory: Path, resume: Resume) -> None:
         """Behind ``settle``: take the layers of this rank's stage that are staged there, and no others.
@@ -130,20 +137,21 @@ class Engine:
         :raises StateError: they are not of this model. :raises SpoiledError: they cannot be had from there.
         Nothing is held then.
         """
-        self._start_anew(resume.step, resume.vote)
-        layers = seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers
+        layers = self.layers_under(resume)
+        self._start_anew(resume.step, resume.vote, layers)
+        reuse = self.sharding is None
         try:
-            with StagedState(directory, self.states, self.pace.tick) as staged:
-                for layer in layers:
+            with StagedState(directory, self.states, self.pace.tick, reuse=reuse) as staged:
+                for layer in sorted(layers):
                     self.pace.tick()
                     staged.take(layer)
                 staged.check()
         except (StateError, SpoiledError):
             self._start_anew(resume.step, resume.vote)
             raise
-        self.complete |= set(layers)
+        self.complete |= layers
         if self.sharding is not None:
-            self.sharding.restored(layers)
+            self.sharding.restored(sorted(layers))
 
     def enter(self, resume: Resume, communicator: Communicator) -> Entered:
         """Meet the others, get the state that is missing, and be ready for ``step``.
@@ -308,10 +316,14 @@ class Engine:
             if tensor.kind == "buffer"
         ]
 
-    def _start_anew(self, step: int, vote: VoteData | None) -> None:
-        """Hold nothing, at ``step``."""
+    def _start_anew(self, step: int, vote: VoteData | None, again: frozenset[int] = frozenset()) -> None:
+        """Hold nothing, at ``step``; the memory of layers that come ``again`` stays.
+
+        Under ZeRO-1 none does: who gathered parameters in place may be stuck, and write into them yet.
+        """
         self._discard()
-        self.model.drop(range(self.model.layer_count))
+        layers = frozenset(range(self.model.layer_count))
+        self.model.drop(layers - again if self.sharding is None else layers)
         self.complete = set()
         if self.sharding is not None:
             self.sharding.forget()

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.state import LayerStates
+from runtime.state import LayerStates, Reused
 from storage.errors import DamagedError
 from storage.layerstate import ALIGNMENT_BYTES, Entry
 from storage.manifest import BLOCK_BYTES, Part
-from storage.pages import Bytes, mapped, prefer_huge
+from storage.pages import Bytes, mapped
 from storage.staged import Lender, Piece, read_staged
 
 _THREADS = 4
@@ -75,14 +75,18 @@ class StagedState:
     """``with StagedState(directory, states, tick) as staged``.
 
     :param tick: called now and then by the thread that calls ``take``.
+    :param reuse: the optimizer's tensors of layers that are held are filled, and not made anew.
     """
 
-    def __init__(self, directory: Path, states: LayerStates, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, directory: Path, states: LayerStates, tick: Callable[[], None], *, reuse: bool = False
+    ) -> None:
         self._directory = directory
         self._states = states
         self._tick = tick
         self._files: dict[str, Bytes] = {}
         self._lenders: set[Lender] = set()
+        self._reused: Reused | None = {} if reuse else None
         self._beside: Bytes = np.empty(0, dtype=np.uint8)
         """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
 
@@ -106,7 +110,7 @@ class StagedState:
             sources = [(piece, self._file(piece)) for piece in staged.pieces]
         except (OSError, DamagedError) as error:
             raise SpoiledError(f"layer {layer}: {error}") from error
-        places = self._states.make(layer, staged.header, staged.size_bytes)
+        places = self._states.make(layer, staged.header, staged.size_bytes, self._reused)
         runs, others = self._runs(places)
         blocks = _blocks(sources, runs)
         for block, fine in zip(blocks, self._threads.map(_Block.work, blocks), strict=True):
@@ -156,7 +160,6 @@ class StagedState:
                 others.append((memory, tensor))
                 end += size
             runs.append(_Run(entry.offset, memory))
-        prefer_huge((run.memory.ctypes.data, len(run.memory)) for run in runs)
         return runs, others
 
 

@@ -25,6 +25,10 @@ class StateError(ValueError):
     """A peer sent something that is not the state of this layer of this model."""
 
 
+Reused = dict[int, tuple[str, str]]
+"""By address: the parameter and the key that memory was reused for."""
+
+
 class LayerStates:
     """Packs and fills the layers of one model and its optimizer."""
 
@@ -85,9 +89,13 @@ class LayerStates:
             for entry, tensor in self.make(layer, header, payload.numel()):
                 tensor.copy_(_view(payload, entry))
 
-    def make(self, layer: int, header: bytes, payload_bytes: int) -> list[tuple[Entry, Tensor]]:
+    def make(
+        self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None = None
+    ) -> list[tuple[Entry, Tensor]]:
         """Make this process hold ``layer``, with tensors that are yet to be filled: where each entry goes.
 
+        :param reused: the optimizer's tensors that are here are filled again where they fit, as fresh memory
+            is slow. Notes them, so that no memory serves two.
         :raises StateError: the header does not fit this model, or the payload; nothing was changed.
         """
         decoded = self._decode(header)
@@ -108,12 +116,27 @@ class LayerStates:
             tensor = values[entry.name]
             if entry.role == "optimizer":
                 device = torch.device("cpu") if entry.on_host else self._model.device
-                tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+                old = None if reused is None else self._there(entry, device, reused)
+                tensor = (
+                    torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) if old is None else old
+                )
                 states[entry.name][entry.key] = tensor
             places.append((entry, tensor))
         for name, state in states.items():
             self._optimization.set_parameter_state(name, state)
         return places
+
+    def _there(self, entry: Entry, device: torch.device, reused: Reused) -> Tensor | None:
+        """The optimizer's tensor that is to be replaced, if it has such memory on the host for itself."""
+        old = self._optimization.parameter_state(entry.name).get(entry.key)
+        if not isinstance(old, Tensor) or not entry.size_bytes or old.requires_grad:
+            return None
+        whole = old.is_contiguous() and old.untyped_storage().nbytes() == entry.size_bytes
+        like = old.device.type == device.type == "cpu" and old.dtype == DTYPES[entry.dtype]
+        if not whole or not like or tuple(old.shape) != entry.shape:
+            return None
+        which = entry.name, entry.key
+        return old if reused.setdefault(old.data_ptr(), which) == which else None
 
     def state_bytes(self, layer: int) -> int:
         """Size of the payload, without making it."""

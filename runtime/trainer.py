@@ -152,7 +152,8 @@ class Trainer:
         if engine is None:
             raise RuntimeError("a Resume came before any Prepare")
         self._close()  # Everybody has reported since: nobody needs the old groups any more.
-        engine.settle(resume.step, resume.vote, resume.lineage)
+        again = engine.layers_under(resume) if resume.restore else frozenset()
+        engine.settle(resume.step, resume.vote, resume.lineage, again)
         if resume.rank < 0:
             return
         if resume.restore:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.staged_state import SpoiledError, StagedState
 from runtime.state import StateError
@@ -72,6 +73,38 @@ def test_the_very_state_comes_out_of_any_pieces(tmp_path: Path, seed: int) -> No
             staged.take(layer)
         staged.check()
     assert ticks and new.model.held == set(new.layers)
+    assert new.digests() == old.digests()
+    assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
+
+
+def test_memory_that_is_there_is_filled_again_and_none_serves_two(tmp_path: Path) -> None:
+    old, new = Trainer(), Trainer()
+    for trainer in (old, new):
+        trainer.step(1)
+    old.step(2)
+    for layer in old.layers:
+        header, payload = old.states.pack(layer)
+        stage(tmp_path, layer, header, payload.numpy().tobytes(), layer)
+
+    def memory() -> dict[tuple[str, str], int]:
+        return {
+            (name, key): value.data_ptr()
+            for name, parameter in new.model.named_parameters(new.layers)
+            for key, value in [("", parameter), *new.optimization.parameter_state(name).items()]
+            if isinstance(value, torch.Tensor)
+        }
+
+    name = new.model.named_parameters([1])[0][0]
+    state = new.optimization.parameter_state(name)
+    shared = state["exp_avg"]
+    new.optimization.set_parameter_state(name, {**state, "exp_avg_sq": shared})
+    before = memory()
+    with StagedState(tmp_path, new.states, lambda: None, reuse=True) as staged:
+        for layer in new.layers:
+            staged.take(layer)
+        staged.check()
+    after = memory()
+    assert {which for which in before if before[which] != after[which]} == {(name, "exp_avg_sq")}
     assert new.digests() == old.digests()
     assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
 
