@@ -5,8 +5,8 @@ one of them: out of its own memory alone (what is lent to the trainer, and what 
 the trainer found that no good), with half of it from another node's snapshot server, and with a third decoded
 as that node is lost; into the memory of a new trainer, and into what one that goes back holds. The node is
 this process; the trainer and the other node are processes of their own, the trainer started as the zygote is.
-Against one memcpy of the same bytes, and torch.load and DCP load of as many bytes from /dev/shm and from a disk
-whose pages were dropped.
+Against one memcpy of the same bytes, and torch.load and DCP load of as many bytes from /dev/shm and from a
+disk whose pages were dropped.
 
 CPU time counts a busy machine little; fresh pages cost as the machine gives them.
 
