@@ -42,6 +42,8 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StagedLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer (``runtime.state``), and whose bytes of it are lent."""
+
     header: bytes
     pieces: tuple[Piece, ...]
     """In the order of the payload."""

@@ -101,21 +101,24 @@ class Snapshots:
             say=tell,
             spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
         )
-        self.stager = Stager(
-            node=config.node,
-            arenas=self._arenas,
-            token=self._token,
-            tls=self._tls,
-            feed=feed,
-            stamp=stamp,
-            tell=self._teller,
-            # What was decoded around is made again: it may be needed with the next failure.
-            staged=lambda restore: self._scrubber.watch(restore, at_once=True),
-        )
+        self.stager = self._made_stager()
         """Layers staged for trainers that go back."""
         self._serving, self._checkpoint_url = False, ""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _made_stager(self) -> Stager:
+        return Stager(
+            node=self._config.node,
+            arenas=self._arenas,
+            token=self._token,
+            tls=self._tls,
+            feed=self._feed,
+            stamp=self._stamp,
+            tell=self._teller,
+            # What was decoded around is made again: it may be needed with the next failure.
+            staged=lambda restore: self._scrubber.watch(restore, at_once=True),
+        )
 
     @property
     def port(self) -> int:
