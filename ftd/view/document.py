@@ -14,6 +14,8 @@ import msgspec
 SCHEMA_VERSION = 1
 
 Outcome = Literal["finished", "failed", "stopped", "unfinished"]
+UNDER_WAY = "it is under way"
+"""Reason of what is unfinished while it goes on."""
 
 
 class ReportError(ValueError):
@@ -197,6 +199,11 @@ class Report:
     final: Final
     snapshots: Kept = Kept()
     checkpoints: Kept = Kept()
+
+    @property
+    def under_way(self) -> bool:
+        """The job goes on."""
+        return self.outcome == "unfinished" and self.outcome_reason == UNDER_WAY
 
     def to_bytes(self) -> bytes:
         """An indented JSON document, newline at its end."""

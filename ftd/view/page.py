@@ -22,6 +22,11 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { font-weight: 500; color: var(--faint); text-align: right; }
 th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td { text-align: right; } .left { text-align: left; } .chosen td { font-weight: 600; }
+@media print { :root { color-scheme: light; --ink: #1b1f27; --faint: #69707d; --waiting: #e7eaee;
+  --paper: #fefefe; --line: #dfe3e8; } body { margin: 0; padding: 0; max-width: none; font-size: 11px; }
+  .scroll { overflow: visible; } svg { min-width: 0; } h2 { break-after: avoid; }
+  article, tr, svg { break-inside: avoid; } table { font-size: 9px; }
+  th, td { padding: .2rem .5rem .2rem 0; white-space: normal; } }
 """
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from ftd.errors import FtdError
-from ftd.view.document import Recovery, Report
+from ftd.view.document import UNDER_WAY, Recovery, Report
 from ftd.view.report import ReportBuilder
 from ftd.view.text import JsonMap
 
@@ -60,7 +60,7 @@ def _built(events: Iterable[JsonMap]) -> Report:
     for event in events:
         builder.on_event(event)
     report = builder.build()
-    return report if report.outcome != "unfinished" else replace(report, outcome_reason="it is under way")
+    return report if report.outcome != "unfinished" else replace(report, outcome_reason=UNDER_WAY)
 
 
 def _runs(events: Sequence[JsonMap]) -> list[list[JsonMap]]:

@@ -169,7 +169,9 @@ class Picture:
             if rows.chart:
                 parts.append(self._chart_box(width, rows.chart))
         if rows.pipelines:
-            parts.append(_box(PipelineBars(pipelines, self._colours, most=rows.pipelines), "pipelines"))
+            over = self._state.get("phase") in ("FINISHED", "FAILED")
+            bars: RenderableType = PipelineBars(pipelines, self._colours, most=rows.pipelines)
+            parts.append(_box(Text("none: the job is over", style="dim") if over else bars, "pipelines"))
         parts.append(self._event_box(rows.events))
         return Group(*parts)
 

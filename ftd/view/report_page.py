@@ -1,5 +1,6 @@
 """A run as one HTML page that needs nothing else: what one sends to a colleague."""
 
+from datetime import datetime, timedelta
 from html import escape
 
 from ftd.view.blocks import natural
@@ -12,13 +13,14 @@ from ftd.view.sentences import told, what_happened
 from ftd.view.text import duration, how_words, is_failure, milliseconds, number, plural, size
 
 PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
+_MOMENT = "%Y-%m-%d %H:%M:%S UTC"
 MOST_TOLD = 200
 """Recoveries that are told in sentences."""
 _STYLE = """
 .phases { display: flex; height: 1.1rem; min-width: 2px; border-radius: 3px; overflow: hidden; }
 .phases i { display: block; height: 100%; }
 .scale { max-width: 46rem; } .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px;
-  vertical-align: -.1rem; margin: 0 .3rem 0 1rem; } .key i:first-child { margin-left: 0; }
+  vertical-align: -.1rem; margin-right: .3rem; } .key span { margin-right: .7rem; white-space: nowrap; }
 article { margin: 1.25rem 0; } article h3 { font-size: 1rem; margin: 0 0 .35rem; }
 .failure h3 { color: #d55e00; }
 """
@@ -27,11 +29,9 @@ article { margin: 1.25rem 0; } article h3 { font-size: 1rem; margin: 0 0 .35rem;
 def report_page(report: Report) -> str:
     """The page; a report without steps has no picture."""
     name = report.job.name or "run"
-    why = f": {report.outcome_reason}" if report.outcome_reason else ""
-    began = f", begun {report.started_at}" if report.started_at else ""
     parts = [
         f"<h1>{escape(name)}</h1>",
-        f'<p class="faint">{escape(report.outcome + why)}{escape(began)}</p>',
+        f'<p class="faint">{escape(_outcome(report))}</p>',
         figures(_glance(report)),
     ]
     if report.steps:
@@ -43,6 +43,18 @@ def report_page(report: Report) -> str:
     return page(f"{name}: report", parts, style=_STYLE)
 
 
+def _outcome(report: Report) -> str:
+    began = ""
+    if report.started_at is not None:
+        first = datetime.fromisoformat(report.started_at)
+        began = f", begun {first:{_MOMENT}}"
+        if report.under_way:
+            began += f"; as of {first + timedelta(seconds=report.duration_s):{_MOMENT}}"
+    if report.under_way:
+        return f"under way{began}"
+    return report.outcome + (f": {report.outcome_reason}" if report.outcome_reason else "") + began
+
+
 def _glance(report: Report) -> list[tuple[str, str]]:
     changes = report.recoveries
     failures = [r for r in changes if is_failure(r.cause, r.rolled_back_steps)]
@@ -52,14 +64,14 @@ def _glance(report: Report) -> list[tuple[str, str]]:
         ("steps lost", str(sum(r.rolled_back_steps for r in changes))),
         ("failures", str(len(failures))),
         ("other changes", str(len(changes) - len(failures))),
-        ("duration", duration(report.duration_s)),
+        ("so far" if report.under_way else "duration", duration(report.duration_s)),
     ]
     if failures:
         shown.append(("longest from failure to commit", duration(max(r.total_ms for r in failures) / 1000)))
     if rates := goodput(report):
         shown.append(("goodput", f"{rates[-1][1]:.1%}"))
     if report.final.loss is not None:
-        shown.append(("final loss", number(report.final.loss)))
+        shown.append(("loss so far" if report.under_way else "final loss", number(report.final.loss)))
     return shown
 
 
@@ -71,7 +83,7 @@ def _recoveries(report: Report) -> list[str]:
             if report.steps
             else "<p>No step was committed.</p>",
         ]
-    key = "".join(f'<i style="background:{colour}"></i>{name}' for name, colour in PHASES)
+    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span> ' for name, colour in PHASES)
     longest = max(sum(_phases_ms(r)) for r in report.recoveries)
     parts = ["<h2>Recoveries, phase by phase</h2>", f'<p class="faint key">{key}</p>']
     left_out = max(0, len(report.recoveries) - MOST_TOLD)

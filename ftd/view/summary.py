@@ -70,10 +70,11 @@ def _headline(report: Report) -> RenderableType:
     lost = sum(r.rolled_back_steps for r in report.recoveries)
     redone = sum(r.recomputed_steps for r in report.recoveries)
     why = report.outcome_reason if report.outcome != "finished" else ""
-    grid.add_row(
-        "outcome",
-        Text.assemble((report.outcome, style), f" after {duration(report.duration_s)}  ", (why, "dim")),
-    )
+    if report.under_way:
+        grid.add_row("outcome", Text.assemble(("under way", style), f" for {duration(report.duration_s)}"))
+    else:
+        took = f" after {duration(report.duration_s)}  "
+        grid.add_row("outcome", Text.assemble((report.outcome, style), took, (why, "dim")))
     grid.add_row(
         "steps",
         f"{report.final.step}{f' of {total}' if total else ''} committed, {lost} lost, {redone} recomputed",
@@ -86,7 +87,8 @@ def _headline(report: Report) -> RenderableType:
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
     _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
     _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.how}")
-    grid.add_row("checksum", Text(report.final.checksum or "none: the job did not finish", overflow="fold"))
+    none = "none: the job goes on" if report.under_way else "none: the job did not finish"
+    grid.add_row("checksum", Text(report.final.checksum or none, overflow="fold"))
     parts: list[RenderableType] = [grid]
     if report.steps:
         parts += ["", _Chart(report)]

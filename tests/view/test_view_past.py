@@ -1,5 +1,6 @@
 """Reports out of a journal's history, as a page, a picture and sentences."""
 
+import io
 import re
 from datetime import datetime, timedelta
 from html.parser import HTMLParser
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ftd.errors import ConfigurationError, FtdError
 from ftd.view.document import Report
@@ -16,6 +18,7 @@ from ftd.view.report import ReportBuilder
 from ftd.view.report_page import report_page
 from ftd.view.report_plot import plot_report
 from ftd.view.sentences import told
+from ftd.view.summary import render_summary
 
 Json = dict[str, Any]
 JOB = "gpt-5c1f09aa"
@@ -141,6 +144,17 @@ def test_the_page_needs_nothing_else_and_shows_every_recovery(history: tuple[lis
     assert all(link.startswith("#") for link in elements.links)
     assert "120 of 120" in page and "node-2 lost (kill)" in page
     assert re.search(r"<b>\d+\.\d%</b><span class=\"faint\">goodput", page)
+
+
+def test_a_job_that_goes_on_is_told_as_such(history: tuple[list[Json], list[Json]]) -> None:
+    events, steps = history
+    report = report_of("gpt", [e for e in events if e["event"] != "JobFinished"], steps)
+    out = io.StringIO()
+    Console(file=out, width=100).print(render_summary(report))
+    page, summary = report_page(report), out.getvalue()
+    assert "under way, begun 2" in page and "; as of 2" in page and "loss so far" in page
+    assert "unfinished" not in page + summary and "final" not in page
+    assert "under way for" in summary and "none: the job goes on" in summary
 
 
 def test_names_cannot_become_html(history: tuple[list[Json], list[Json]]) -> None:

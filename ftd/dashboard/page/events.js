@@ -111,6 +111,6 @@ function story(event, events) {
   });
   const step = event.step != null ? `step ${event.step} · ` : "";
   return make("div", { class: "story" },
-    make("p", { class: "quiet" }, `${step}generation ${event.generation ?? "–"} · because of ${event.chapter}`),
+    make("p", { class: "quiet" }, `${step}generation ${event.generation ?? "–"} · cause ${event.chapter}`),
     make("ol", {}, ...rows));
 }
