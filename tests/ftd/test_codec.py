@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ftd.config.profile_document import MAX_DEVICES, MOST_BYTES, MOST_BYTES_PER_S, MOST_COUNT, MOST_MS
 from ftd.errors import WireError
+from ftd.wire import codec
 from ftd.wire.codec import (
     MAX_COMMAND_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -272,6 +273,23 @@ def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
         assert decode_from_node(encode_from_node(message), message.node) == message
 
     check()
+
+
+def test_what_nodes_say_word_for_word_is_read_once() -> None:
+    def heard(node: str, signal: Signal) -> Signal:
+        return decode_from_node(encode_from_node(FromNode(node=node, incarnation=1, signal=signal))).signal
+
+    report = DeviceReport(device=0, committed_step=7, ready_step=None, vote=None, held=(1, 2))
+    one, other = Quiesced(generation=3, reports=(report,)), Quiesced(generation=4, reports=(report,))
+    assert heard("a", one) is heard("b", one)
+    assert heard("a", other) == other
+    # Not kept: as many as a stranger likes, nor as large as he likes.
+    for generation in range(2000):
+        heard("a", Quiesced(generation=generation, reports=()))
+    assert len(codec._ALIKE["Quiesced"]) <= codec._MOST_ALIKE
+    large = Quiesced(generation=3, reports=(dataclasses.replace(report, held=tuple(range(2000))),))
+    assert heard("a", large) == large
+    assert heard("a", large) is not heard("b", large)
 
 
 @pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
