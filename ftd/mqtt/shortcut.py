@@ -8,6 +8,9 @@ connecting, subscribing, pinging and leaving, and of what is malformed, which is
 published leaves here, too, between two packets of paho's: at once, where it would take aiomqtt a task and two
 turns of the loop, and its acknowledgement as many.
 
+paho sees little of the traffic, so it pings the broker however much there is, and the answer may be far back
+in that. So while a ping is out, any word of the broker's answers it.
+
 paho and aiomqtt know sockets that have more than the kernel says, those of TLS, and ask them (``pending``).
 """
 
@@ -28,6 +31,7 @@ it can be written to, and that is paho."""
 
 _PUBLISH = 0x30
 _PUBACK = b"\x40\x02"
+_PINGREQ, _PINGRESP = b"\xc0\x00", b"\xd0\x00"
 _MOST_LENGTH_BYTES = 4
 _MOST_BYTES = 128**_MOST_LENGTH_BYTES - 1
 _MOST_TOPIC_BYTES = 65_535
@@ -70,6 +74,8 @@ class Shortcut:
         """A packet that is paho's, as far as it has read it."""
         self._due = True
         """The next piece may be read."""
+        self._pings = self._answered = 0
+        """Of paho's that are out; and those that are answered for it, whose own answer is to come."""
         self._unsent = bytearray()
         self._torn = 0
         """Bytes of a packet of paho's of which some have left: it must send the rest before anybody else."""
@@ -100,11 +106,12 @@ class Shortcut:
     def recv(self, buffer_size: int) -> bytes:
         """At most ``buffer_size`` bytes of what is paho's; none at the end. :raises OSError: as ``sock``."""
         while self._given_at >= len(self._given):
-            if not self._next_given():
-                if not self._due:
-                    raise BlockingIOError
-                if not self._read():
-                    return b""
+            if self._next_given():
+                break
+            if not self._due:
+                raise BlockingIOError
+            if not self._read():
+                return b""
         begin, self._given_at = self._given_at, self._given_at + buffer_size
         return self._given[begin : self._given_at]
 
@@ -126,6 +133,7 @@ class Shortcut:
         self._torn = len(buffer)
         sent = self.inner.send(buffer)
         self._torn -= sent
+        self._pings += buffer == _PINGREQ and not self._torn
         return sent
 
     def close(self) -> None:
@@ -165,6 +173,9 @@ class Shortcut:
         """One more piece; ``False`` at the end."""
         more = self.inner.recv(max(PIECE_BYTES, min(self._lacking, LARGE_BYTES)))
         self._due = False
+        if self._pings and more:
+            self._pings, self._answered = self._pings - 1, self._answered + 1
+            self._given, self._given_at = _PINGRESP, 0
         if self._parts:
             self._parts.append(more)
             self._lacking -= len(more)
@@ -208,6 +219,9 @@ class Shortcut:
                         continue
             elif first == _PUBACK[0] and size == 2:
                 self._on_acknowledged(piece[start] << 8 | piece[start + 1])
+                continue
+            elif first == _PINGRESP[0] and self._answered:
+                self._answered -= 1
                 continue
             self._given, self._given_at = piece[at:stop], 0
             return True

@@ -262,6 +262,23 @@ def test_the_end_and_errors_come_behind_what_was_said() -> None:
         broken.turn()
 
 
+def test_any_word_of_the_brokers_answers_a_ping() -> None:
+    ping, answer, message = b"\xc0\x00", b"\xd0\x00", publish(b"t", b"x")
+    pieces = Pieces(message, message + answer + message, answer)
+    reader = Reader(pieces)
+    assert reader.shortcut.send(ping) == 2
+    reader.turn()
+    assert reader.seen == [answer, ("t", b"x", False)]
+    reader.turn()  # Its own answer is not given a second time.
+    assert reader.seen[2:] == [("t", b"x", False)] * 2
+    reader.turn()  # This one nobody asked for: paho's to judge.
+    assert reader.seen[4:] == [answer]
+    pieces.pieces = [answer]
+    reader.shortcut.send(ping)
+    reader.turn()
+    assert reader.seen[5:] == [answer]
+
+
 def test_a_broken_connection_is_told_by_who_reads() -> None:
     class Broken(Pieces):
         def send(self, buffer: bytes | bytearray) -> int:
