@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.alike import check_alike
 from runtime.communicator import Communicator
 from runtime.executor import StageExecutor
 from runtime.gradients import Gradients
@@ -157,6 +158,7 @@ class Engine:
         """Meet the others, get the state that is missing, and be ready for ``step``.
 
         :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
+        :raises TrainingError: at the first step, and the trainers made different models.
         """
         world = resume.world
         check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
@@ -184,6 +186,9 @@ class Engine:
         if missing:
             raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
         self.owned = frozenset(seat.layers)
+        if resume.step == 0:
+            layers = self.model.layer_count
+            check_alike(self.digests(), layers, communicator, self.model.device, self.pace)
         if self.snapshots is not None:
             groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
             self.snapshots.enter(groups, resume.step)
@@ -256,7 +261,11 @@ class Engine:
 
     def digests(self) -> dict[int, str]:
         """Of the parameters of each owned layer."""
-        return {layer: self.states.digest(layer) for layer in sorted(self.owned)}
+        digests = {}
+        for layer in sorted(self.owned):
+            self.pace.tick()
+            digests[layer] = self.states.digest(layer)
+        return digests
 
     def _ask(self, loss: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
         """VOTE: passing it proves that every rank of the world holds complete gradients."""

@@ -4,13 +4,14 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from runtime import protocol as p
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
-from tests.runtime.support import gpt_data
+from tests.runtime.support import data_for, gpt_data, script
 
 LAYERS = 4
 """Of the tiny GPT: embedding, two blocks, head; embedding and head share their weight."""
@@ -64,6 +65,27 @@ TWO_AND_TWO = (
 )
 SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4),)
 ALONE = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
+
+
+def test_trainers_that_made_different_models_take_no_step(cluster: Cluster, tmp_path: Path) -> None:
+    text = """
+    import os
+
+    def build():
+        layers = [nn.Linear(3, 4), nn.Linear(4, 1)]
+        nn.init.constant_(layers[1].bias, os.getpid())
+        return Training(layers=layers, loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+    """
+    script(tmp_path, text)
+    job = data_for("mine.py:build", tmp_path)
+    trainers = cluster.fork(2)
+    cluster.prepare(trainers, job)
+    cluster.quiesce(trainers)
+    whole = [pipeline((0, 2, [n]), first_microbatch=2 * n, microbatches=2) for n in range(2)]
+    cluster.resume(trainers, tuple(whole), step=0)
+    for trainer in trainers:
+        assert "began with different parameters of layer 1" in trainer.take(p.Raised).detail
+    finish(trainers)
 
 
 @pytest.mark.parametrize(
