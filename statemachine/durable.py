@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from planner.values import Device
+from planner.values import Device, Plan
 from statemachine.columns import columns
 from statemachine.keeping import Keeping, Persisting, Writing
 from statemachine.node import NodeMachine
 from statemachine.promises import beyond
-from statemachine.records import Journal, NodeRecord, PersistingRecord, by_node
+from statemachine.records import Journal, NodeRecord, PersistingRecord, put_together
 from statemachine.rules import Resumption
 from statemachine.state import Attempt, Cluster, Exposure, Ledger, Recovery
 from statemachine.timing import Timing
@@ -131,6 +131,11 @@ def _alike(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
     return _once(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
 
 
+def _but_its_pipelines(plan: Plan) -> dict[str, Any]:
+    """Which are a part of their own, as those of the plan before may be."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "pipelines"}
+
+
 def _pairs(mapping: dict[Device, Any]) -> list[Any]:
     return list(mapping.items())
 
@@ -141,7 +146,8 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "resumed_step": resumption.step,
         "resumed_vote": resumption.vote,
         "resumed_ready": _once(c, "ready", resumption.ready, _pairs),
-        "plan": resumption.plan,
+        "pipelines": resumption.plan.pipelines,
+        "plan": _once(c, "plan", resumption.plan, _but_its_pipelines),
         "resumed_lineage": resumption.lineage,
         "resumed_restore": resumption.restore,
         "resumed_protection": resumption.protection,
@@ -188,15 +194,15 @@ def write(c: Cluster) -> dict[str, Any]:
         state["attempt"] = {
             "generation": attempt.generation,
             "mode": attempt.mode,
-            "expected": list(attempt.expected),
-            "members": _alike(c, "members", attempt.members.copy(), sorted),
             "kept": sorted(attempt.kept),
             "kept_for": list(attempt.kept_for),
             "resume_sent": attempt.resume_sent,
             "sources": list(attempt.sources),
         }
+        state["expected"] = _alike(c, "expected", list(attempt.expected), list)
+        state["members"] = _alike(c, "members", attempt.members.copy(), sorted)
     if record is not None:
-        state["recovery"], state["pipelines_before"] = _recovery(record), record.pipelines_before
+        state["recovery"], state["before"] = _recovery(record), record.before
     if resumption is not None:
         state |= _resumption(c, resumption)
     return state
@@ -244,7 +250,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
         raise JournalError(problem)
     try:
-        journal = msgspec.convert(by_node(durable) if schema != 1 else durable, Journal)
+        journal = msgspec.convert(put_together(durable) if schema != 1 else durable, Journal)
     except ValueError as error:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
@@ -327,7 +333,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             recomputed_steps=old.recomputed_steps,
             rolled_back_steps=old.rolled_back_steps,
             tier=old.tier,
-            pipelines_before=old.pipelines_before,
+            before=old.before,
             quiesced_at=_past(old.quiesced_at, at),
             planned_at=_past(old.planned_at, at),
             resumed_at=_past(old.resumed_at, at),

@@ -92,8 +92,8 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
         "generation": attempt.generation,
         "generations_tried": record.tried,
         "step": resumption.step,
-        "pipelines_before": record.pipelines_before,
-        "pipelines_after": pipelines(plan),
+        "pipelines_before": pipelines(record.before),
+        "pipelines_after": pipelines(plan.pipelines),
     }
     c.emit("RecoveryCompleted", goes_on(record.cause, record.nodes), recovery=recovery)
     c.publish()

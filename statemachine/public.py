@@ -1,18 +1,17 @@
 """What outside tools see of the cluster: plain JSON-compatible data (the retained cluster state)."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from planner.values import Plan
+from planner.values import PipelinePlacement, Plan
 from statemachine.snapshots import holders
 from statemachine.state import Cluster
 from statemachine.values import ClusterPhase
 
 
-def pipelines(plan: Plan | None) -> list[dict[str, Any]]:
-    """A plan for people and scripts: stages with their layers and devices, and the share of the batch."""
-    if plan is None:
-        return []
+def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
+    """A plan's for people and scripts: stages with their layers and devices, and the share of the batch."""
     return [
         {
             "stages": [
@@ -25,7 +24,7 @@ def pipelines(plan: Plan | None) -> list[dict[str, Any]]:
             ],
             "microbatches": pipeline.microbatches,
         }
-        for pipeline in plan.pipelines
+        for pipeline in placed
     ]
 
 
@@ -141,7 +140,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
             "steps": job.steps,
             "global_batch": job.policy.global_batch,
         },
-        "pipelines": pipelines(c.resumption.plan) if in_plan and c.resumption is not None else [],
+        "pipelines": pipelines(c.resumption.plan.pipelines) if in_plan and c.resumption is not None else [],
         "nodes": {
             name: {
                 "state": str(node.state),

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from planner.values import Device, Plan, StatePart
+from planner.values import Device, PipelinePlacement, Plan, StatePart
 from statemachine.columns import rows
 from statemachine.values import (
     Checkpoint,
@@ -64,7 +64,7 @@ class RecoveryRecord:
     detected_at: float
     tried: int
     recomputed_steps: int
-    pipelines_before: list[dict[str, Any]]
+    before: tuple[PipelinePlacement, ...] = ()
     rolled_back_steps: int = 0
     tier: str | None = None
     quiesced_at: float | None = None
@@ -101,14 +101,20 @@ class HostColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """All nodes, in one order, as they are written: what each said of itself, its standing, what it holds."""
+class Parts:
+    """What is written in parts, each of which changes at other times than the rest. Of all nodes, in one
+    order: what each said of itself, its standing, what it holds."""
 
     hosts: HostColumns
     nodes: dict[str, list[Any]]
     held: list[Any]
+    attempt: dict[str, Any] | None = None
+    expected: Any = ()
+    members: Any = ()
     recovery: dict[str, Any] | None = None
-    pipelines_before: Any = None
+    before: Any = ()
+    plan: dict[str, Any] | None = None
+    pipelines: Any = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +158,12 @@ class Journal:
     persisting: PersistingRecord = PersistingRecord()
 
 
-def by_node(durable: Any) -> dict[str, Any]:
-    """The durable state as ``Journal`` has it, a row for each node; ``durable`` has columns.
+def put_together(durable: Any) -> dict[str, Any]:
+    """The durable state as ``Journal`` has it, with a row for each node, of ``Parts``.
 
-    :raises ValueError: it has not, or not of one length.
+    :raises ValueError: these are not there, or the nodes' not of one length.
     """
-    written = msgspec.convert(durable, Columns)
+    written = msgspec.convert(durable, Parts)
     hosts = written.hosts
     nodes = {
         name: {**standing, "incarnation": incarnation, "facts": facts, "snapshots": held}
@@ -165,7 +171,11 @@ def by_node(durable: Any) -> dict[str, Any]:
             hosts.name, hosts.incarnation, rows(hosts.facts), rows(written.nodes), written.held, strict=True
         )
     }
-    recovery = written.recovery
-    if recovery is not None:
-        recovery = {**recovery, "pipelines_before": written.pipelines_before}
-    return {**durable, "nodes": nodes, "recovery": recovery}
+    whole: dict[str, Any] = {**durable, "nodes": nodes}
+    if written.attempt is not None:
+        whole["attempt"] = {**written.attempt, "expected": written.expected, "members": written.members}
+    if written.recovery is not None:
+        whole["recovery"] = {**written.recovery, "before": written.before}
+    if written.plan is not None:
+        whole["plan"] = {**written.plan, "pipelines": written.pipelines}
+    return whole

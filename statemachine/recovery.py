@@ -54,7 +54,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     """Start or extend the record of the recovery under way; a loss outranks what it interrupts."""
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
-        before = pipelines(c.resumption.plan if c.resumption is not None else None)
+        before = c.resumption.plan.pipelines if c.resumption is not None else ()
         if cause in LOSSES:
             failed(c)
         c.recovery = Recovery(
@@ -64,7 +64,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
             detected_at=c.at,
             tried=record.tried if record is not None else 0,
             recomputed_steps=record.recomputed_steps if record is not None else c.discarded_steps,
-            pipelines_before=before,
+            before=before,
         )
         return
     record.nodes.extend(name for name in nodes if name not in record.nodes)
@@ -350,7 +350,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         step=decision.step,
         method=plan.method,
         reason=plan.reason,
-        pipelines=pipelines(plan),
+        pipelines=pipelines(plan.pipelines),
         transfers=len(plan.transfers),
         transfer_bytes=plan.part_bytes + sum(transfer.size_bytes for transfer in plan.transfers),
         from_replicas=from_replicas,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.values import Device, Plan, Situation
+from planner.values import Device, PipelinePlacement, Plan, Situation
 from statemachine.effects import (
     BroadcastCommand,
     CancelTimer,
@@ -114,7 +114,8 @@ class Recovery:
     rolled_back_steps: int = 0
     tier: str | None = None
     """Where the state came from, if not from live replicas."""
-    pipelines_before: list[dict[str, Any]] = field(default_factory=list)
+    before: tuple[PipelinePlacement, ...] = ()
+    """Pipelines that were there before; none where an older program began this."""
     quiesced_at: float | None = None
     planned_at: float | None = None
     resumed_at: float | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftd.sim import losses
 from statemachine.phases import OVER
+from statemachine.records import put_together
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -48,7 +49,7 @@ def forgets(truth: "Invariants", network: "Network", name: str) -> None:
     """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
     else has."""
     network.retained.pop(name, None)
-    journal = network.journal.journal if network.journal is not None else None
+    journal = put_together(network.journal.journal) if network.journal is not None else None
     if journal is None or _over(journal):
         return
     if name in _named(journal):
@@ -84,7 +85,7 @@ class Listed:
         late = sim.world.now - timing.forget_s - _LATE_S
         gone = [node.name for node in sim.nodes.values() if node.gone_at is not None and node.gone_at < late]
         if gone and self._settled_at < late:
-            self._check(set(gone), leader.machine.durable_state())
+            self._check(set(gone), put_together(leader.machine.durable_state()))
 
     def _check(self, gone: set[str], journal: dict[str, Any]) -> None:
         """It may have been named until just now."""

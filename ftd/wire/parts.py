@@ -15,7 +15,9 @@ import msgspec
 from ftd.wire.folding import LEVEL
 
 _PIECE_FROM_BYTES = 4096
-"""Of a part that is deflated by itself; what is smaller is one piece together."""
+"""Of a value that is a piece by itself; what is smaller is one piece together."""
+_SHORT_BYTES = 64
+"""What has no more is not deflated."""
 _BASE = 65521
 """Of Adler-32 (RFC 1950)."""
 _BEGIN, _END = b"\x78\x01", b"\x03\x00"
@@ -24,10 +26,9 @@ _BEGIN, _END = b"\x78\x01", b"\x03\x00"
 
 @dataclass(slots=True)
 class _Piece:
-    value: Any
-    """What it was made of."""
     plain: bytes
-    """As one name and one value of the map."""
+    value: Any = None
+    """What it was made of."""
     deflated: bytes = b""
     adler: int = 1
 
@@ -40,23 +41,26 @@ class PartFolder:
         self._from_bytes = from_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-        self._kept: dict[str, _Piece] = {}
+        self._kept: dict[int, _Piece] = {}
+        """Pieces of the map before, by their values' identity."""
 
     def fold(self, content: Mapping[str, Any]) -> bytes:
-        """``content`` encoded, and deflated if it is large. A value that is the same object as in the map
+        """``content`` encoded, and deflated if it is large. A value that is the same object as one in the map
         before must not have changed since."""
-        kept: dict[str, _Piece] = {}
+        kept: dict[int, _Piece] = {}
         rest = [b"\xde", len(content).to_bytes(2, "big")]
+        large: list[_Piece] = []
         for name, value in content.items():
-            piece = self._kept.get(name)
-            if piece is None or piece.value is not value:
-                piece = _Piece(value, self._encode(name) + self._encode(value))
+            piece = self._kept.get(id(value))
+            if piece is None:
+                piece = _Piece(self._encode(value), value)
             if len(piece.plain) < _PIECE_FROM_BYTES:
-                rest.append(piece.plain)
+                rest += self._encode(name), piece.plain
             else:
-                kept[name] = piece
+                kept[id(value)] = piece
+                large += _Piece(self._encode(name)), piece
         self._kept = kept
-        pieces = [_Piece(None, b"".join(rest)), *kept.values()]
+        pieces = [_Piece(b"".join(rest)), *large]
         if sum(len(piece.plain) for piece in pieces) <= self._from_bytes:
             return b"".join(piece.plain for piece in pieces)
         return self._stream(pieces)
@@ -65,10 +69,16 @@ class PartFolder:
         adler = 1
         for piece in pieces:
             if not piece.deflated:
-                flushed = self._deflate.compress(piece.plain), self._deflate.flush(zlib.Z_FULL_FLUSH)
-                piece.deflated, piece.adler = b"".join(flushed), zlib.adler32(piece.plain)
+                piece.deflated, piece.adler = self._block(piece.plain), zlib.adler32(piece.plain)
             adler = _adler_of_both(adler, piece.adler, len(piece.plain))
         return b"".join([_BEGIN, *(piece.deflated for piece in pieces), _END, adler.to_bytes(4, "big")])
+
+    def _block(self, plain: bytes) -> bytes:
+        """Of a stream, and whole in itself."""
+        size = len(plain)
+        if size <= _SHORT_BYTES:  # "Stored": its length, and that inverted (RFC 1951).
+            return b"\0" + size.to_bytes(2, "little") + (size ^ 0xFFFF).to_bytes(2, "little") + plain
+        return self._deflate.compress(plain) + self._deflate.flush(zlib.Z_FULL_FLUSH)
 
 
 def _adler_of_both(first: int, second: int, second_bytes: int) -> int:

@@ -15,7 +15,7 @@ from statemachine.columns import columns, rows
 from statemachine.durable import SCHEMA, JournalError, read
 from statemachine.events import NodeVanished
 from statemachine.node import NodeMachine
-from statemachine.records import by_node
+from statemachine.records import put_together
 from statemachine.timing import Timing
 from statemachine.values import NodeFacts
 
@@ -33,7 +33,8 @@ def test_a_journal_with_a_row_for_each_node_is_read() -> None:
     machine, _ = ClusterMachine.restore(Timing(), old, 1e9, "upgrade")
     written = plain(machine.durable_state())
     assert written["schema"] == SCHEMA and "node-3" not in written["nodes"]
-    again = plain(by_node(written))
+    again = plain(put_together(written))
+    assert old["recovery"].pop("pipelines_before") and not again["recovery"].pop("before")
     assert {name: again[name] for name in old} == old | {"schema": SCHEMA}
     other, _ = ClusterMachine.restore(Timing(), written, 1e9, "restart")
     assert plain(other.durable_state()) == written
@@ -73,10 +74,19 @@ def test_parts_that_are_as_they_were_are_the_same_objects() -> None:
     s.stepped("node-0", 1, 2)
     after = s.machine.durable_parts()
     assert after["known"] != before["known"]
-    for name in ("job", "profiled", "hosts", "held", "plan", "resumed_ready", "resumed_ready_parts"):
+    for name in (
+        "job",
+        "profiled",
+        "hosts",
+        "held",
+        "plan",
+        "pipelines",
+        "resumed_ready",
+        "resumed_ready_parts",
+    ):
         assert after[name] is before[name], name
     s.feed(NodeVanished, node="node-3", incarnation=103)
-    assert s.machine.durable_parts()["pipelines_before"] is s.machine.durable_parts()["pipelines_before"]
+    assert s.machine.durable_parts()["before"] is after["pipelines"]
     s.hello("node-3", 203)
     assert s.machine.durable_parts()["hosts"]["incarnation"] == [100, 101, 102, 203]
 
@@ -93,6 +103,9 @@ def test_parts_that_are_as_they_were_are_the_same_objects() -> None:
         ("held", [[]]),
         ("held", [7] * 4),
         ("recovery", {}),
+        ("attempt", {}),
+        ("pipelines", [7]),
+        ("plan", {}),
     ],
 )
 def test_columns_that_do_not_fit_are_no_journal(name: str, wrong: Any) -> None:
