@@ -8,6 +8,7 @@ from planner.values import PipelinePlacement, Plan
 from statemachine.snapshots import holders
 from statemachine.state import Cluster
 from statemachine.values import ClusterPhase
+from statemachine.words import who
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
@@ -40,12 +41,12 @@ def waiting_for(c: Cluster) -> str:
             return _before_the_start(c)
         case ClusterPhase.QUIESCING if c.attempt is not None:
             missing = [name for name in c.attempt.expected if name not in c.attempt.reports]
-            return f"reports of {', '.join(missing)}" if missing else "the decision"
+            return f"reports of {who(missing)}" if missing else "the decision"
         case ClusterPhase.RECOVERING if c.attempt is not None:
             if not c.attempt.resume_sent:
                 return "a plan" if c.templates_ready else "templates"
             missing = [name for name in c.planned if name not in c.attempt.resumed]
-            return f"{', '.join(missing)} to resume"
+            return f"{who(missing)} to resume"
         case ClusterPhase.PAUSED:
             return c.lacking
         case _:

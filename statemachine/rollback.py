@@ -26,6 +26,7 @@ from statemachine.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.snapshots import holders, key_of
 from statemachine.state import FIND, GIVE_UP, Attempt, Cluster
 from statemachine.values import ClusterPhase, Snapshot, Vote
+from statemachine.words import who
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""
@@ -103,7 +104,11 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
     ]
     if c.persisting.impatient or _as_good(c) or not (live or kept):
         return reason
-    waited = f"{reason}; waiting for {', '.join(live + kept)}, which may still hold it"
+    then = "the newest checkpoint is looked for" if c.job and c.job.checkpoint.url else "the job fails"
+    waited = (
+        f"{reason}; {who(live + kept)} may still hold it: waiting for their return for "
+        f"{c.timing.lost_state_s:g} s, then {then}"
+    )
     pause(c, waited, needed=None)
     c.giving_up = True
     c.set_timer(GIVE_UP, c.timing.lost_state_s)

@@ -1,9 +1,10 @@
 """All that is known of a run, and how it looks as one frame of the live view."""
 
 from collections import deque
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,10 +27,13 @@ from ftd.view.text import (
     number,
     planning_words,
     plural,
+    waiting_words,
 )
 
 QUIET_S = 5.0
 """While it trains, the coordinator says something twice in a second."""
+MOST_WORRY = 4
+"""Lines of it."""
 _TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
@@ -132,11 +136,11 @@ class Picture:
             f"{number(self._state.get('samples_per_s'), 0)} samples/s",
             f"{phase}, {plural(at_work, 'node')} at work",
         ]
-        waiting = self._state.get("waiting_for")
+        waiting = waiting_words(self._state)
         if self._state.get("phase") == "UNREACHABLE":
-            waiting = f"a coordinator: {self._state['reason']}"
+            waiting = f"waiting for a coordinator: {self._state['reason']}"
         planning = planning_words(self._state)
-        parts[-1] += (f", waiting for {waiting}" if waiting else "") + (f", {planning}" if planning else "")
+        parts[-1] += (f", {waiting}" if waiting else "") + (f", {planning}" if planning else "")
         return "  ".join(parts)
 
     @property
@@ -152,9 +156,11 @@ class Picture:
         wide = width >= 96
         pipelines = self._state.get("pipelines") or ()
         known = len(self._state.get("nodes") or ())
-        worry = self._worry(quiet_s)
-        rows = rows_for(height - bool(worry), wide=wide, nodes=known, pipelines=len(pipelines))
-        parts: list[RenderableType] = [self._headline(worry)]
+        worry = Text(self._worry(quiet_s), style="yellow")
+        most = max(1, min(MOST_WORRY, height - 9))
+        lines = list(worry.wrap(Console(width=width), width - 4))[:most] if worry else []
+        rows = rows_for(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
+        parts: list[RenderableType] = [self._headline(lines)]
         nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
         if wide and nodes is not None and rows.chart:
             left = min(max(44, width * 2 // 5), 56)
@@ -175,7 +181,7 @@ class Picture:
         parts.append(self._event_box(rows.events))
         return Group(*parts)
 
-    def _headline(self, worry: str) -> RenderableType:
+    def _headline(self, worry: Sequence[Text]) -> RenderableType:
         phase = str(self._state.get("phase") or "WAITING")
         style = PHASE_STYLES.get(phase, "white")
         job: JsonMap = self._state.get("job") or {}
@@ -209,9 +215,8 @@ class Picture:
             Text(f"global batch {job['global_batch']}" if "global_batch" in job else "", style="dim"),
         )
         title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
-        worried = Text(worry, style="yellow", no_wrap=True, overflow="ellipsis")
         return Panel(
-            Group(grid, worried) if worry else grid,
+            Group(grid, *worry),
             title=title,
             title_align="left",
             subtitle=leader_words(self._state) if self._several() else None,
@@ -232,8 +237,7 @@ class Picture:
             return f"nothing heard for {_whole(quiet_s)}: is the broker away?"
         if phase == "UNREACHABLE":
             return f"no coordinator: {self._state.get('reason') or 'it is gone'}; training goes on without it"
-        waiting = self._state.get("waiting_for")
-        return f"waiting for {waiting}" if waiting else ""
+        return waiting_words(self._state)
 
     def _speed(self) -> Text:
         rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")

@@ -9,7 +9,7 @@ from ftd.view.page import figures, page, table, themed
 from ftd.view.palette import BLUE, FAINT, GREEN, ORANGE, RED
 from ftd.view.rates import goodput
 from ftd.view.report_plot import drawn
-from ftd.view.sentences import told, what_happened
+from ftd.view.sentences import told, uneventful, what_happened
 from ftd.view.text import duration, how_words, is_failure, milliseconds, number, plural, size
 
 PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
@@ -52,6 +52,8 @@ def _outcome(report: Report) -> str:
             began += f"; as of {first + timedelta(seconds=report.duration_s):{_MOMENT}}"
     if report.under_way:
         return f"under way{began}"
+    if report.outcome_reason.startswith(report.outcome):
+        return report.outcome_reason + began
     return report.outcome + (f": {report.outcome_reason}" if report.outcome_reason else "") + began
 
 
@@ -77,12 +79,7 @@ def _glance(report: Report) -> list[tuple[str, str]]:
 
 def _recoveries(report: Report) -> list[str]:
     if not report.recoveries:
-        return [
-            "<h2>Recoveries</h2>",
-            "<p>No failure, no join, no drain: one plan from the first step on.</p>"
-            if report.steps
-            else "<p>No step was committed.</p>",
-        ]
+        return ["<h2>Recoveries</h2>", f"<p>{escape(uneventful(report))}</p>"]
     key = "".join(f'<span><i style="background:{colour}"></i>{name}</span> ' for name, colour in PHASES)
     longest = max(sum(_phases_ms(r)) for r in report.recoveries)
     parts = ["<h2>Recoveries, phase by phase</h2>", f'<p class="faint key">{key}</p>']

@@ -22,6 +22,15 @@ def what_happened(recovery: Recovery, report: Report) -> tuple[str, str, str]:
     return ", ".join(recovery.nodes) or "cluster", f" {words}", injected
 
 
+def uneventful(report: Report) -> str:
+    """Of a run without recoveries."""
+    if not report.steps:
+        return "No step was committed."
+    if report.pauses:
+        return "No recovery came to its end: the cluster paused."
+    return "No failure, no join, no drain: one plan from the first step on."
+
+
 def decided(recovery: Recovery) -> str | None:
     """What became of the steps: those undone, or the one in flight."""
     if recovery.rolled_back_steps:

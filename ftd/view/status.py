@@ -16,6 +16,7 @@ from ftd.view.text import (
     leader_words,
     number,
     size,
+    waiting_words,
 )
 
 _MEANINGS = {
@@ -45,8 +46,9 @@ def render_status(state: JsonMap) -> RenderableType:
         "cluster",
         Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_MEANINGS.get(phase, '')}"),
     )
-    if state.get("waiting_for"):
-        grid.add_row("waiting", Text(f"for {state['waiting_for']}", style="yellow"))
+    if waiting := waiting_words(state):
+        head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("because", "", waiting)
+        grid.add_row(head, Text(why, style="yellow"))
     if planning := state.get("planning"):
         done, total = int(planning["done"]), int(planning["total"])
         filled = done * _BAR_WIDTH // max(total, 1)

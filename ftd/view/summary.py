@@ -12,7 +12,7 @@ from rich.text import Text
 from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.chart import History, loss_chart
 from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
-from ftd.view.sentences import decided, tries, what_happened
+from ftd.view.sentences import decided, tries, uneventful, what_happened
 from ftd.view.text import (
     NodeColours,
     duration,
@@ -46,8 +46,7 @@ def render_summary(report: Report) -> RenderableType:
         ]
         parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
     else:
-        ran = "No failure, no join, no drain: one plan from the first step to the last."
-        parts += ["", Text(ran if report.steps else "No step was committed.")]
+        parts += ["", Text(uneventful(report))]
     unanswered = [f for f in report.faults if not f.generations]
     if unanswered:
         parts += [

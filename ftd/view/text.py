@@ -148,6 +148,12 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
 
 
+def waiting_words(state: JsonMap) -> str:
+    """What has to happen next: of a pause, why there is one; empty while nothing is waited for."""
+    waiting = str(state.get("waiting_for") or "")
+    return waiting if state.get("phase") == "PAUSED" or not waiting else f"waiting for {waiting}"
+
+
 def planning_words(state: JsonMap) -> str:
     """How far the coordinator is with the plans for all numbers of nodes; empty when it is done."""
     planning: JsonMap | None = state.get("planning")

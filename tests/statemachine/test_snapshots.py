@@ -490,7 +490,7 @@ def test_without_its_shards_the_cluster_waits_for_who_may_have_them() -> None:
     s.plan_or_not()
     s.check()
     assert s.machine.phase == "PAUSED"
-    assert "node-1, node-3, which may still hold it" in s.machine.public_state()["waiting_for"]
+    assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"]
     s.note("a host comes back and has looked through its memory")
     s.hello("node-3", 203)
     s.hello("node-3", 203, snapshots=(KEY,))

@@ -79,6 +79,11 @@ def test_every_terminal_shows_what_happened_last(
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert "waiting for a third node" in lines[3]
     assert lines[-1].startswith("╰") and "recovery completed" in lines[-2]
+    picture.see_state(
+        state | {"nodes": known, "phase": "PAUSED", "waiting_for": "no copy of layer 6 is left; " * 6}
+    )
+    lines = frame(picture, width, height)
+    assert len(lines) <= height and "no copy of layer 6" in lines[3] and "waiting for" not in "".join(lines)
     begin = next(i for i, line in enumerate(lines) if "events ─" in line)
     assert len(lines) - begin - 2 >= (4 if height > 10 else 3)
 

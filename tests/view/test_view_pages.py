@@ -86,6 +86,9 @@ def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
     assert "none: the job did not finish" in text
     builder.on_event(event("StepCommitted", 1.0, step=1, generation=1, details={"loss": 2.0, "step_s": 0.1}))
     assert "No failure, no join, no drain" in printed(render_summary(builder.build()))
+    builder.on_event(event("ClusterPaused", 2.0, generation=2, reason="no node is ready"))
+    paused = printed(render_summary(builder.build()))
+    assert "the cluster paused" in paused and "No failure" not in paused
 
 
 def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
@@ -119,9 +122,9 @@ def test_the_status_page(state: Json) -> None:
 
 def test_the_status_of_a_cluster_without_a_job_and_of_one_that_waits(state: Json) -> None:
     assert "ftd submit JOB.toml" in printed(render_status({"phase": "WAITING", "nodes": {}, "pipelines": []}))
-    paused = state | {"phase": "PAUSED", "waiting_for": "1 more node", "pipelines": []}
+    paused = state | {"phase": "PAUSED", "waiting_for": "no node is ready", "pipelines": []}
     text = printed(render_status(paused))
-    assert "PAUSED" in text and "for 1 more node" in text
+    assert "PAUSED" in text and "because  no node is ready" in text
 
 
 def test_the_status_shows_how_far_planning_is(state: Json) -> None:

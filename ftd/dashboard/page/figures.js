@@ -71,7 +71,7 @@ function banner(store, state, phase) {
     text = `No coordinator leads: ${state.reason}. Training goes on by itself; what stands here is as of then.`;
     grave = true;
   } else if (phase === "PAUSED") {
-    text = `Paused: training stands still until there is ${state.waiting_for || "what it needs"}.`;
+    text = `Paused, training stands still: ${state.waiting_for || "something is missing"}.`;
     grave = true;
   } else if (phase === "FAILED") {
     text = `The job failed: ${state.outcome}`;
