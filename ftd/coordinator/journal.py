@@ -53,6 +53,10 @@ Foreign = tuple[int, int, str]
 """Of a journal that cannot be read here: its schema, the protocol of its nodes, the version that wrote it."""
 
 
+SAME_CLOCK_S = 2.0
+"""Monotonic clocks that differ by less are one: of two coordinators on a host, whose wall clock was set."""
+
+
 class Journal:
     """One file, one writer (a lock says so), one thread."""
 
@@ -90,12 +94,16 @@ class Journal:
             place = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
             shared = self._db.execute("SELECT 1 FROM meta WHERE name = 'shared'").fetchone()
             foreign = self._db.execute("SELECT value FROM meta WHERE name = 'foreign'").fetchone()
+            clock = self._db.execute("SELECT value FROM meta WHERE name = 'clock'").fetchone()
+            self._boot = _boot()
             self.reserved, self.floor = self._generations()
         self._job = row[0] if row else ""
         term, serial = place[0].split() if place else (0, 0)
         self.position: Position = (int(term), int(serial))
         self.shared = shared is not None
         """There was another coordinator beside this one, once: it may know more."""
+        offset, _, boot = clock[0].partition(" ") if clock else ("0", "", self._boot)
+        self._clock = boot, float(offset)
         self._foreign: tuple[Position, Foreign] | None = _foreign(foreign[0]) if foreign else None
 
     def _generations(self) -> tuple[int, int]:
@@ -103,13 +111,28 @@ class Journal:
         rows = self._db.execute("SELECT name, value FROM meta WHERE name IN ('boot', 'reserved', 'floor')")
         known = dict(rows.fetchall())
         reserved, floor = int(known.get("reserved", 0)), int(known.get("floor", 0))
-        boot = _boot()
-        if known.get("boot") != boot:
+        if known.get("boot") != self._boot:
             floor = reserved
             self._db.executemany(
-                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("floor", str(floor)), ("boot", boot)]
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("floor", str(floor)), ("boot", self._boot)]
             )
         return reserved, floor
+
+    def _on_clock(self, boot: str, offset_s: float) -> None:
+        """What is saved has times of this clock: ``boot`` of this host, or nothing where it is another's;
+        wall clock less monotonic clock."""
+        if boot == self._clock[0] and abs(offset_s - self._clock[1]) <= SAME_CLOCK_S:
+            return
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('clock', ?)", (f"{offset_s!r} {boot}",))
+        self._clock = boot, offset_s
+
+    @property
+    def ahead_s(self) -> float:
+        """Of the monotonic clock that the saved state's times are of, this host's is so much ahead: the state
+        may be another host's, or from before this one's last start."""
+        boot, offset_s = self._clock
+        ahead_s = 0.0 if boot == self._boot else time.monotonic() - time.time() + offset_s
+        return ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
 
     def load(self) -> bytes | None:
         """The last state saved, or None at the very first start."""
@@ -117,10 +140,18 @@ class Journal:
             row = self._db.execute("SELECT value FROM state").fetchone()
         return row[0] if row else None
 
-    def save(self, state: bytes, *, forced: bool, position: Position | None = None) -> None:
+    def save(
+        self,
+        state: bytes,
+        *,
+        forced: bool,
+        position: Position | None = None,
+        theirs_s: float | None = None,
+    ) -> None:
         """Replace the durable state, with the events recorded so far, in one transaction.
 
         :param position: of this state among all that leaders wrote.
+        :param theirs_s: where another host wrote it, its wall clock less its monotonic one.
 
         :raises JournalError: it could not be written; the caller must not act on it.
         """
@@ -133,6 +164,10 @@ class Journal:
             if position is not None:
                 text = "{} {}".format(*position)
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('position', ?)", (text,))
+            if theirs_s is None:
+                self._on_clock(self._boot, time.time() - time.monotonic())
+            else:
+                self._on_clock("", theirs_s)
             self._db.execute("COMMIT")
             self._commits += 1
         self.position = position or self.position
@@ -147,12 +182,14 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('reserved', ?)", (str(generation),))
         self.reserved = generation
 
-    def save_copy(self, state: bytes, position: Position) -> None:
+    def save_copy(self, state: bytes, position: Position, theirs_s: float) -> None:
         """As a standby, what the leader's journal says.
+
+        :param theirs_s: as of ``save``.
 
         :raises JournalError: as ``save``.
         """
-        self.save(state, forced=False, position=position)
+        self.save(state, forced=False, position=position, theirs_s=theirs_s)
         self.share()
 
     def share(self) -> None:

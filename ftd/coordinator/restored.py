@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ftd.coordinator.journal import Journal
+from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.errors import JournalError, WireError
 from ftd.wire.coordinators import JournalCopy, unpack
 from statemachine import durable
@@ -14,9 +14,6 @@ from statemachine.cluster import ClusterMachine
 from statemachine.effects import Effect
 from statemachine.promises import beyond
 from statemachine.timing import Timing
-
-SAME_CLOCK_S = 2.0
-"""Monotonic clocks that differ by less are one: of two coordinators on a host, whose wall clock was set."""
 
 
 def restored(
@@ -27,10 +24,10 @@ def restored(
     :param now: on this host's monotonic clock.
     :raises JournalError: it is damaged, or of another version.
     """
-    saved, where, moved_s = journal.load(), str(journal.path), 0.0
+    saved, where, moved_s = journal.load(), str(journal.path), journal.ahead_s
     if copy is not None and copy.position > journal.position:
         saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
-        ahead_s = (now - time.time()) - (copy.monotonic_s - copy.wall_s)
+        ahead_s = (now - time.time()) + (copy.wall_s - copy.monotonic_s)
         moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
         return ClusterMachine(timing), []
@@ -102,7 +99,7 @@ class Succession:
             self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
             return "" if self._anew else problem
         unpack(copy.state)
-        self._journal.save_copy(copy.state, copy.position)
+        self._journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
         return ""
 
     def judge(self, copy: JournalCopy | None) -> str:

@@ -54,6 +54,8 @@ def forgets(truth: "Invariants", network: "Network", name: str) -> None:
         return
     if name in _named(journal):
         truth.broken(f"{name} is forgotten, and the job's journal names it")
+    if not truth.resumed_job:
+        return  # What there is is step 0, which anybody can make.
     counting = [
         trainer
         for node in truth.nodes.values()

@@ -122,9 +122,9 @@ class SimCoordinator(CheckpointWork):
         self._timers.clear()
         self._untold.clear()
         self.planner = None
-        journal, position = self.disk.journal, self.disk.position
+        journal, position, written_s = self.disk.journal, self.disk.position, self.disk.written_s
         if copy is not None and copy.position > position:
-            journal, position = copy.journal, copy.position
+            journal, position, written_s = copy.journal, copy.position, copy.clock_s
             if not self.disk.reads(copy):
                 self.invariants.broken(f"{self.name} begins to lead from a journal that it cannot read")
         effects: list[Effect] = []
@@ -136,10 +136,8 @@ class SimCoordinator(CheckpointWork):
                 plain = told_again(plain, copy.journal)
             elif copy is None and self.disk.shared:
                 plain = unseen(plain)
-            plain = self.disk.begin(plain)
-            self.machine, effects = ClusterMachine.restore(
-                self.world.timing, plain, self.world.now, "restart"
-            )
+            plain, now = self.disk.begin(plain, written_s), self.world.now + self.disk.clock_s
+            self.machine, effects = ClusterMachine.restore(self.world.timing, plain, now, "restart")
         self.leading = True
         begins(self.invariants, self.network, self, position, Written(self.machine))
         self.invariants.coordinator_starts(self.machine)
@@ -258,7 +256,8 @@ class SimCoordinator(CheckpointWork):
         if self.world.tracing:
             for event in events:
                 self.world.note("coord", event)
-        effects = self.machine.steps([replace(event, at=self.world.now) for event in events])
+        now = self.world.now + self.disk.clock_s
+        effects = self.machine.steps([replace(event, at=now) for event in events])
         self._perform_all(effects)
         if self.network.hears(self.seat):
             # What a coordinator knew that died before it journaled it, or was deposed, was never known.

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from statemachine.durable import moved
 from statemachine.promises import RESERVED, beyond, promised
 from statemachine.values import ClusterPhase
 
 if TYPE_CHECKING:
     from ftd.sim.run import Simulation
+
+
+_ANEW_S = 5000.0
+"""Before the world began the hosts had been up for as long, or longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,8 @@ class Copy:
     journal: dict[str, Any]
     edition: int
     """Of the program that wrote it."""
+    clock_s: float
+    """Of the host that wrote it."""
 
 
 class Disk:
@@ -32,6 +39,8 @@ class Disk:
         self.journal: dict[str, Any] | None = None
         """What it wrote as the leader, or kept of the leader's."""
         self.position = (0, 0)
+        self.clock_s = self.written_s = 0.0
+        """So much the host's clock is ahead of the world's; and the clock that the journal's times are of."""
         self.foreign: Copy | None = None
         """The newest journal seen that it could not read."""
         self.shared = False
@@ -40,14 +49,14 @@ class Disk:
         """Before the power failed."""
         self.reserved = self.floor = 0
         self._forced: tuple[Any, ...] = ()
-        self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None]] = []
+        self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None, float]] = []
         """Since something was forced, and that."""
 
     def write(self, term: int, parts: dict[str, Any], chance: Random) -> Copy:
         """The leader's own, of ``durable.write``. ``chance``: whether the next quiet moment has come."""
         serial = self.position[1] + 1 if self.position[0] == term else 1
         journal: dict[str, Any] = msgspec.to_builtins(parts)
-        self._set((term, serial), journal)
+        self._set((term, serial), journal, self.clock_s)
         promise = promised(parts)
         if promise != self._forced or journal["generation"] > self.reserved:
             self._force()
@@ -55,33 +64,34 @@ class Disk:
         if journal["phase"] == ClusterPhase.RUNNING and chance.random() < 0.3:
             self.reserved = journal["generation"] + RESERVED
             self._force()
-        return Copy(position=self.position, journal=journal, edition=self.edition)
+        return Copy(position=self.position, journal=journal, edition=self.edition, clock_s=self.clock_s)
 
-    def _set(self, position: tuple[int, int], journal: dict[str, Any]) -> None:
-        self._unforced.append((self.position, self.journal))
-        self.position, self.journal = position, journal
+    def _set(self, position: tuple[int, int], journal: dict[str, Any], clock_s: float) -> None:
+        self._unforced.append((self.position, self.journal, self.written_s))
+        self.position, self.journal, self.written_s = position, journal, clock_s
 
     def _force(self) -> None:
         self._unforced.clear()
 
     def lose_power(self, chance: Random) -> None:
-        """Of what was not forced some is gone, from the end."""
+        """Of what was not forced some is gone, from the end; and the clock begins anew."""
         self.knew = max(self.knew, self.position)
-        self._unforced.append((self.position, self.journal))
-        self.position, self.journal = chance.choice(self._unforced)
+        self._unforced.append((self.position, self.journal, self.written_s))
+        self.position, self.journal, self.written_s = chance.choice(self._unforced)
+        self.clock_s -= _ANEW_S
         self._force()
         self.floor = self.reserved
 
-    def begin(self, journal: dict[str, Any]) -> dict[str, Any]:
-        """From this, its own or another one's."""
-        return beyond(journal, self.floor)
+    def begin(self, journal: dict[str, Any], written_s: float) -> dict[str, Any]:
+        """From this, its own or another one's, with times of that clock."""
+        return beyond(moved(journal, self.clock_s - written_s), self.floor)
 
     def keep(self, copy: Copy) -> None:
         """What the leader's journal says."""
         if copy.position <= self.position:
             return
         if self.reads(copy):
-            self._set(copy.position, copy.journal)
+            self._set(copy.position, copy.journal, copy.clock_s)
             self.shared = True
         else:
             self.foreign = copy

@@ -2,6 +2,7 @@
 
 import traceback
 from dataclasses import dataclass
+from random import Random
 
 from ftd.sim import churn, faults, upgrades
 from ftd.sim.coordinator import SimCoordinator, leader_of
@@ -160,6 +161,8 @@ class Simulation:
             SimCoordinator(world, self.network, self.invariants, f"coordinator-{number}")
             for number in range((seed % 3 + 1) if leaning.coordinators is None else leaning.coordinators)
         ]
+        for coordinator in self.coordinators:  # Each host was started at another time.
+            coordinator.disk.clock_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
         self.network.take_command = self._command

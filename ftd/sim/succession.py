@@ -24,6 +24,7 @@ def begins(
 ) -> None:
     """``me`` begins to lead from the journal of this position, which says what ``view`` says."""
     what = f"{me.name} begins to lead from the journal {position}"
+    _reads_times(truth, me, what)
     unread = me.unread
     if unread is not None and unread.position > position and not me.disk.reads(unread):
         truth.broken(f"{what}, and saw {unread.position}, a journal that it cannot read")
@@ -46,6 +47,16 @@ def begins(
     if not gone and me.seat.made_at > network.forgot_at and waited_s < truth.world.timing.orphan_s:
         truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
     _forgets(truth, view)
+
+
+def _reads_times(truth: "Invariants", me: "SimCoordinator", what: str) -> None:
+    """On its own host's clock, whoever's they were."""
+    snapshot = me.machine.public_state()["snapshot"]
+    if snapshot is None:
+        return
+    age_s = truth.world.now + me.disk.clock_s - snapshot["at"]
+    if not -1e-3 <= age_s <= truth.world.now:
+        truth.broken(f"{what}, and takes the newest snapshot to be {age_s:.0f} s old")
 
 
 def _forgets(truth: "Invariants", view: Written) -> None:

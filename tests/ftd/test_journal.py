@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ from planner.values import Policy
 from statemachine import durable
 from statemachine.node import NodeMachine
 from statemachine.promises import RESERVED
-from statemachine.state import Cluster
+from statemachine.state import Cluster, Exposure
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL, Job, NodeFacts
 
@@ -321,6 +322,50 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
     with pytest.raises(WireError):
         Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
     assert journal.position == (2, 3000)
+    journal.close()
+
+
+def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby has kept all that the leader wrote: it mostly begins from its own journal then."""
+    timing, policy = Timing(), {"forced": False}
+    now = time.monotonic()
+
+    def state(since: float) -> bytes:
+        exposure = Exposure(nodes=2, since=since)
+        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, exposure=exposure)))
+
+    def waited_s(copy: JournalCopy | None) -> float:
+        since = restored(timing, journal, copy, now)[0].durable_state()["exposure"]["since"]
+        return now - float(since)
+
+    journal = Journal(tmp_path)
+    journal.save(state(now - 30.0), position=(1, 1), **policy)
+    assert waited_s(None) == pytest.approx(30.0)
+    for term, theirs in ((2, now - 50_000.0), (3, now + 50_000.0)):
+        copy = JournalCopy(
+            term=term, serial=1, wall_s=time.time(), monotonic_s=theirs, version="", schema=durable.SCHEMA,
+            state=state(theirs - 30.0), protocol=PROTOCOL,
+        )  # fmt: skip
+        assert waited_s(copy) == pytest.approx(30.0, abs=5.0)
+        assert Succession(timing, journal, anew=False).keep(copy) == ""
+        for left in (copy, None):
+            assert waited_s(left) == pytest.approx(30.0, abs=5.0)
+        journal.close()
+        journal = Journal(tmp_path)
+        assert waited_s(None) == pytest.approx(30.0, abs=5.0)
+    # Our own, of a start of the host that lasted longer by now than this one has.
+    with monkeypatch.context() as before:
+        wall = time.time()
+        before.setattr(module.time, "time", lambda: wall - 70_000.0)
+        journal.save(state(now + 70_000.0 - 30.0), position=(4, 1), **policy)
+    journal.close()
+    (tmp_path / "boot").write_text("another start\n")
+    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot")
+    journal = Journal(tmp_path)
+    assert journal.ahead_s == pytest.approx(-70_000.0, abs=5.0)
+    assert waited_s(None) == pytest.approx(30.0, abs=5.0)
     journal.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ftd.sim import damage, disk, faults, plans, run
 from ftd.sim.coordinator import SimCoordinator
-from ftd.sim.disk import Disk, power_cut
+from ftd.sim.disk import Copy, Disk, power_cut
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
 from planner.parts import part_needs
@@ -115,7 +115,7 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Disk, "begin", lambda _, journal: journal)
+    monkeypatch.setattr(Disk, "begin", lambda _, journal, written_s: journal)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
     found("was used twice", leaning=Leaning(coordinators=1, strikes=strikes))
 
@@ -178,6 +178,17 @@ def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
     assert [run_seed(seed, leaning=lost).violation for seed in range(3)] == [None] * 3
     monkeypatch.setattr(SimCoordinator, "start", start)
     found("a journal that it cannot read", range(10), lost)
+
+
+def test_a_standby_that_takes_the_leader_s_clock_for_its_own_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep(self: Disk, copy: Copy, real: Callable[[Disk, Copy], None] = Disk.keep) -> None:
+        real(self, replace(copy, clock_s=self.clock_s))
+
+    monkeypatch.setattr(Disk, "keep", keep)
+    crashes = tuple(("SnapshotCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
+    found("takes the newest snapshot to be", leaning=Leaning(coordinators=2, strikes=crashes))
 
 
 def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
