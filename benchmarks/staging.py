@@ -13,7 +13,6 @@ CPU time counts a busy machine little; fresh pages cost as the machine gives the
     python -m benchmarks.staging [--mib 512] [--repeats 5] [--disk DIRECTORY]
 """
 
-import asyncio
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 
 from benchmarks.checkpoints import MIB, Chunk, timed
 from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
@@ -141,7 +141,7 @@ class Scene:
 
     def staged(self, stage: Path) -> None:
         """What the node does."""
-        asyncio.run(self._staged(stage))
+        uvloop.run(self._staged(stage))
 
     async def _staged(self, stage: Path) -> None:
         async with ShardClient(TOKEN) as client:

@@ -140,7 +140,18 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     staging = tmp_path / "staging"
     stage(without(tmp_path, 3, one_lost=True), staging)
     back = {"step": 3, "vote": vote, "restore": str(staging), "lineage": 2}
+    # What some are to go on from is no good: they say so, and get it once more while the others wait.
+    (staging / "layer-3.staged").rename(tmp_path / "layer-3.staged")
     again = start(cluster, job, THREE_AND_ONE, tmp_path / "new", **back)
+    without_it = {r for one in THREE_AND_ONE for s in one.stages if s.end_layer == 4 for r in s.ranks}
+    for rank in without_it:
+        said = again[rank].take(p.StagingSpoiled, generation=cluster.generation)
+        assert "layer 3" in said.detail and said.part == ""
+    (tmp_path / "layer-3.staged").rename(staging / "layer-3.staged")
+    for rank in without_it:
+        frame = cluster.resume_frame(rank, 4, THREE_AND_ONE, step=3, vote=vote)
+        fields = {"nodes": ("a", "b", "c", "d"), "protection": "aec"} | back
+        again[rank].send(msgspec.structs.replace(frame, **fields))
     assert replicas_agree(again) == digests
     finish(again)
 
