@@ -1,8 +1,11 @@
 """Logging of the daemons: for people on a terminal, JSON lines everywhere else."""
 
+import json
 import logging
 import sys
+from typing import Any
 
+import msgspec
 import structlog
 
 
@@ -13,7 +16,7 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
     if sys.stderr.isatty():
         renderers = [structlog.dev.ConsoleRenderer()]
     else:
-        renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+        renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_one_line)]
 
     def bind(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
         # No context variables: what the broker's socket calls back has a context of its own.
@@ -30,6 +33,14 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()], force=True)
+
+
+def _one_line(line: structlog.typing.EventDict, **_: Any) -> str:
+    """A plan for a thousand nodes is logged, too: a decision waits milliseconds less than for ``json``."""
+    try:
+        return msgspec.json.format(msgspec.json.encode(line, enc_hook=str), indent=0).decode()
+    except (ArithmeticError, TypeError, ValueError):  # A number or a text that it does not write.
+        return json.dumps(line, default=str)
 
 
 class _Forwarding(logging.Handler):

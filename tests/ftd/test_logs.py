@@ -40,5 +40,20 @@ def test_what_libraries_log_is_a_line_like_any_other() -> None:
     assert "disk on fire" in error["exception"]
 
 
+def test_a_line_is_json_whatever_is_in_it() -> None:
+    script = (
+        "from pathlib import Path\nimport structlog\nfrom ftd.logs import configure_logs\n"
+        "configure_logs(daemon='node')\nlog = structlog.get_logger()\n"
+        "log.info('a', path=Path('/x'), sizes=(1, 2), none=None)\n"
+        "log.info('b', said='half a \\udcc3 letter')\nlog.info('c', number=2**70, path=Path('/y'))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    first, second, third = ran.stderr.splitlines()
+    assert '"path": "/x", "sizes": [1, 2]' in first
+    assert json.loads(first)["none"] is None
+    assert json.loads(second)["said"] == "half a \udcc3 letter"
+    assert (json.loads(third)["number"], json.loads(third)["path"]) == (2**70, "/y")
+
+
 def test_a_connection_that_broke_is_told_once_and_not_by_the_libraries() -> None:
     assert [line["level"] for line in lines(verbose=True)] == ["warning", "debug", "error", "debug"]
