@@ -1,6 +1,7 @@
 """Persistent checkpoints of a model that was really trained, read by torch and by a new trainer."""
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from runtime.checkpoint_reader import FtdCheckpointReader
 from runtime.model import Model
 from runtime.optimizer import Optimization
 from runtime.state import LayerStates
+from runtime.training import load_training
 from storage.checkpoint import CheckpointStore
 from storage.errors import DamagedError, MissingError, PlaceError
 from storage.layerstate import decode_header, fingerprint_of
@@ -124,6 +126,25 @@ def test_plain_torch_goes_on_with_model_and_optimizer_where_the_engine_stopped(t
         return float(loss.detach())
 
     assert [plain_step() for _ in range(3)] == [engine_step(step) for step in (4, 5, 6)]
+
+
+def test_the_example_validates_what_a_job_wrote(tmp_path: Path) -> None:
+    training = load_training(data_for("mlp.py:build", dtype="float64", global_batch=48))
+    model = Model(training, data_for("mlp.py:build"))
+    states = LayerStates(model, Optimization(model))
+    store = CheckpointStore.at(str(tmp_path), create=True)
+    draft = store.begin(3)
+    packed = [states.pack(layer) for layer in range(model.layer_count)]
+    files = [store.write_layer(draft, k, h, [p.numpy()]) for k, (h, p) in enumerate(packed)]
+    store.commit(draft, files, **about())
+    validate = runpy.run_path(str(ROOT / "examples" / "scripts" / "validate.py"))["validate"]
+    loss, right = validate(str(tmp_path), samples=300)
+    torch.manual_seed(10_000)
+    points = runpy.run_path(str(ROOT / "examples" / "mlp.py"))["Spirals"](300, 3, 0.15)
+    with torch.no_grad():
+        output = nn.Sequential(*training.layers).eval()(points.points)
+    assert loss == float(training.loss(output, points.arm))
+    assert right == float((output.argmax(dim=1) == points.arm).double().mean())
 
 
 def test_a_name_or_a_shape_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
