@@ -87,7 +87,7 @@ class Contents:
         if survey is not None and not anew:
             plain = survey.again(steady, states, shares=shares)
         if survey is None or plain is None:
-            survey = self._survey = Survey.of(steady, states, self._known, shares=shares)
+            survey = self._survey = Survey.of(steady, states, self._known, survey, shares=shares)
         image = survey.image.further(self._known)
         found = survey
 

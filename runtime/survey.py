@@ -42,9 +42,18 @@ class Survey:
 
     @classmethod
     def of(
-        cls, things: Sequence[Registered], states: States, known: dict[int, Known], *, shares: bool
+        cls,
+        things: Sequence[Registered],
+        states: States,
+        known: dict[int, Known],
+        before: "Survey | None",
+        *,
+        shares: bool,
     ) -> "Survey":
-        """:raises SnapshotError: something in it is no plain data."""
+        """:param before: the last one, which does not hold any more. Where it had other tensors, this one may
+            be of no use to the next snapshot either, and is not made ready for it.
+        :raises SnapshotError: something in it is no plain data.
+        """
         guarded = {number for r in things for number in r.guarded_ids(states[r.name])}
         shared = (replicated_ids(things, states) & guarded) if shares else set()
         image = Image(known=known)
@@ -54,10 +63,14 @@ class Survey:
             return image.add(tensor, where, at_once=id(tensor) not in guarded, shared=of_all)
 
         frozen = {r.name: freeze(states[r.name], r.name, take) for r in things}
-        sights = {name: Sight.of(states[name], kept) for name, kept in frozen.items()}
         parameters = _parameters(things, shares=shares)
-        tensors = {number: found.tensor for number, found in image.seen.items()}
-        tensors |= {id(p): p for p in chain.from_iterable(parameters)}
+        looks: Looks | None = None
+        sights: dict[str, Sight | None] = {}
+        if before is not None and _same(image.tensors, before.image.tensors):
+            tensors = {number: found.tensor for number, found in image.seen.items()}
+            tensors |= {id(p): p for p in chain.from_iterable(parameters)}
+            looks = Looks.of(tensors.values())
+            sights = {name: Sight.of(states[name], kept) for name, kept in frozen.items()}
         return cls(
             things=list(things),
             shares=shares,
@@ -68,18 +81,15 @@ class Survey:
             _fixed={r.name: r.fixed() for r in things},
             _sights=sights,
             _parameters=parameters,
-            _looks=Looks.of(tensors.values()),
+            _looks=looks,
         )
 
     def again(self, things: Sequence[Registered], states: States, *, shares: bool) -> dict[str, Any] | None:
         """The plain values as they are now, for ``frozen``; ``None``: more may have changed."""
-        same = shares == self.shares and len(things) == len(self.things)
-        if not same or not all(map(is_, things, self.things)) or self._looks is None:
+        if self._looks is None or shares != self.shares or not _same(things, self.things):
             return None
         parameters = _parameters(things, shares=shares)
-        if list(map(len, parameters)) != list(map(len, self._parameters)) or not all(
-            map(is_, chain.from_iterable(parameters), chain.from_iterable(self._parameters))
-        ):
+        if len(parameters) != len(self._parameters) or not all(map(_same, parameters, self._parameters)):
             return None
         plain: dict[str, Any] = {}
         for name, sight in self._sights.items():
@@ -110,6 +120,10 @@ def replicated_ids(things: Sequence[Registered], states: States) -> set[int]:
     for registered in sorted(things, key=lambda r: r.kind != "module"):
         parameters |= registered.shared_ids(states[registered.name], parameters)
     return parameters
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _parameters(things: Sequence[Registered], *, shares: bool) -> list[list[Tensor]]:
