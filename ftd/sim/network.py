@@ -129,9 +129,9 @@ class Network:
         """A node publishes its own state."""
         session = self.sessions[node]
         if self.up and session.open and not session.cut:
-            self._retain(node, offline, incarnation, False)
+            self.tell_state(node, offline, incarnation, False)
 
-    def _retain(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
+    def tell_state(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
         self.retained[node] = (offline, incarnation)
         there = self.sessions[COORDINATOR]
         if offline and there.open:
@@ -213,7 +213,7 @@ class Network:
                 self.remains.append(watch.peer)
                 self._tell_watches("parted", session.client.incarnation)
             else:
-                self._retain(name, True, session.client.incarnation, graceful)
+                self.tell_state(name, True, session.client.incarnation, graceful)
         if self.seat is not None and self.seat.name == name and process_died:
             self.end_seat(tell=False)
         if not process_died:

@@ -4,7 +4,7 @@ import traceback
 from dataclasses import dataclass
 from random import Random
 
-from ftd.sim import churn, faults, upgrades
+from ftd.sim import churn, faults, power, upgrades
 from ftd.sim.coordinator import SimCoordinator, leader_of
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
@@ -64,6 +64,8 @@ class Leaning:
     """Coordinators get another program in the middle of it."""
     churn: bool | None = None
     """Nodes go for good, and others come under new names."""
+    late_wills: bool | None = None
+    """Hosts lose power, and their last wills come when the keep-alive is over."""
     strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
     """Shortly behind an event of this name, so many of which are passed over."""
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
@@ -192,6 +194,7 @@ class Simulation:
         faults.draw(self, CHAOS_S)
         upgrades.draw(self, CHAOS_S)
         churn.draw(self, CHAOS_S)
+        power.draw(self, CHAOS_S)
         churn.Listed(self)
         world.at(HEAL_S, self.heal)
 

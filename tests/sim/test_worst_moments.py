@@ -76,6 +76,7 @@ MOMENTS: dict[str, Leaning] = {
     "a deposed leader and a broker that forgot everything": Leaning(
         coordinators=2, strikes=(("RecoveryCompleted", deposed_and_forgotten, 0),)
     ),
+    "hosts lose power, and their last wills come late": Leaning(late_wills=True, churn=True),
     "everything is suspended": Leaning(
         strikes=(("SnapshotCompleted", suspended, 0), ("Quiesced", suspended, 2))
     ),
