@@ -58,6 +58,9 @@ from statemachine.stragglers import take_times
 from statemachine.timeouts import node_lost
 from statemachine.values import ClusterPhase
 
+_LINE_CHARACTERS = 200
+"""Of a failure, in the reason of its event: the whole detail is there, too."""
+
 
 def arrived(c: Cluster, event: SignalArrived) -> None:
     """Look up what this signal of this sender means, and do it."""
@@ -264,7 +267,7 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
     c.emit(
         "TrainerLost",
-        f"trainer {signal.device} of {node.name}: {signal.cause}",
+        f"trainer {signal.device} of {node.name}: {signal.cause}{_in_a_line(signal)}",
         node=node.name,
         device=signal.device,
         cause=signal.cause,
@@ -285,6 +288,15 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
             )
             return
     _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
+
+
+def _in_a_line(signal: TrainerLost) -> str:
+    """The exception of a traceback, which ends it; else what happened, which comes before what it printed."""
+    lines = signal.detail.strip().splitlines()
+    if not lines:
+        return ""
+    line = lines[-1] if signal.cause == "raised" else lines[0]
+    return f", {line[:_LINE_CHARACTERS]}"
 
 
 def vanished(c: Cluster, event: NodeVanished) -> None:

@@ -58,7 +58,7 @@ from statemachine.node import NodeMachine
 from statemachine.rules import owned_layers
 from statemachine.state import Cluster
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase, CommittedStep, Vote
+from statemachine.values import ClusterPhase, CommittedStep, FailureCause, Vote
 
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
@@ -185,6 +185,21 @@ def test_trainers_that_die_first_and_cannot_build_then_fail_the_job_too() -> Non
     s.say("node-0", TrainerLost(generation=0, device=0, cause="unprepared", detail="trainers ended 3 times"))
     assert s.machine.phase is ClusterPhase.FAILED
     assert "trainers ended 3 times" in s.machine.public_state()["outcome"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "detail", "said"),
+    [
+        ("exited", "killed by SIGKILL\nwhat it printed", "exited, killed by SIGKILL"),
+        ("raised", "Traceback …\n  File …\nOSError: shard 7\n", "raised, OSError: shard 7"),
+        ("hung", "", "hung"),
+    ],
+)
+def test_the_reason_of_a_lost_trainer_is_one_line(cause: FailureCause, detail: str, said: str) -> None:
+    s = running()
+    s.say("node-3", TrainerLost(generation=1, device=0, cause=cause, detail=detail))
+    [lost] = [e for e in s.all(EmitEvent) if e.name == "TrainerLost"]
+    assert lost.reason == f"trainer 0 of node-3: {said}" and lost.details["detail"] == detail
 
 
 def test_code_that_raises_again_and_again_fails_the_job() -> None:
