@@ -29,7 +29,7 @@ def text_of(played: Played) -> str:
     clock = " of virtual time" if simulated is not None else ""
     lines.append(
         f"{'passed' if played.met else 'FAILED'} {_name(played)}: {met} of {len(played.verdicts)} met "
-        f"in {played.took_s:.1f} s{clock}, ended by {played.ended_by}"
+        f"in {played.took_s:.1f} s{clock}, ended by: {played.ended_by}"
     )
     return "\n".join(lines)
 

@@ -181,7 +181,7 @@ class StepsLost:
     most: int
 
     def __str__(self) -> str:
-        return f"at most {self.most} committed steps lost"
+        return f"at most {_counted(self.most, 'committed step')} lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class StepsRecomputed:
     most: int
 
     def __str__(self) -> str:
-        return f"at most {self.most} steps computed again"
+        return f"at most {_counted(self.most, 'step')} computed again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Recoveries:
     most: int
 
     def __str__(self) -> str:
-        return f"at most {self.most} recoveries" if self.most else "no recovery"
+        return f"at most {_counted(self.most, 'recovery', 'recoveries')}" if self.most else "no recovery"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,3 +384,7 @@ class Scenario:
     def hands_on(self) -> tuple[Fault, ...]:
         """The faults that only a cluster of one's own can have."""
         return tuple(fault for fault in self.faults if fault.needs_hands)
+
+
+def _counted(count: int, noun: str, nouns: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
