@@ -34,13 +34,10 @@ from tests.e2e.playground import write_job
 PATIENCE_S = 180.0
 
 NOT_RUN = {
-    r"^make ": "sets up the very environment that runs this test, or runs all tests",
-    r"^source ": "of the reader's terminal; here the same programs are on PATH",
     r"systemctl|systemd-|^sudo chown": "changes the system's services",
     r"\bkubectl\b|kubernetes|> ftd\.toml|^ftd submit /train": "needs Kubernetes; test_kubernetes runs "
     "the pods' own commands as processes",
     r"^sbatch": "needs Slurm; test_slurm runs the script with stand-ins for Slurm's commands",
-    r"^export GLIBC": "of the reader's terminal, for the script that is started there",
 }  # fmt: skip
 ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit train|host-a:9641"
 """Of several hosts: ``test_docs_hosts`` runs them."""
@@ -53,12 +50,20 @@ INSTEAD = (
     (r"(?<= )/checkpoints/", "checkpoints/"),
     (r"/etc/ftd/ftd\.toml|ftd-1234/ftd\.toml", "ftd.toml"),
     (r"-h broker ", ""),
-    (r"sudo mosquitto_passwd", "mosquitto_passwd"),
+    (r"sudo (mosquitto_passwd|touch|cp)\b", r"\1"),
     (r"/etc/mosquitto/", "mosquitto/"),
-    (r"\nsudo systemctl restart mosquitto\n", "\n"),
+    (r"\nsudo chown mosquitto .*\nsudo systemctl restart mosquitto\n", "\n"),
     (r"^sudo (ftd install node)", r"\1 --dry-run"),
     (r"http://127\.0\.0\.1:9095", "$WEBHOOK"),
     (r"http://host-a:9650", "$DASHBOARD"),
+    # What sets up the very environment that runs this test, or runs all tests: make says what it would do.
+    (r"^make (.*)", rf"make -n -C {ROOT} \1"),
+    # What is for the terminal that it is typed in: that it is of use there.
+    (r"^source \S+$", r"\g<0> && ftd --version"),
+    (
+        r"^export GLIBC_TUNABLES=glibc.cpu.(\S+)=(\S+)$",
+        r"\g<0>; $(ldd /bin/bash | grep -o '/\\S*ld-linux\\S*') --list-tunables | grep '\1: \2 '",
+    ),
     (r"^python examples/subscriber.py$", r"\g<0> 127.0.0.1 $PORT"),
 )
 
@@ -198,6 +203,7 @@ def furnish(place: Path) -> None:
     (place / "mosquitto").mkdir()
     (place / "mosquitto" / "ftd.passwd").touch(mode=0o600)
     (place / ".config").mkdir()
+    (place / ".venv").symlink_to(sys.prefix)
 
 
 class Reader:
