@@ -3,7 +3,7 @@
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,13 @@ def losses_of(trainer: TrainerHandle, first: int, last: int) -> list[float]:
     return [trainer.take(p.Stepped, step=step).vote.loss for step in range(first, last + 1)]
 
 
+def until(come: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def finish(trainers: Sequence[TrainerHandle]) -> None:
     for trainer in trainers:
         trainer.close()
@@ -65,6 +72,27 @@ TWO_AND_TWO = (
 )
 SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4),)
 ALONE = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
+
+
+def test_a_trainer_that_reads_samples_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    text = """
+    import time
+
+    class Slow(Rows):
+        def __getitem__(self, index):
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    def build():
+        return Training(layers=[nn.Linear(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Slow())
+    """
+    script(tmp_path, text)
+    [trainer] = cluster.fork(1)
+    cluster.prepare([trainer], data_for("mine.py:build", tmp_path))
+    cluster.quiesce([trainer])
+    cluster.resume([trainer], (pipeline((0, 1, [0]), first_microbatch=0, microbatches=4),), step=0)
+    until(lambda: trainer.last_beat is not None and trainer.last_beat.reading)
+    finish([trainer])
 
 
 def test_trainers_that_made_different_models_take_no_step(cluster: Cluster, tmp_path: Path) -> None:
