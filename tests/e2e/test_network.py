@@ -359,5 +359,5 @@ def test_the_hub_is_cut_off_and_comes_back(deployment: Deployment) -> None:
     check_losses(deployment, data)
     # Nobody could be heard, so nobody is dead: no new generation, no trainer stopped.
     assert not deployment.named("NodeLost")
-    assert len(deployment.named("GenerationStarted")) == 1
+    assert len(deployment.named("GenerationStarted")) == 1, deployment.describe()
     assert len({e["generation"] for e in deployment.named("StepCommitted")}) == 1
