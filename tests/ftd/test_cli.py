@@ -173,8 +173,8 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
     assert "WAITING" in ftd("top", "--once", directory=tmp_path, **cluster).stdout
     page = tmp_path / "mlp.html"
     assert ftd("report", "mlp", "--html", str(page), directory=tmp_path, **cluster).returncode == 0
-    assert "it is under way" in page.read_text()
-    assert "unfinished" in ftd("report", job_id, directory=tmp_path, **cluster).stdout
+    assert "under way, begun" in page.read_text()
+    assert "under way" in ftd("report", job_id, directory=tmp_path, **cluster).stdout
 
     for command in (
         ["drain", "node-9"],
