@@ -193,6 +193,11 @@ def conjugated(s: Scene) -> None:
 def empty(s: Scene) -> None:
     s.frozen.bias.data = torch.empty(0)
     s.check()
+    # It has no address either.
+    torch.utils.swap_tensors(s.frozen.bias, nn.Parameter(torch.empty(0, device="meta")))
+    s.check()
+    s.frozen.bias = nn.Parameter(torch.empty(0))
+    s.check()
     s.frozen.bias.data = torch.empty(0, 3)
 
 
@@ -378,6 +383,13 @@ def a_group_more(s: Scene) -> None:
     s.optimizer.add_param_group({"params": new or [nn.Parameter(torch.ones(2))]})
 
 
+def another_shape_of_one_that_no_model_has(s: Scene) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    s.optimizer.add_param_group({"params": [parameter]})
+    s.check()
+    parameter.data = parameter.data.view(2, 2)
+
+
 def another_group(s: Scene) -> None:
     first, second, *_ = s.optimizer.param_groups
     if first["params"]:
@@ -477,6 +489,7 @@ CHANGES: list[Callable[[Scene], None]] = [
     a_rate_that_is_a_tensor,
     an_option_more,
     a_group_more,
+    another_shape_of_one_that_no_model_has,
     another_group,
     nobody_s_any_more,
     loaded,
