@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from ftd.sim.run import Simulation
 
 
-_ANEW_S = 5000.0
-"""Before the world began the hosts had been up for as long, or longer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """The leader's journal, as it is retained."""
@@ -78,7 +74,7 @@ class Disk:
         self.knew = max(self.knew, self.position)
         self._unforced.append((self.position, self.journal, self.written_s))
         self.position, self.journal, self.written_s = chance.choice(self._unforced)
-        self.clock_s -= _ANEW_S
+        self.clock_s /= 2  # Never below zero, as real ones.
         self._force()
         self.floor = self.reserved
 
