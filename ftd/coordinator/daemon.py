@@ -221,6 +221,7 @@ class Coordinator:
             following=Following(
                 position=lambda: self._journal.position,
                 met=self._journal.share,
+                alive=self._dashboard.on_news,
                 keep=self._succession.keep,
                 heard=self._events.overheard,
                 seen=self._dashboard.on_state,

@@ -40,6 +40,8 @@ class Following:
     """Of the newest state in its journal."""
     met: Callable[[], None]
     """There is another coordinator, whoever leads."""
+    alive: Callable[[], None]
+    """The broker brought something, whoever leads: of a leader that is well, twice in a second."""
     keep: Callable[[JournalCopy], str]
     """The leader's journal says this now; the answer: why we could not go on from it, or nothing."""
     heard: Callable[[bytes], None]
@@ -122,6 +124,7 @@ class Watch:
         self._feed(WatchBroke(**self._stamp()))
 
     def _heard(self, topic: str, payload: bytes, retained: bool) -> None:
+        self._following.alive()
         if not self._began and topic == self._own and not retained:
             self._began = True
             # Who leads before what became of it.

@@ -5,6 +5,7 @@ browser that watches, an event costs the memory of its line and a state costs no
 """
 
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +29,10 @@ class Dashboard:
     def __init__(self, place: DashboardPlace | None, *, cluster: str) -> None:
         """:param place: ``None``: there is none."""
         self._server: DashboardServer | None = None
+        self._news_at = time.monotonic()
         if place is not None:
             self._model = Model()
-            self._feed = Feed(self._model.take, secrets.token_hex(4))
+            self._feed = Feed(self._model.take, secrets.token_hex(4), quiet_s=self._quiet_s)
             self._server = DashboardServer(place, self._model, self._feed, cluster=cluster)
 
     async def start(self, journal: Journal, state: Mapping[str, Any]) -> None:
@@ -54,6 +56,10 @@ class Dashboard:
         if self._server is not None:
             await self._server.close()
 
+    def on_news(self) -> None:
+        """The broker brought something, whatever it is: what is shown is of now."""
+        self._news_at = time.monotonic()
+
     def on_event(self, message: EventMessage, own: bool) -> None:
         """Something was published. :param own: by the coordinator."""
         if self._server is None:
@@ -73,3 +79,6 @@ class Dashboard:
             self._feed.changed()
         except Exception:
             _log.exception("state")
+
+    def _quiet_s(self) -> float:
+        return time.monotonic() - self._news_at

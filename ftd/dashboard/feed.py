@@ -19,7 +19,7 @@ PERIOD_S = 0.2
 """Between two deltas."""
 MOST_FRAMES = 256
 MOST_BYTES = 4 * 1024 * 1024
-BEAT_S = 5.0
+BEAT_S = 2.0
 """A page that hears nothing for a few of these knows that the connection is dead."""
 
 
@@ -30,10 +30,19 @@ class Gone(Exception):
 class Feed:
     """``changed()`` whenever there may be something new; ``follow`` for each page."""
 
-    def __init__(self, take: Callable[[], Json | None], run: str, *, period_s: float = PERIOD_S) -> None:
-        """:param run: of this process alone, so that positions of an earlier one are not taken for ours."""
+    def __init__(
+        self,
+        take: Callable[[], Json | None],
+        run: str,
+        *,
+        quiet_s: Callable[[], float] = lambda: 0.0,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """:param run: of this process alone, so that positions of an earlier one are not taken for ours.
+        :param quiet_s: for so long the broker has brought nothing; pages are told with every frame."""
         self._take = take
         self._run = run
+        self._quiet_s = quiet_s
         self._period_s = period_s
         self._ring: deque[bytes] = deque()
         self._ring_bytes = 0
@@ -49,6 +58,10 @@ class Feed:
     def position(self) -> str:
         """Of the newest frame, as a page names it."""
         return f"{self._run}-{self._position}"
+
+    def quiet_s(self) -> float:
+        """For so long the broker has brought nothing, to the tenth of a second."""
+        return round(self._quiet_s(), 1)
 
     def changed(self) -> None:
         """Send what is new: now, or ``PERIOD_S`` after the last time. Nothing without pages."""
@@ -91,7 +104,7 @@ class Feed:
                 try:
                     await asyncio.wait_for(news.wait(), BEAT_S)
                 except TimeoutError:
-                    yield b"event: beat\ndata: {}\n\n"
+                    yield b"event: beat\ndata: %s\n\n" % encode_json({"quiet_s": self.quiet_s()})
         finally:
             self.pages -= 1
 
@@ -119,7 +132,8 @@ class Feed:
                 self._ring.clear()  # Nobody is there to miss it.
                 self._ring_bytes = 0
                 return
-            frame = b"id: %s\ndata: %s\n\n" % (self.position.encode(), encode_json(delta))
+            told = encode_json({**delta, "quiet_s": self.quiet_s()})
+            frame = b"id: %s\ndata: %s\n\n" % (self.position.encode(), told)
         except Exception:
             _log.exception("delta")
             return

@@ -185,6 +185,7 @@ class DashboardServer:
                     "cluster": self._cluster,
                     "plotly": PLOTLY,
                     "at": timestamp(),
+                    "quiet_s": self._feed.quiet_s(),
                 }
                 plain = encode_json({**head, **self._model.document()})
                 body = await asyncio.to_thread(gzip.compress, plain, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ COMMITTED = (
     "import('/page/main.js').then(({ store }) => store.document.trend[1].reduce((n, p) => n + p[6], 0))"
 )
 """Steps that the page knows of."""
+PILL = "document.querySelector('#phase')"
+WELL = f"getComputedStyle({PILL}).color === getComputedStyle(document.querySelector('#link')).color"
+"""The phase is as green as the word live is."""
 THEMED = (
     "document.querySelector('#chart').dataset.line === "
     "getComputedStyle(document.documentElement).getPropertyValue('--line').trim()"
@@ -128,6 +132,31 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
     ground.stop_job()
 
 
+def test_no_news_is_told_as_such_and_not_as_running(ground: Playground, screenshots: Path) -> None:
+    async def scene(browser: Browser) -> None:
+        page = await opened(browser, ground.cluster.dashboards["coordinator"])
+        await page.until(f"{PILL}.textContent === '▶ running' && {WELL}", "a phase that is of now")
+        broker = ground.cluster.pid("broker")
+        os.kill(broker, signal.SIGSTOP)
+        try:
+            await page.until(f"/^[?] no news for [0-9]+ s$/.test({PILL}.textContent)", "how long it is quiet")
+            await page.until("/^[?] .*: no news for [0-9]+ s$/.test(document.title)", "a title that says so")
+            await page.until("document.querySelector('#banner').innerText.includes('broker')", "why")
+            assert not await page.value(WELL) and await page.value("document.body.className") == "stale"
+            await page.shoot(screenshots / "no news.png")
+            later = await opened(browser, ground.cluster.dashboards["coordinator"])
+            assert "no news" in await later.value(f"{PILL}.textContent"), "a page that comes later"
+        finally:
+            os.kill(broker, signal.SIGCONT)
+        for each in (page, later):
+            await each.until(f"{PILL}.textContent === '▶ running' && {WELL}", "it trains, as it did")
+            assert await each.value("document.body.className") == ""
+        assert page.problems == [] and later.problems == []
+
+    browse(scene)
+    ground.stop_job()
+
+
 def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(ground: Playground) -> None:
     async def scene(browser: Browser) -> None:
         page = await opened(browser, ground.cluster.dashboards["coordinator"])
@@ -138,6 +167,10 @@ def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(gr
         await page.until(
             "document.querySelector('#banner').innerText.includes('as of then')", "how old it is"
         )
+        assert await page.value(f"{PILL}.textContent") == "? was running"
+        assert await page.value(f"{PILL}.dataset.phase") == "LOST"
+        assert (await page.value("document.title")).startswith("? tiny ")
+        assert (await page.value("document.title")).endswith("%: connection lost")
         await asyncio.to_thread(ground.on_loop, ground.cluster.start_coordinator())
         await page.until("document.querySelector('#link').textContent.includes('live')", "it is back")
         await page.until(f"{COMMITTED}.then((now) => now >= {before})", "the steps from before")

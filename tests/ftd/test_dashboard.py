@@ -292,7 +292,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
         return {"n": len(told)} if told else None
 
     async def scene() -> None:
-        feed = Feed(take, "run", period_s=0.0)
+        feed = Feed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
         assert feed.catch_up() == "run-0"
         quick, slow = feed.follow("run-0"), feed.follow("run-0")
 
@@ -303,7 +303,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
         await asyncio.sleep(0)
         told.append(1)
         feed.changed()
-        assert await first[0] == await first[1] == b'id: run-1\ndata: {"n":1}\n\n'
+        assert await first[0] == await first[1] == b'id: run-1\ndata: {"n":1,"quiet_s":0.0}\n\n'
         for _ in range(6):
             told.append(1)
             feed.catch_up()

@@ -57,6 +57,7 @@ class Coordinator:
             following=Following(
                 position=lambda: (0, 0),
                 met=lambda: None,
+                alive=lambda: None,
                 keep=self._keep,
                 heard=lambda payload: None,
                 seen=lambda state: None,

@@ -1,6 +1,6 @@
-// The header (phase, job, connection, what is waited for) and the key figures.
+// The key figures.
 
-import { NODE_MARKS, PHASE_MARKS, age, clock, duration, make, number, percent, plural, say, show, size } from "./words.js";
+import { NODE_MARKS, age, duration, make, number, percent, plural, say, size } from "./words.js";
 
 const AT = 1, PRODUCTIVE = 4, ELAPSED = 5;
 const $ = (id) => document.getElementById(id);
@@ -18,73 +18,6 @@ export function goodput(points, until) {
 }
 
 export const over = (state) => ["FINISHED", "FAILED"].includes(state.phase) || (state.phase === "WAITING");
-
-export function drawHeader(store) {
-  const known = store.document;
-  drawLink(store);
-  if (!known) return;
-  const { state } = known;
-  const lost = store.link === "lost";
-  say($("cluster"), known.cluster);
-  const phase = state.phase ?? "WAITING";
-  const badge = $("phase");
-  say(badge, `${PHASE_MARKS[phase] ?? "?"} ${phase.toLowerCase()}`);
-  badge.dataset.phase = phase;
-  const job = state.job;
-  const words = job
-    ? `${job.name}: step ${state.step.toLocaleString("en")} of ${job.steps.toLocaleString("en")}`
-    : "no job: submit one with ftd submit JOB.toml";
-  say($("job-words"), words);
-  const share = job ? Math.min(1, state.step / Math.max(1, job.steps)) : 0;
-  const bar = $("job-bar");
-  show(bar, !!job);
-  bar.setAttribute("aria-valuenow", state.step ?? 0);
-  bar.setAttribute("aria-valuemax", job?.steps ?? 1);
-  bar.firstElementChild.style.transform = `scaleX(${share})`;
-  say(document.querySelector("title"), `${lost ? "? " : ""}${PHASE_MARKS[phase] ?? ""} ${job ? `${job.name} ${Math.floor(share * 100)} %` : known.cluster}`);
-  banner(store, state, phase);
-  document.body.classList.toggle("stale", lost);
-  say($("footer"), `ftd ${state.version ?? ""} · generation ${state.generation ?? "–"}`
-    + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · what the coordinator publishes, and nothing else`);
-}
-
-function leads({ leader, standbys, barred }) {
-  const behind = standbys?.length ? `, ${standbys.join(", ")} standing by` : "";
-  const beside = Object.keys(barred ?? {});
-  return `${leader} leads${behind}${beside.length ? `, ${beside.join(", ")} not able to take over ▲` : ""}`;
-}
-
-function drawLink(store) {
-  const link = $("link");
-  link.dataset.link = store.link;
-  say(link, { live: "● live", lost: "✖ connection lost", connecting: "◌ connecting" }[store.link]);
-}
-
-function banner(store, state, phase) {
-  const element = $("banner");
-  let text = "", grave = false;
-  if (store.link === "lost") {
-    text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`
-      + (state.standbys?.length ? ` ${state.standbys.join(", ")} stood by: look at that one's page.` : "");
-    grave = true;
-  } else if (phase === "UNREACHABLE") {
-    text = `No coordinator leads: ${state.reason}. Training goes on by itself; what stands here is as of then.`;
-    grave = true;
-  } else if (phase === "PAUSED") {
-    text = `Paused, training stands still: ${state.waiting_for || "something is missing"}.`;
-    grave = true;
-  } else if (phase === "FAILED") {
-    text = `The job failed: ${state.outcome}`;
-    grave = true;
-  } else if (state.waiting_for) {
-    text = `Waiting for ${state.waiting_for}.`;
-  } else if (state.planning) {
-    text = `Planning for other numbers of nodes: ${state.planning.done} of ${state.planning.total}.`;
-  }
-  show(element, !!text);
-  element.classList.toggle("grave", grave);
-  if (text) say(element, text);
-}
 
 export function drawFigures(store) {
   const { state, nodes, trend } = store.document;

@@ -1,7 +1,8 @@
 // The page: one render a frame at most, and of the panels only those that something changed in.
 
 import { drawEvents, setUpEvents } from "./events.js";
-import { drawFigures, drawHeader, tick } from "./figures.js";
+import { drawFigures, tick } from "./figures.js";
+import { drawHeader, drawStanding } from "./header.js";
 import { drawKept } from "./kept.js";
 import { drawNodes, setUpNodes } from "./nodes.js";
 import { drawGrid } from "./grid.js";
@@ -56,6 +57,7 @@ setUpNodes(store, view);
 setUpRecovery(store);
 setUpTrends(store);
 store.load();
+setInterval(() => store.document && drawStanding(store), 1000);
 setInterval(() => store.document && !document.hidden && tick(store), 1000);
 setInterval(() => store.document && !document.hidden && tickRecovery(store), 250);
 

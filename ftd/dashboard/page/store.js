@@ -15,6 +15,7 @@ export class Store {
     this.onChange = onChange;
     this.source = null;
     this.heardAt = 0;
+    this.newsAt = performance.now();
     this.failures = 0;
     this.loading = false;
     setInterval(() => this.watch(), 2000);
@@ -24,6 +25,11 @@ export class Store {
   /** Seconds since 1970 on the coordinator's clock, as well as the way here allows. */
   now() {
     return Date.now() / 1000 + this.skew;
+  }
+
+  /** For so long the coordinator has heard nothing from the broker, or we nothing from the coordinator. */
+  quiet() {
+    return (performance.now() - this.newsAt) / 1000;
   }
 
   async load() {
@@ -36,6 +42,7 @@ export class Store {
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       const fresh = await answer.json();
       this.skew = Date.parse(fresh.at) / 1000 - Date.now() / 1000;
+      this.news(fresh.quiet_s);
       fresh.events = this.joined(fresh);
       this.document = fresh;
       this.onChange(new Set(["all"]));
@@ -69,7 +76,10 @@ export class Store {
       this.hear();
       this.apply(JSON.parse(message.data));
     };
-    source.addEventListener("beat", () => this.hear());
+    source.addEventListener("beat", (message) => {
+      this.hear();
+      this.news(JSON.parse(message.data).quiet_s);
+    });
     source.addEventListener("reload", () => this.load());
     source.onerror = () => {
       this.lose();
@@ -93,6 +103,10 @@ export class Store {
     }
   }
 
+  news(quietS) {
+    this.newsAt = performance.now() - 1000 * quietS;
+  }
+
   lose() {
     if (this.link === "lost") return;
     this.link = "lost";
@@ -100,7 +114,7 @@ export class Store {
     this.onChange(new Set(["link"]));
   }
 
-  /** A connection may be dead without a word: there is a beat every five seconds. */
+  /** A connection may be dead without a word: there is a beat every two seconds. */
   watch() {
     if (this.source && performance.now() - this.heardAt > SILENCE_MS) {
       this.lose();
@@ -108,8 +122,9 @@ export class Store {
     }
   }
 
-  apply(delta) {
+  apply({ quiet_s: quietS, ...delta }) {
     const known = this.document;
+    this.news(quietS);
     const changed = new Set(Object.keys(delta));
     if (delta.state) Object.assign(known.state, delta.state);
     if (delta.state?.pipelines) changed.add("pipelines");
