@@ -111,8 +111,8 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
         fewer = f"at most {most}" if most > 0 else "0"
         advice = f"set tolerance.failures to {fewer}, or start" if most >= 0 else "start"
         raise InfeasibleError(
-            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {n0} nodes each, "
-            f"{replicas * n0} nodes, and there are {nodes} nodes; {advice} {replicas * n0} nodes"
+            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {_nodes(n0)} each, "
+            f"{_nodes(replicas * n0)}, and there {_are(nodes)}; {advice} {_nodes(replicas * n0)}"
         )
     if policy.microbatches < replicas:
         needed = replicas * policy.microbatch_rows
@@ -142,3 +142,11 @@ def _size(size_bytes: int) -> str:
     if size_bytes < GIB:
         return f"{size_bytes / (1 << 20):.1f} MiB ({size_bytes} bytes)"
     return f"{size_bytes / GIB:.2f} GiB ({size_bytes} bytes)"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"
+
+
+def _are(nodes: int) -> str:
+    return f"{'is' if nodes == 1 else 'are'} {_nodes(nodes)}"

@@ -17,9 +17,8 @@ def losses_of(scheme: str) -> int:
 
     :raises ValueError: no protection of a script's snapshots.
     """
-    if ("aor", 0) in parse_scheme(scheme):
-        raise ValueError("'aor' is for jobs of a cluster; there are none, arc:k (k ≥ 1), aec, aec2")
-    return sum({"none": 0, "arc": count, "aec": 1, "aec2": 2}[name] for name, count in parse_scheme(scheme))
+    parts = parse_scheme(scheme, ("none", "aec", "aec2"))
+    return sum({"none": 0, "arc": count, "aec": 1, "aec2": 2}[name] for name, count in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

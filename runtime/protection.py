@@ -59,6 +59,8 @@ class Protection:
     @classmethod
     def open(cls, job: str, protection: str, path: str | Path | None, default: Path) -> "Protection":
         """:raises SnapshotError: no such protection."""
+        if not isinstance(protection, str):
+            raise SnapshotError(f"protection: {protection!r} is no text: write 'buddy', say, or 'none'")
         try:
             scheme = code_of(protection)
             losses_of(scheme)

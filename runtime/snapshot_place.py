@@ -154,6 +154,11 @@ class Place:
         with contextlib.suppress(OSError):
             self.job.rmdir()
 
+    def clear_away(self) -> None:
+        """Closed before anything was kept: leave no empty directory, and touch nothing of a former run's."""
+        if not self.arena.snapshots and not self.arena.problems:
+            self.remove()
+
     def _let_go(self) -> None:
         """Of what is older than the newest that all ranks here hold."""
         held = sorted(self.arena.snapshots, key=key_of, reverse=True)

@@ -15,6 +15,7 @@ ends. docs/snapshotter.md says what is guaranteed.
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ class Snapshotter:
             self._reserve()
         except BaseException:
             self.close()
+            self._place.clear_away()
             raise
 
     # --- what is kept ----------------------------------------------------------------------------
@@ -155,8 +157,15 @@ class Snapshotter:
         Returns at once. What cannot be kept now (no memory, a value that became something else) is logged
         and counted, and training goes on.
 
-        :raises SnapshotError: steps do not grow, or there is a former run's state that was not restored.
+        :raises SnapshotError: ``step`` is no whole number, steps do not grow, or there is a former
+            run's state that was not restored.
         """
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise SnapshotError(
+                f"snapshot: step is {step!r}, and must be a whole number: that of the step that is done"
+            ) from None
         self._begin_run()
         last = self._last if self._last is not None else (self._restored or (0, None))[1]
         if last is not None and step <= last:

@@ -25,6 +25,8 @@ Cells = frozenset[int]
 """Cells of a bucket by number: segment i has cells ``i·c … (i + 1)·c − 1``."""
 
 BUDDY = "buddy"
+PLAIN = ("none", "aec", "aec2", "aor", BUDDY)
+"""What a job may ask for beside ``arc:k``."""
 
 MOST_OWNERS_AEC2 = 16
 """More owners would need thousands of cells a segment."""
@@ -128,22 +130,23 @@ def make_code(scheme: str, owners: int) -> Code:
     return _make_code(tuple(parse_scheme(scheme)), owners)
 
 
-def parse_scheme(scheme: str) -> list[tuple[str, int]]:
+def parse_scheme(scheme: str, plain: Sequence[str] = PLAIN) -> list[tuple[str, int]]:
     """``"aec+arc:1"`` → ``[("aec", 0), ("arc", 1)]``.
 
-    :raises ValueError: no such scheme.
+    :param plain: names beside ``arc:k``, ``none`` the first.
+    :raises ValueError: no such scheme; says which there are.
     """
     parts: list[tuple[str, int]] = []
     for part in scheme.split("+"):
         name, colon, count = part.strip().partition(":")
         if name == "arc" and colon and count.isdecimal() and int(count) >= 1:
             parts.append((name, int(count)))
-        elif name in {"none", "aec", "aec2", "aor", BUDDY} and not colon:
+        elif name in plain and not colon:
             parts.append((name, 0))
         else:
             raise ValueError(
                 f"{part.strip()!r} is no protection; "
-                "there are none, arc:k (k ≥ 1), aec, aec2, aor, buddy, joined by '+'"
+                f"there are {plain[0]}, arc:k (k ≥ 1), {', '.join(plain[1:])}, joined by '+'"
             )
     if len(parts) > 1 and ("none", 0) in parts:
         raise ValueError(f"{scheme!r}: none cannot be joined with others")

@@ -39,6 +39,12 @@ def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool)
                 remedy="write a directory or a URL that the coordinator and all nodes reach",
             )
         return
+    if told.every_steps == 0:
+        raise ConfigurationError(
+            "checkpoints want a number of steps between them",
+            field="checkpoint.every_steps",
+            remedy="write every_steps = 1000, say, under [checkpoint]; without checkpoints, leave url out",
+        )
     if told.every_steps < 1:
         raise ConfigurationError(
             f"{told.every_steps} is not allowed", field="checkpoint.every_steps", remedy="write 1 or more"

@@ -51,6 +51,8 @@ class Picture:
         self._loss: float | None = None
         self._seen_step = 0
         self._recorded_step = 0
+        self._several = False
+        """There is, or was, more than one coordinator."""
 
     @property
     def step(self) -> int:
@@ -67,6 +69,7 @@ class Picture:
             why = {"phase": "UNREACHABLE", "reason": state.get("reason", "")}
             state = {**self._state, **why, "waiting_for": "", "leader": "", "standbys": [], "barred": {}}
         self._state = state
+        self._several = self._several or bool(state.get("standbys") or state.get("barred"))
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
 
@@ -78,6 +81,8 @@ class Picture:
             self._begin_anew()
         if name == "StepCommitted":
             self._see_step(int(event["step"]), details.get("loss"))
+        if name == "LeaderElected":
+            self._several = True
         if name == "RolledBack":
             self._go_back(int(details.get("to_step") or 0))
         if name == "RecoveryCompleted":
@@ -219,13 +224,9 @@ class Picture:
             Group(grid, *worry),
             title=title,
             title_align="left",
-            subtitle=leader_words(self._state) if self._several() else None,
+            subtitle=leader_words(self._state) if self._several else None,
             border_style=style,
         )
-
-    def _several(self) -> bool:
-        """There is more than one coordinator."""
-        return bool(self._state.get("standbys") or self._state.get("barred"))
 
     def _current_loss(self) -> float | None:
         return self._loss if self._loss is not None else self._state.get("loss")

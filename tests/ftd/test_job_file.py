@@ -267,6 +267,11 @@ def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
         load_job(write(tmp_path, changed("snapshot.protection", "raid")))
     with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
         load_job(write(tmp_path, changed("snapshot.every_steps", -1)))
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint.every_steps.*write every_steps = 1000"
+    ) as caught:
+        load_job(write(tmp_path, changed("checkpoint.url", "kept")))
+    assert "not allowed" not in str(caught.value), "nobody wrote 0"
 
 
 @pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])

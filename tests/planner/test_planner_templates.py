@@ -97,6 +97,8 @@ def test_f_too_large_names_the_setting_and_what_would_work() -> None:
         check_tolerance(policy_of(tolerate=2), n0=2, nodes=4)
     with pytest.raises(InfeasibleError, match=r"set tolerance\.failures to 0, or start 4 nodes"):
         check_tolerance(policy_of(tolerate=1), n0=2, nodes=3)
+    with pytest.raises(InfeasibleError, match=r"2 replicas of 1 node each, 2 nodes, and there is 1 node; "):
+        check_tolerance(policy_of(tolerate=1), n0=1, nodes=1)
     check_tolerance(policy_of(tolerate=1), n0=2, nodes=4)
 
 

@@ -320,9 +320,35 @@ def test_too_little_memory_is_said_at_start_with_both_numbers(
         Script(place, width=65536)
     assert caught.value.needed_bytes > 2 * 65536 * 9 * 4 * 3
     assert caught.value.free_bytes == 1_000_000
+    assert not (place / "job").exists(), "nothing is left behind"
     monkeypatch.undo()
     monkeypatch.setattr(runtime.snapshot_place, "_LOCK_S", 0.2)
-    Script(place).leave()  # its lock was given back
+    kept = Script(place)  # its lock was given back
+    kept.snapshots.snapshot(1)
+    kept.leave()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_000_000))
+    with pytest.raises(ArenaFullError):
+        Script(place, width=65536)
+    monkeypatch.undo()
+    assert Script(place).snapshots.restore() == 1, "what a former run kept stays"
+
+
+@pytest.mark.parametrize("step", ["5", None, 1.5])
+def test_a_step_that_is_none_is_refused_by_name(place: Path, step: Any) -> None:
+    script = Script(place)
+    with pytest.raises(SnapshotError, match=r"snapshot: step is .*, and must be a whole number"):
+        script.snapshots.snapshot(step)
+    script.snapshots.snapshot(np.int64(5))
+    script.leave()
+
+
+def test_a_protection_that_scripts_cannot_use_is_not_offered(place: Path) -> None:
+    for protection in ("raid", "aor"):
+        with pytest.raises(SnapshotError, match=f"'{protection}' is no protection; there are none") as caught:
+            Snapshotter("job", directory=place, protection=protection, state={})
+        assert "aor" not in str(caught.value).partition("there are")[2]
+    with pytest.raises(SnapshotError, match="protection: None is no text"):
+        Snapshotter("job", directory=place, protection=None, state={})  # type: ignore[arg-type]
 
 
 def test_a_limit_of_ones_own_holds(place: Path) -> None:

@@ -107,6 +107,23 @@ def test_a_cluster_that_is_not_heard_is_not_shown_as_well(run_events: list[Json]
     assert "nothing heard for 1:15" in captured.get()
 
 
+def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> None:
+    def shown(picture: Picture) -> str:
+        return "\n".join(frame(picture, 96, 24))
+
+    alone = state | {"leader": "host-b", "standbys": [], "barred": {}}
+    picture, later = Picture(120), Picture(120)
+    picture.see_state(alone)
+    assert "leads" not in shown(picture), "there never was another"
+    picture.see_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
+    assert "host-a leads, standing by: host-b" in shown(picture)
+    picture.see_state(alone)
+    later.see_state(alone)
+    later.see_event(event("LeaderElected", 3.0, leader="host-b", term=2, took_s=0.1))
+    for each in (picture, later):
+        assert "host-b leads, nobody stands by" in shown(each)
+
+
 def test_before_anything_is_known() -> None:
     text = "\n".join(frame(Picture(None)))
     assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text
