@@ -358,4 +358,6 @@ class ClusterMachine:
         """The job cannot go on."""
         c = self._c
         if reason is not None and not rollback.search(c, reason):
-            jobs.fail(c, f"{reason}; last failure: {c.last_failure}" if c.last_failure else reason)
+            raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
+            why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
+            jobs.fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)

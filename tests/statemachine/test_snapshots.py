@@ -31,6 +31,7 @@ from statemachine.messages import (
     SnapshotCompleted,
     SnapshotFailed,
     Stepped,
+    TrainerLost,
 )
 from statemachine.timing import Timing
 from statemachine.values import HeldSnapshot, NodeState, SnapshotPolicy
@@ -461,6 +462,20 @@ def test_the_resume_says_where_the_state_comes_from() -> None:
     assert (told.details["from_step"], told.details["to_step"], told.details["undone"]) == (5, 3, 2)
     assert "no usable device holds layers 2" in told.reason
     assert s.machine.committed_step == 3
+
+
+def test_what_all_trainers_raised_stands_before_what_it_led_to() -> None:
+    s = Snapshots()
+    s.begin()
+    said = "Traceback …\n  File …\nValueError: nan"
+    for name in ("node-0", "node-2"):
+        s.say(name, TrainerLost(generation=s.machine.generation, device=0, cause="raised", detail=said))
+    s.quiesced("node-1", s.machine.generation, report(5, held=HELD["node-1"]))
+    s.quiesced("node-3", s.machine.generation, report(5, held=HELD["node-3"]))
+    s.plan_or_not()
+    [told] = s.events("JobFailed")
+    assert told.reason.startswith("the job's code raised, ValueError: nan, and then no usable device holds")
+    assert told.reason.endswith(said)
 
 
 def test_trainers_that_did_not_get_to_obey_hold_nothing() -> None:
