@@ -109,21 +109,22 @@ def decide(
     ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
     """
     lineage = resumption.lineage if resumption is not None else 0
-    everybody = [(node, report) for node, devices in sorted(reports.items()) for report in devices]
-    flat = [(node, report) for node, report in everybody if report.lineage == lineage]
+    everybody = [
+        (Device(node=node, index=report.device), report)
+        for node, devices in sorted(reports.items())
+        for report in devices
+    ]
+    flat = [(device, report) for device, report in everybody if report.lineage == lineage]
     target = max((report.committed_step for _, report in flat), default=0)
     vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
     if known is not None and known.step >= target:
         target, vote = known.step, known.vote
     # Of a thousand nodes' plan only where somebody's gradients count.
     owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
-    holdings: dict[Device, frozenset[int]] = {
-        Device(node=node, index=report.device): frozenset() for node, report in everybody
-    }
+    holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in everybody}
     parts: dict[Device, tuple[StatePart, ...]] = dict.fromkeys(holdings, ())
     ready: dict[Device, frozenset[int]] = {}
-    for node, report in flat:
-        device = Device(node=node, index=report.device)
+    for device, report in flat:
         if report.committed_step == target:
             holdings[device], parts[device] = frozenset(report.held), report.parts
         elif report.ready_step == target:
