@@ -274,7 +274,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     program.write_text(
         "import asyncio, pathlib, sys\n"
         "from ftd.node.supervisor import Supervisor\n"
-        "from statemachine.events import TrainerUp\n"
+        "from statemachine.agent_events import TrainerUp\n"
         "async def main(directory):\n"
         "    def feed(event):\n"
         "        if isinstance(event, TrainerUp):\n"
@@ -296,7 +296,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
                 assert daemon.stdout is not None
                 async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
                     while not (line := await daemon.stdout.readline()).startswith(b"pids"):
-                        pass
+                        assert line, "the daemon ended"
                 pids = [int(pid) for pid in line.split()[1:]]
                 assert all(alive(pid) for pid in pids)
                 daemon.send_signal(how)
