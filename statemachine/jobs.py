@@ -114,7 +114,8 @@ def drain(c: Cluster, event: DrainRequested) -> None:
             c, event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}"
         )
         return
-    answer(c, event.request, True, f"{node.name} will be released at the next step boundary")
+    when = "is released already" if node.released else "will be released at the next step boundary"
+    answer(c, event.request, True, f"{node.name} {when}")
     set_draining(c, node, "drain requested")
 
 

@@ -13,13 +13,14 @@ def alert_body(event: EventMessage, cluster: str) -> dict[str, Any]:
     labels = {"alertname": event.event, "severity": event.severity, "cluster": cluster, "job": "ftd"}
     if event.node:
         labels["node"] = event.node
-    annotations = {
+    told = {
         "summary": event.reason,
         "cause": event.cause,
-        "generation": str(event.generation),
-        "step": str(event.step),
+        "generation": event.generation,
+        "step": event.step,
         "details": encode_json(event.details).decode(),
     }
+    annotations = {name: str(value) for name, value in told.items() if value is not None}
     return {
         "version": "4",
         "groupKey": f"{cluster}/{event.event}/{event.node or ''}",

@@ -40,7 +40,7 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
     from ftd.view.live import LiveView
 
     console = Console()
-    view = LiveView(console)
+    view = LiveView(console, lines=not once)
     async with ClusterClient(address, listen=True, on_state=view.on_state) as client:
         state = await client.state()
         await _recall(client, view, state.get("job"))

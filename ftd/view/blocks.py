@@ -81,7 +81,7 @@ def _roles(pipelines: Sequence[JsonMap]) -> dict[str, str]:
 
 def _role_text(node: JsonMap, role: str | None) -> Text:
     if node.get("draining"):
-        return Text("draining", style="yellow")
+        return Text("draining", style="yellow") if node.get("in_plan") else Text("drained", style="dim")
     if node["state"] == "OFFLINE":
         return Text("–", style="dim")
     if node["state"] == "UNHEALTHY":

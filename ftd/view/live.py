@@ -27,8 +27,10 @@ class LiveView:
     :param total_steps: steps of the job, until a state tells it; ``None`` when not known.
     """
 
-    def __init__(self, console: Console, total_steps: int | None = None) -> None:
+    def __init__(self, console: Console, total_steps: int | None = None, *, lines: bool = True) -> None:
+        """:param lines: where the console is no terminal, by itself; false: frames alone, to who asks."""
         self._console = console
+        self._lines = lines and not console.is_terminal
         self._picture = Picture(total_steps)
         self._lock = Lock()
         self._live: Live | None = None
@@ -52,7 +54,7 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif not self._console.is_terminal:
+        else:
             self._progress_line(force=True)
 
     def __enter__(self) -> Self:
@@ -76,7 +78,7 @@ class LiveView:
         self._heard_s = time.monotonic()
         with self._lock:
             self._picture.see_event(event)
-        if not self._console.is_terminal and event.get("event") not in QUIET_EVENTS:
+        if self._lines and event.get("event") not in QUIET_EVENTS:
             self._plain(plain_event(event))
         self._progress_line()
 
@@ -95,7 +97,7 @@ class LiveView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _progress_line(self, *, force: bool = False) -> None:
-        if self._console.is_terminal:
+        if not self._lines:
             return
         now_s = time.monotonic()
         news = self._picture.news

@@ -244,7 +244,9 @@ class Picture:
         rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")
         if not rate or not step_s:
             return Text("")
-        return Text.assemble((number(rate, 0), "bold"), (" samples/s   step ", "dim"), duration(step_s))
+        speed = Text.assemble((number(rate, 0), "bold"), (" samples/s, ", "dim"), duration(step_s))
+        speed.no_wrap, speed.overflow = True, "ellipsis"  # One line in 80 columns.
+        return speed
 
     def _left(self, total: int | None) -> str:
         step_s = self._state.get("step_s")

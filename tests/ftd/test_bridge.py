@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import paho.mqtt.publish
 import pytest
 
@@ -90,6 +91,9 @@ def test_an_alert_has_what_alertmanagers_has() -> None:
     assert alert["fingerprint"] == "e-NodeLost-0"
     assert (body["version"], alert["startsAt"]) == ("4", "2026-05-04T12:00:05.003Z")
     assert SEVERITIES.index("warning") == 1
+    without = msgspec.structs.replace(message("LeaderLost"), generation=None, step=None)
+    [alert] = alert_body(without, "lab")["alerts"]
+    assert not {"generation", "step"} & alert["annotations"].keys(), "what is not known is left out"
 
 
 # --- a webhook, and the bridge as a process ------------------------------------------------------------

@@ -170,7 +170,8 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
     ]
     assert "JobSubmitted" in ftd("events", "--last", "1", directory=tmp_path, **cluster).stdout
 
-    assert "WAITING" in ftd("top", "--once", directory=tmp_path, **cluster).stdout
+    once = ftd("top", "--once", directory=tmp_path, **cluster).stdout
+    assert "WAITING" in once and once.startswith("╭"), "a picture alone"
     page = tmp_path / "mlp.html"
     assert ftd("report", "mlp", "--html", str(page), directory=tmp_path, **cluster).returncode == 0
     assert "under way, begun" in page.read_text()

@@ -2,6 +2,7 @@
 
 from transcripts import PROFILE, Coordination, job, report
 
+from statemachine.effects import AnswerRequest
 from statemachine.events import BrokerConnected, DrainRequested, JobSubmitted, NodeVanished, TemplatesReady
 from statemachine.messages import Finished, Prepared, TrainerLost
 
@@ -120,6 +121,8 @@ def test_drain() -> None:
     s.wait(0.1)
     s.stepped("node-0", 2, 3)
     s.compare("drain")
+    s.feed(DrainRequested, request="again", node="node-3")
+    assert s.one(AnswerRequest).detail == "node-3 is released already"
 
 
 def test_trainer_lost_and_back() -> None:

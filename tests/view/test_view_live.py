@@ -124,6 +124,18 @@ def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> Non
         assert "host-b leads, nobody stands by" in shown(each)
 
 
+def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
+    picture = Picture(120)
+    left = state["nodes"]["node-0"] | {"draining": True, "in_plan": False}
+    leaving = state["nodes"]["node-1"] | {"draining": True}
+    nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
+    picture.see_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
+    lines = frame(picture, 80, 24)
+    assert any("1182 samples/s, 41 ms" in line for line in lines)
+    assert any("node-0" in line and "drained" in line for line in lines)
+    assert any("node-1" in line and "draining" in line for line in lines)
+
+
 def test_before_anything_is_known() -> None:
     text = "\n".join(frame(Picture(None)))
     assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text

@@ -38,7 +38,7 @@ export function drawNodes(store, view) {
   for (const name of order) {
     const node = nodes[name];
     counts[node.state] = (counts[node.state] ?? 0) + 1;
-    if (node.state === "OFFLINE" || node.state === "UNHEALTHY" || node.draining || node.speed < 1) troubled.push(name);
+    if (node.state === "OFFLINE" || node.state === "UNHEALTHY" || (node.draining && node.in_plan) || node.speed < 1) troubled.push(name);
     update(name, node, view);
   }
   say($("node-counts"), names.length
@@ -105,7 +105,7 @@ function drawOne(nodes, view) {
 }
 
 function roleWords(name, node) {
-  if (node.draining) return "draining";
+  if (node.draining) return node.in_plan ? "draining" : "drained";
   if (node.state === "OFFLINE") return "gone";
   if (node.state === "UNHEALTHY") return "restarting";
   const role = roles.get(name);
