@@ -246,6 +246,8 @@ class Coordinator:
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
         self._machine, effects = self._succession.begin(copy, self._driver.now())
+        if self._machine.job_id is not None:
+            self._journal.attribute(self._machine.job_id)
         self._driver.replace(self._machine)
         self._leading = True
         self._forced_for = ()

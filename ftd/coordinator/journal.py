@@ -219,6 +219,17 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('foreign', ?)", (text,))
         self._foreign = position, foreign
 
+    def attribute(self, job: str) -> None:
+        """What is recorded from here on is of this job: its ``JobSubmitted`` may have been another
+        coordinator's to record, or lost with the process that had just accepted it.
+
+        :raises JournalError: as ``save``.
+        """
+        if job != self._job:
+            with self._failing("written"):
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('job', ?)", (job,))
+            self._job = job
+
     def record(self, message: EventMessage) -> None:
         """Remember an event; written with the next ``save`` or ``flush``."""
         self._buffer.append(message)

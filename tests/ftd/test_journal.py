@@ -135,6 +135,25 @@ def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path)
     journal.close()
 
 
+def test_steps_are_of_the_job_that_is_led_also_where_its_submission_was_never_recorded(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path)
+    journal.record(event("JobSubmitted", job="old"))
+    journal.record(event("StepCommitted", 1, loss=1.0))
+    journal.close()
+    for _ in range(2):
+        journal = Journal(tmp_path)
+        journal.attribute("new")
+        journal.record(event("StepCommitted", 1, loss=0.9))
+        journal.close()
+    journal = Journal(tmp_path)
+    journal.record(event("StepCommitted", 2, loss=0.8))
+    steps, _ = journal.steps(after=0, limit=10, newest=False)
+    assert [(s["job"], s["step"]) for s in steps] == [("old", 1), ("new", 1), ("new", 2)]
+    journal.close()
+
+
 def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_have_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
