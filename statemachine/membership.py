@@ -211,6 +211,8 @@ def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
         c.profiler = None
     if c.attempt is not None and node.name not in c.planned:
         c.attempt.members.discard(node.name)
+    for rejected in [one for one in c.rejected if one[0] == node.name]:
+        del c.rejected[rejected]  # Its name is free. It may not have heard that it was not: so it is asked.
     c.dirty = True
     c.emit("NodeLost", reason, node=node.name, how=how, detected_at=c.at, incarnation=node.incarnation)
 
@@ -233,12 +235,13 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
 def silent(c: Cluster) -> list[NodeMachine]:
     """Nodes that have said nothing for too long, while others are heard.
 
-    Where several should be heard and none is, it is more likely we (or the broker) who are cut off; nobody
+    Where several should be heard and nobody is, it is more likely we (or the broker) who are cut off; nobody
     is left to go on without the others anyway. They have a while from the first word on, as after an outage
     of the broker. Should they all be gone, the broker will say so.
     """
     alive = c.alive()
     newest = max((c.heard_at(node) for node in alive), default=c.at)
+    newest = max(newest, c.others_heard_at)
     if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
         c.grace_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
     if c.at < c.grace_until:

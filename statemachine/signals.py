@@ -71,6 +71,7 @@ def arrived(c: Cluster, event: SignalArrived) -> None:
             node = c.nodes[name]
             node.heard_at = c.at
             take(c, node, signal)
+            return
         case Verdict.ADMIT:
             assert isinstance(signal, Hello), "only Hello introduces a node"
             newcomer(c, name, incarnation, signal)
@@ -85,6 +86,7 @@ def arrived(c: Cluster, event: SignalArrived) -> None:
             c.ignore(f"{type(signal).__name__} of an incarnation that is not current", name)
         case _:
             assert_never(verdict)
+    c.others_heard_at = c.at
 
 
 def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:

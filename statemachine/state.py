@@ -237,6 +237,8 @@ class Cluster:
     """Made from a journal, and the broker has not been there yet."""
     connected: bool = False
     grace_until: float = 0.0
+    others_heard_at: float = 0.0
+    """Somebody who is not a member, such as a node that came back: so it is not we who are cut off."""
     presumed_at: float = 0.0
     """When the broker came back, or we ourselves: nobody's silence began before that."""
 

@@ -13,6 +13,7 @@ from runtime.communicator import Aborted
 from runtime.engine import Engine
 from runtime.parts import PartsError
 from runtime.training import TrainingError
+from storage.staged import write_whole
 from tests.runtime.fleet import Fleet, report_of
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_run
@@ -156,8 +157,7 @@ def test_whole_layers_out_of_files_are_shared_out(tmp_path: Path, expected: list
         fleet.steps(3)
         for layer in range(4):
             header, payload = fleet.engines[0].states.pack(layer)
-            (tmp_path / f"layer-{layer}.header").write_bytes(header)
-            (tmp_path / f"layer-{layer}.payload").write_bytes(payload.numpy().tobytes())
+            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
     with Fleet(job(), 4) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 3
         assert fleet.enter(fleet.engines, TWO_AND_TWO) == 3
