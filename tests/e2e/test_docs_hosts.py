@@ -124,7 +124,8 @@ def answer(host: Reader, command: str) -> dict[str, dict[str, dict[str, object]]
 
 
 def said(hosts: dict[str, Reader]) -> str:
-    return "\n".join(f"{k}$ {c}\n{f.read_text()[-1500:]}" for k, r in hosts.items() for c, _, f in r.beside)
+    """All of it: behind what counts, torchrun may say at length that its peer was gone before it."""
+    return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.beside)
 
 
 def until(holds: Callable[[], object], hosts: dict[str, Reader]) -> None:
