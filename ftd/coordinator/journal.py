@@ -90,26 +90,22 @@ class Journal:
                 )
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_VERSION}")
-            row = self._db.execute("SELECT value FROM meta WHERE name = 'job'").fetchone()
-            place = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
-            shared = self._db.execute("SELECT 1 FROM meta WHERE name = 'shared'").fetchone()
-            foreign = self._db.execute("SELECT value FROM meta WHERE name = 'foreign'").fetchone()
-            clock = self._db.execute("SELECT value FROM meta WHERE name = 'clock'").fetchone()
+            known = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             self._boot = _boot()
-            self.reserved, self.floor = self._generations()
-        self._job = row[0] if row else ""
-        term, serial = place[0].split() if place else (0, 0)
+            self.reserved, self.floor = self._generations(known)
+        self._job = known.get("job", "")
+        term, serial = known.get("position", "0 0").split()
         self.position: Position = (int(term), int(serial))
-        self.shared = shared is not None
+        self.shared = "shared" in known
         """There was another coordinator beside this one, once: it may know more."""
-        offset, _, boot = clock[0].partition(" ") if clock else ("0", "", self._boot)
+        offset, _, boot = known.get("clock", f"0 {self._boot}").partition(" ")
         self._clock = boot, float(offset)
-        self._foreign: tuple[Position, Foreign] | None = _foreign(foreign[0]) if foreign else None
+        self._foreign: tuple[Position, Foreign] | None = (
+            _foreign(known["foreign"]) if "foreign" in known else None
+        )
 
-    def _generations(self) -> tuple[int, int]:
+    def _generations(self, known: dict[str, str]) -> tuple[int, int]:
         """How many are reserved; and how many may have been used, as far as this journal does not know."""
-        rows = self._db.execute("SELECT name, value FROM meta WHERE name IN ('boot', 'reserved', 'floor')")
-        known = dict(rows.fetchall())
         reserved, floor = int(known.get("reserved", 0)), int(known.get("floor", 0))
         if known.get("boot") != self._boot:
             floor = reserved
@@ -308,8 +304,7 @@ class Journal:
     def _write_buffer(self) -> None:
         for message in self._buffer:
             if message.event == "JobSubmitted":
-                self._job = str(message.details.get("job", ""))
-                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('job', ?)", (self._job,))
+                self.attribute(str(message.details.get("job", "")))
             if message.event == "StepCommitted":
                 self._db.execute(
                     "INSERT INTO steps (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
