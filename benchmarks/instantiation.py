@@ -20,14 +20,14 @@ from random import Random
 from statistics import pvariance
 
 from benchmarks.common import Limit, Result, command_line, main
-from planner.batch import Cost, distribute
-from planner.costs import StageCosts
-from planner.instantiation import Instantiator
-from planner.makespan import PipelineClock
-from planner.programs import distribute_by_model, least_variance_by_model
+from planner.pipelines.batch import Cost, distribute
+from planner.pipelines.instantiation import Instantiator
+from planner.pipelines.programs import distribute_by_model, least_variance_by_model
+from planner.pipelines.variance import least_variance
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import PipelineClock
 from planner.templates import Templates
 from planner.values import LayerProfile, Link, ModelProfile, Policy, StageTemplate, Template
-from planner.variance import least_variance
 
 NODES = 10_000
 ENUMERATED_NODES = 32

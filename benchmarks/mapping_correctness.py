@@ -19,9 +19,9 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.common import Limit, Result, command_line, main
-from planner import iteration
-from planner.costs import StageCosts
-from planner.mapping import Mapper
+from planner.mapping import iteration
+from planner.mapping.mapper import Mapper
+from planner.stages.costs import StageCosts
 from planner.values import Template
 
 # The oracles are modules of the tests, which are no package.

@@ -12,15 +12,15 @@ import time
 from dataclasses import dataclass, replace
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
-from planner.assignment import Assigner
-from planner.candidates import layouts
-from planner.cover import whole_layers
+from planner.changes.assignment import Assigner
+from planner.changes.candidates import layouts
+from planner.changes.cover import whole_layers
+from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.errors import PlanningError
-from planner.mapping import Mapper
+from planner.mapping.mapper import Mapper
 from planner.planner import Planner
 from planner.precomputed import Precomputed
 from planner.templates import expected_share
-from planner.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
 
 NODES = 1000

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.config.profile_file import load_profile
-from planner.costs import StageCosts
-from planner.mapping import Mapper
+from planner.mapping.mapper import Mapper
+from planner.stages.costs import StageCosts
 from planner.values import Policy
 
 DEFAULT = Path(__file__).parents[2] / "shared" / "planner"

@@ -1,18 +1,15 @@
 """Planning, pure: no I/O, no clock, no randomness. Start at ``planner.planner.Planner``.
 
-values, errors      what goes in and comes out
-memory, costs       bytes and seconds of every possible stage
-makespan            the 1F1B recurrence, its bounds, the paper's formula
-mapping: paper (additive), iteration (paths, descent, enumeration)    layers and devices of each stage
-recut               new layers for stages whose devices are given and differ in speed
-precomputed         what was found before the first failure, as values
-templates           which template sizes there are
-batch, instantiation              which pipelines, and how many microbatches each
-reconfiguration, candidates       Oobleck's steps after a failure, and other layouts
-tradeoff            a better plan against fewer bytes moved
-assignment, cover, placement, transfers    which node takes which place, and what must move
-reasons, describe   for people
-reliability         how long state in memory is safe, and which f to buy
+values, errors       what goes in and comes out
+stages               milliseconds and bytes of every possible stage, and of pipelines of them
+mapping              layers and devices of each stage of a template
+templates            which sizes of pipelines there are, each mapped
+pipelines            which of them to make of so many nodes, and how many microbatches each gets
+precomputed          all of that as values, found before the first failure
+changes              after a failure or a join: layouts, the trade between them, places, transfers, stragglers
+reasons, describe    for people; preview, timeline: for ``ftd plan``
+intervals            how often to take snapshots
+reliability          how long state in memory is safe, and which f to buy
 
 An example:
 

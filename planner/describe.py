@@ -5,8 +5,8 @@ Nothing is printed here.
 
 from dataclasses import dataclass
 
-from planner.costs import StageCosts
 from planner.preview import Preview
+from planner.stages.costs import StageCosts
 from planner.timeline import Timeline, timeline
 from planner.values import Policy, Template
 

@@ -8,20 +8,20 @@ taken. The same situation always gives the same plan.
 
 from collections.abc import Callable, Sequence
 
-from planner.assignment import Assigner, natural_key
-from planner.batch import check_batch
-from planner.candidates import Layout, first_layout, layouts
-from planner.cover import Masks, Needs, whole_layers
+from planner.changes.assignment import Assigner, natural_key
+from planner.changes.candidates import Layout, first_layout, layouts
+from planner.changes.cover import Masks, Needs, whole_layers
+from planner.changes.parts import moved_bytes, part_needs
+from planner.changes.placement import placed
+from planner.changes.stragglers import estimates_s, notable, rebalance, still_true
+from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
+from planner.changes.transfers import transfers
 from planner.errors import InfeasibleError, TooFewNodesError
-from planner.instantiation import Instantiator
-from planner.parts import moved_bytes, part_needs
-from planner.placement import placed
+from planner.pipelines.batch import check_batch
+from planner.pipelines.instantiation import Instantiator
 from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
-from planner.stragglers import estimates_s, notable, rebalance, still_true
 from planner.templates import Templates, check_tolerance, costs_for, smallest_pipeline
-from planner.tradeoff import DEFAULT_HORIZON_S, weigh
-from planner.transfers import transfers
 from planner.values import Considered, Device, ModelProfile, PipelinePlacement, Plan, Policy, Situation
 
 Told = Callable[[int, int], None]

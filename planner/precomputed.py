@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.costs import StageCosts
 from planner.errors import RestoreError
-from planner.instantiation import Instantiation
+from planner.pipelines.instantiation import Instantiation
+from planner.stages.costs import StageCosts
 from planner.values import StageTemplate, Template
 
 

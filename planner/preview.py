@@ -6,11 +6,11 @@ Nodes have no names here, so none are assigned and nothing is transferred; for t
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.batch import check_batch
-from planner.costs import StageCosts
 from planner.errors import InfeasibleError
-from planner.instantiation import Instantiation, Instantiator
-from planner.mapping import Mapper
+from planner.mapping.mapper import Mapper
+from planner.pipelines.batch import check_batch
+from planner.pipelines.instantiation import Instantiation, Instantiator
+from planner.stages.costs import StageCosts
 from planner.templates import Templates, check_tolerance, costs_for, expected_share, smallest_pipeline
 from planner.values import ModelProfile, Policy, Template
 

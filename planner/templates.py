@@ -9,11 +9,11 @@ to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
-from planner.feasibility import fewest_nodes, fullest_stage
-from planner.mapping import Mapper
-from planner.memory import in_flight
+from planner.mapping.mapper import Mapper
+from planner.stages.costs import StageCosts
+from planner.stages.feasibility import fewest_nodes, fullest_stage
+from planner.stages.memory import in_flight
 from planner.values import ModelProfile, Policy, Template
 
 GIB = 1 << 30

@@ -1,6 +1,6 @@
 """Who computes what when: the 1F1B schedule of one pipeline as start and end times, to be drawn.
 
-The recurrence is that of ``planner.makespan``, with every operation kept instead of the last alone.
+The recurrence is that of ``planner.stages.makespan``, with every operation kept instead of the last alone.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.makespan import Floats
+from planner.stages.makespan import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

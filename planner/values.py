@@ -183,13 +183,13 @@ class Transfer:
 Method = Literal[
     "initial", "unchanged", "rebalance", "simple", "borrow", "merge", "grow", "keep", "even", "best"
 ]
-"""How a layout came about: ``planner.candidates`` says what each means; ``rebalance``: the same nodes under
-other speeds (``planner.stragglers``)."""
+"""How a layout came about: ``planner.changes.candidates`` says what each means; ``rebalance``: the same nodes
+under other speeds (``planner.changes.stragglers``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered:
-    """A layout that was weighed against others, with what it costs (``planner.tradeoff``)."""
+    """A layout that was weighed against others, with what it costs (``planner.changes.tradeoff``)."""
 
     method: Method
     sizes: tuple[int, ...]
@@ -249,7 +249,7 @@ class Situation:
     twice as long."""
     horizon_s: float | None = None
     """Expected time to the next failure, above 0: what a better plan has to pay back the bytes it moves.
-    ``None`` where nothing is known: ``planner.tradeoff.DEFAULT_HORIZON_S``."""
+    ``None`` where nothing is known: ``planner.changes.tradeoff.DEFAULT_HORIZON_S``."""
     parts: dict[Device, tuple[StatePart, ...]] | None = None
     """Under ZeRO-1, what parts of layers each usable device has at that step, replicas included; ``holdings``
     are then the layers whose parameters are whole. ``None``: what is in ``holdings`` is the whole state."""

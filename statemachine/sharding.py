@@ -6,7 +6,7 @@ Part i of each layer is the i-th pipeline's owner's, who with ``aor`` keeps a re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from planner.parts import incomplete
+from planner.changes.parts import incomplete
 from planner.values import Device, Plan, StatePart
 from statemachine.values import HeldPart
 

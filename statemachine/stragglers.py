@@ -13,7 +13,7 @@ stop at a step boundary, by the path of a join.
 
 from statistics import median_low
 
-from planner.layers import expected_ms
+from planner.stages.layers import expected_ms
 from planner.values import Device, Situation
 from statemachine.effects import WeighPlan
 from statemachine.events import PlanWeighed

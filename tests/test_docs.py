@@ -248,14 +248,11 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_the_file_map_names_every_module() -> None:
     page = PAGES["ARCHITECTURE.md"].split("## Files")[1]
     named = set(re.findall(r"`([\w/.]+)`", page))
-    modules = {
-        p.name
-        for room in ("planner", "statemachine", "storage", "runtime")
-        for p in (ROOT / room).glob("*.py")
-    }
-    modules |= {
-        p.name + ("/" if p.is_dir() else "") for p in (ROOT / "ftd").iterdir() if p.name[0] not in "_"
-    }
+    found = [
+        p for room in ("planner", "statemachine", "storage", "runtime") for p in (ROOT / room).rglob("*")
+    ]
+    found += (ROOT / "ftd").iterdir()
+    modules = {p.name + ("/" if p.is_dir() else "") for p in found}
     wanted = {n for n in modules if n.endswith((".py", "/")) and not n.startswith("__")}
     assert wanted - named == set()
     assert named - wanted == set()

@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import os
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 import structlog
 
+import planner
 from ftd.coordinator.plan_worker import Work
 
 _log = structlog.get_logger("ftd.planning")
@@ -102,8 +102,12 @@ def _digest(key: str, precomputed: bytes) -> bytes:
 @cache
 def _code_of_the_planner() -> str:
     """A planner that was changed must not find what it would have answered before."""
+    return code_of(Path(planner.__file__).parent)
+
+
+def code_of(package: Path) -> str:
+    """A digest of all modules of a package, those of its subpackages included."""
     code = hashlib.sha256()
-    for module in sorted(files("planner").iterdir(), key=lambda entry: entry.name):
-        if module.name.endswith(".py"):
-            code.update(module.name.encode() + b"\0" + module.read_bytes() + b"\0")
+    for module in sorted(package.rglob("*.py")):
+        code.update(str(module.relative_to(package)).encode() + b"\0" + module.read_bytes() + b"\0")
     return code.hexdigest()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ftd.sim.sharding import is_sharded, kept_parts, moves
 from ftd.sim.trainers import SimTrainer
 from ftd.sim.world import Violation, World
-from planner.layers import expected_ms
+from planner.stages.layers import expected_ms
 from statemachine.agent_events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
 from statemachine.messages import Resume
 from statemachine.rules import owned_layers

@@ -10,7 +10,7 @@ from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.checking import problem_of_details
 from ftd.wire.public import encode_json
-from planner.parts import incomplete
+from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim import arena
 from ftd.sim.trainers import SimTrainer
-from planner.parts import incomplete
+from planner.changes.parts import incomplete
 from statemachine.cluster import ClusterMachine
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from planner.parts import incomplete
+from planner.changes.parts import incomplete
 from planner.values import Device, StatePart
 from statemachine.messages import Resume
 from statemachine.rules import owned_layers

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -12,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+import planner
 from ftd.coordinator import planning
-from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache
+from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache, code_of
 from ftd.coordinator.plan_process import COMMAND
 from ftd.coordinator.plan_worker import Work
 from ftd.coordinator.planning import PlanningService
@@ -295,7 +297,7 @@ def test_a_plan_without_templates_is_our_bug_and_is_said(tmp_path: Path) -> None
 SLOW = """
 import sys, time
 import planner.planner as planner
-from planner.instantiation import Instantiator
+from planner.pipelines.instantiation import Instantiator
 quick = Instantiator.best
 made = []
 def slow(self, nodes):
@@ -525,6 +527,17 @@ def test_another_planner_does_not_find_it(tmp_path: Path, monkeypatch: pytest.Mo
     before = cache.key(work_for())
     monkeypatch.setattr("ftd.coordinator.plan_cache._code_of_the_planner", lambda: "changed")
     assert cache.key(work_for()) != before
+
+
+@pytest.mark.parametrize("module", ["planner.py", "mapping/paths.py"])
+def test_a_planner_is_another_if_any_of_its_modules_is(tmp_path: Path, module: str) -> None:
+    package = tmp_path / "planner"
+    shutil.copytree(Path(planner.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_of(package)
+    assert before == code_of(Path(planner.__file__).parent)
+    with (package / module).open("a") as written:
+        written.write("# changed\n")
+    assert code_of(package) != before
 
 
 @pytest.mark.parametrize(

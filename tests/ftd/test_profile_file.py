@@ -24,7 +24,7 @@ from ftd.config.profile_file import (
 )
 from ftd.errors import ConfigurationError
 from ftd.view.schema import schema_of
-from planner.costs import StageCosts
+from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, SplitTime
 
 DOCS = Path(__file__).parents[2] / "docs"

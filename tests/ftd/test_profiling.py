@@ -17,7 +17,7 @@ from ftd.profiling.document import document_of
 from ftd.profiling.network import fit_link, fit_ring
 from ftd.profiling.process import ask
 from ftd.view.profile import render_profile, spread
-from planner.costs import StageCosts
+from planner.stages.costs import StageCosts
 from planner.values import Link, Policy
 from runtime.measurement import (
     LayersMeasured,

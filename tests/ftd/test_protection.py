@@ -13,9 +13,9 @@ from ftd.cli.main import app
 from ftd.errors import ConfigurationError
 from ftd.protection import protection_of, stated_guarantee
 from ftd.view.protection import render_protection
-from planner.costs import StageCosts
-from planner.instantiation import Instantiation
+from planner.pipelines.instantiation import Instantiation
 from planner.preview import Preview
+from planner.stages.costs import StageCosts
 from planner.values import (
     Device,
     LayerProfile,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from oracles import layer
 from scipy.optimize import linear_sum_assignment
 
-from planner.assignment import Assigner, Assignment, Held, Place
-from planner.cover import cover, held_by, whole_layers
+from planner.changes.assignment import Assigner, Assignment, Held, Place
+from planner.changes.cover import cover, held_by, whole_layers
 from planner.errors import StateLostError
 from planner.values import ModelProfile
 

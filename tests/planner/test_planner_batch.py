@@ -8,7 +8,8 @@ from statistics import pvariance
 import pytest
 from oracles import shares
 
-from planner.batch import (
+from planner.errors import BatchError
+from planner.pipelines.batch import (
     BatchObjective,
     Cost,
     check_batch,
@@ -17,10 +18,9 @@ from planner.batch import (
     largest_share,
     score_ms,
 )
-from planner.errors import BatchError
-from planner.makespan import PipelineClock
-from planner.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
-from planner.variance import least_variance
+from planner.pipelines.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
+from planner.pipelines.variance import least_variance
+from planner.stages.makespan import PipelineClock
 
 
 def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from oracles import layer, profile_of, stage_ms
 
-from planner.costs import MOST_DEVICES, StageCosts
 from planner.errors import InfeasibleError
+from planner.stages.costs import MOST_DEVICES, StageCosts
 from planner.values import Link, ModelProfile, Policy, SplitTime
 
 NAN, INF = float("nan"), float("inf")

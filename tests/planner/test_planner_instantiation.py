@@ -10,9 +10,9 @@ from random import Random
 import pytest
 from oracles import layer, multisets, profile_of, shares
 
-from planner.batch import distribute
 from planner.errors import TooFewNodesError
-from planner.instantiation import Instantiator
+from planner.pipelines.batch import distribute
+from planner.pipelines.instantiation import Instantiator
 from planner.planner import Planner
 from planner.values import Link, ModelProfile, Policy
 

@@ -5,11 +5,11 @@ from random import Random
 import pytest
 from oracles import all_mappings, fits, layer, mapping_ms, profile_of
 
-from planner import iteration
-from planner.costs import StageCosts
-from planner.enumeration import mapping_count
-from planner.iteration import IterationMapper
-from planner.mapping import Mapper
+from planner.mapping import iteration
+from planner.mapping.enumeration import mapping_count
+from planner.mapping.iteration import IterationMapper
+from planner.mapping.mapper import Mapper
+from planner.stages.costs import StageCosts
 from planner.values import Link, ModelProfile, Policy, StageTemplate, Template
 
 Mapping = tuple[tuple[int, int, int], ...]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import paper_ms, simulated_makespan_ms
 
-from planner.makespan import PipelineClock, makespans, paper_objective_ms, path_bounds
+from planner.stages.makespan import PipelineClock, makespans, paper_objective_ms, path_bounds
 
 seconds = st.floats(0, 10, allow_nan=False).map(lambda x: round(x, 3))
 

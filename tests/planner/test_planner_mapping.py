@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 from oracles import best_mapping_ms, fits, layer, mapping_ms, profile_of, random_model
 
-from planner import iteration
-from planner.additive import AdditiveMapping
-from planner.costs import StageCosts
-from planner.mapping import Mapper
-from planner.paper import paper_templates
+from planner.mapping import iteration
+from planner.mapping.additive import AdditiveMapping
+from planner.mapping.mapper import Mapper
+from planner.mapping.paper import paper_templates
+from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, Template
 
 

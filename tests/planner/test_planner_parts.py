@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cover import cover
+from planner.changes.cover import cover
+from planner.changes.parts import incomplete, moved_bytes, part_needs
 from planner.errors import StateLostError, TooFewNodesError
-from planner.memory import MemoryModel
-from planner.parts import incomplete, moved_bytes, part_needs
 from planner.planner import Planner
 from planner.preview import preview
+from planner.stages.memory import MemoryModel
 from planner.values import (
     Device,
     LayerProfile,

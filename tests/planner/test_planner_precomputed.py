@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from oracles import profile_of
 
-from planner.costs import StageCosts
 from planner.errors import InfeasibleError, RestoreError
-from planner.instantiation import Instantiator
+from planner.pipelines.instantiation import Instantiator
 from planner.planner import Planner
 from planner.precomputed import Precomputed
+from planner.stages.costs import StageCosts
 from planner.templates import Templates
 from planner.values import Policy
 
@@ -54,7 +54,7 @@ def test_a_planner_restored_from_bytes_plans_alike_and_maps_nothing(monkeypatch:
         raise AssertionError("made anew")
 
     monkeypatch.setattr("planner.templates.Mapper", never)
-    monkeypatch.setattr("planner.search.Search.quickest", never)
+    monkeypatch.setattr("planner.pipelines.search.Search.quickest", never)
     for count in range(2, 8):
         situation = first.fresh([f"node-{number}" for number in range(count)])
         assert second.plan(situation) == first.plan(situation)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from oracles import check_plan, layer, profile_of
 
-from planner.assignment import Assigner, natural_key
-from planner.candidates import layouts
+from planner.changes.assignment import Assigner, natural_key
+from planner.changes.candidates import layouts
+from planner.changes.reconfiguration import reinstantiate
+from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
-from planner.reconfiguration import reinstantiate
-from planner.tradeoff import expected_iteration_s
 from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
 
 
@@ -298,7 +298,7 @@ def test_expected_time_is_the_steps_that_come_before_an_exponential_failure() ->
 
 def test_on_many_nodes_bytes_are_counted_only_where_they_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     every = heavy(3600.0, {"node-1"})
-    monkeypatch.setattr("planner.tradeoff.COUNTED_NODES", 5)
+    monkeypatch.setattr("planner.changes.tradeoff.COUNTED_NODES", 5)
     some = heavy(3600.0, {"node-1"})
     assert (some.pipelines, some.transfers) == (every.pipelines, every.transfers)
     assert None not in [each.transfer_bytes for each in every.considered]

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 from oracles import fits, layer, profile_of, simulated_makespan_ms, stage_ms
 
-from planner import recut as module
-from planner.costs import StageCosts
 from planner.errors import InfeasibleError
-from planner.recut import recut
+from planner.mapping import recut as module
+from planner.mapping.recut import recut
+from planner.stages.costs import StageCosts
 from planner.values import Link, ModelProfile, Policy, StageTemplate
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from oracles import simulated_makespan_ms
 
-from planner.clocks import Clocks, Stages
-from planner.filling import bound, fill, most_work
-from planner.makespan import PipelineClock
+from planner.pipelines.knapsack import bound, fill, most_work
+from planner.stages.clocks import Clocks, Stages
+from planner.stages.makespan import PipelineClock
 
 
 def random_pipelines(random: Random) -> list[Stages]:

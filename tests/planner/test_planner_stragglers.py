@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import check_plan, profile_of, shares, simulated_makespan_ms, stage_ms
 
-from planner.layers import expected_ms
+from planner.changes.stragglers import estimates_s, put_together, rebalance, share_out, still_true
 from planner.planner import Planner
-from planner.stragglers import estimates_s, put_together, rebalance, share_out, still_true
+from planner.stages.layers import expected_ms
 from planner.values import (
     Device,
     Link,

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes
 
-from planner.costs import StageCosts
 from planner.errors import BatchError, InfeasibleError
-from planner.feasibility import fewest_nodes, fullest_stage
-from planner.memory import MemoryModel, in_flight
 from planner.planner import Planner
+from planner.stages.costs import StageCosts
+from planner.stages.feasibility import fewest_nodes, fullest_stage
+from planner.stages.memory import MemoryModel, in_flight
 from planner.templates import Templates, check_tolerance, smallest_pipeline
 from planner.values import ModelProfile, Policy
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import operations, simulated_makespan_ms
 
-from planner.makespan import PipelineClock
+from planner.stages.makespan import PipelineClock
 from planner.timeline import Timeline, timeline
 
 times = st.integers(0, 40).map(lambda x: x / 8)

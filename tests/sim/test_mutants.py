@@ -15,7 +15,7 @@ from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.disk import Copy, Disk, power_cut
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
-from planner.parts import part_needs
+from planner.changes.parts import part_needs
 from statemachine import (
     agent_commands,
     agent_snapshots,

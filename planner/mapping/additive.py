@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.feasibility import memory_ends, sizes_allowed
-from planner.makespan import Floats
+from planner.stages.costs import StageCosts
+from planner.stages.feasibility import memory_ends, sizes_allowed
+from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
 Ints = NDArray[np.int64]

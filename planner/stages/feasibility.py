@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.memory import Bytes
+from planner.stages.costs import StageCosts
+from planner.stages.memory import Bytes
 
 Ints = NDArray[np.int64]
 

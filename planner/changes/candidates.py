@@ -1,15 +1,15 @@
 """Which layouts are worth weighing after a change: Oobleck's steps, the optimum, and what lies between.
 
 All use as many nodes as the best instantiation does, and have the pipelines that the user's tolerance asks
-for; so which one is taken is only a matter of time: ``planner.tradeoff``.
+for; so which one is taken is only a matter of time: ``planner.changes.tradeoff``.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.instantiation import Instantiation, Instantiator
-from planner.reconfiguration import reinstantiate
+from planner.changes.reconfiguration import reinstantiate
+from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.values import Method
 
 KEPT_LAYOUTS = 2

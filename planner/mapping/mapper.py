@@ -7,10 +7,10 @@ it finds 682, there is 646), because the best part of a mapping depends on where
 
 from collections.abc import Mapping
 
-from planner.additive import AdditiveMapping
-from planner.costs import StageCosts
-from planner.iteration import IterationMapper
-from planner.paper import paper_templates
+from planner.mapping.additive import AdditiveMapping
+from planner.mapping.iteration import IterationMapper
+from planner.mapping.paper import paper_templates
+from planner.stages.costs import StageCosts
 from planner.values import Template
 
 

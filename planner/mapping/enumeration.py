@@ -7,8 +7,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.makespan import Floats, makespans, path_bounds
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import Floats, makespans, path_bounds
 from planner.values import StageTemplate
 
 Ints = NDArray[np.int64]

@@ -1,9 +1,10 @@
 """Step times of many pipelines for any number of microbatches at once: what the search over instantiations
 asks, a hundred templates at a time.
 
-The schedule of 1F1B goes in waves (planner/makespan.py): stage s does its m-th forward in wave 2m + s and its
-i-th backward in wave 2i + 2S − 1 − s, and waits only for what it and one neighbour did last. Pipelines are
-aligned at their last stages, so a wave is the same operation for all of them. Three facts do the rest:
+The schedule of 1F1B goes in waves (planner/stages/makespan.py): stage s does its m-th forward in wave 2m + s
+and its i-th backward in wave 2i + 2S − 1 − s, and waits only for what it and one neighbour did last.
+Pipelines are aligned at their last stages, so a wave is the same operation for all of them. Three facts do
+the rest:
 
 * *Drain.* m ≥ S microbatches differ from more of them only behind wave 2m − 1. From there to the end the time
   is max over stages of (time of the stage in that wave + the longest way to the end), and these ways are the
@@ -20,7 +21,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.makespan import PERIODIC, Floats
+from planner.stages.makespan import PERIODIC, Floats
 
 Ints = NDArray[np.int64]
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]

@@ -12,7 +12,7 @@ pipelines or more (``templates.costs_for``), so a device is reckoned to keep one
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.layers import rows_on_one
+from planner.stages.layers import rows_on_one
 from planner.values import ModelProfile, Policy, StageTemplate
 
 Bytes = NDArray[np.int64]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-from planner.cover import Masks, layers_of
+from planner.changes.cover import Masks, layers_of
 from planner.values import Device, ModelProfile, PipelinePlacement, Transfer
 
 

@@ -1,19 +1,20 @@
 """The quickest pipelines of exactly N' nodes (Oobleck §4.2.1), without enumerating them; exact.
 
-Whether r templates can do the batch in a target time is an exact-fill knapsack (planner/filling.py). For one
-r the optimum is the first of the templates' step times with which they can. All r are searched by branch and
-bound: a range of them is left out where not even its linear program, with the gradient all-reduce of its
-fewest pipelines (which only grows with their number), does the batch in less than the best found so far.
+Whether r templates can do the batch in a target time is an exact-fill knapsack
+(planner/pipelines/knapsack.py). For one r the optimum is the first of the templates' step times with which
+they can. All r are searched by branch and bound: a range of them is left out where not even its linear
+program, with the gradient all-reduce of its fewest pipelines (which only grows with their number), does the
+batch in less than the best found so far.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from planner.clocks import Clocks, Ints
-from planner.costs import StageCosts
-from planner.filling import bound, fill, most_work
-from planner.makespan import ROUNDING, Floats
+from planner.pipelines.knapsack import bound, fill, most_work
+from planner.stages.clocks import Clocks, Ints
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import ROUNDING, Floats
 from planner.values import Template
 
 PRECISION = 1e-9

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from planner.batch import BatchObjective, Cost, check_batch, largest_share, microbatch_ms
 from planner.errors import SolverError
+from planner.pipelines.batch import BatchObjective, Cost, check_batch, largest_share, microbatch_ms
 
 SOLVER_LIMIT_S = 20.0
 """For an integer program: min–max of 72 pipelines with 4,096 microbatches takes 8 s."""

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.layers import layer_ms
-from planner.makespan import Floats, PipelineClock, paper_objective_ms
-from planner.memory import MemoryModel
+from planner.stages.layers import layer_ms
+from planner.stages.makespan import Floats, PipelineClock, paper_objective_ms
+from planner.stages.memory import MemoryModel
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, StageTemplate
 
 MOST_DEVICES = 256

@@ -10,11 +10,11 @@ from math import comb, isfinite
 
 import numpy as np
 
-from planner.costs import StageCosts
-from planner.descent import shifted
-from planner.enumeration import Ints, quickest
 from planner.errors import InfeasibleError
-from planner.makespan import Floats
+from planner.mapping.descent import shifted
+from planner.mapping.enumeration import Ints, quickest
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
 ENUMERATED_CUTS = 5_000

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from planner.cover import Held, Masks, Needs, cover, layers_of, whole_layers
+from planner.changes.cover import Held, Masks, Needs, cover, layers_of, whole_layers
 from planner.errors import StateLostError
 from planner.values import Device, ModelProfile, Template
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.assignment import Assigner
-from planner.cover import Masks
-from planner.tradeoff import Weighed
+from planner.changes.assignment import Assigner
+from planner.changes.cover import Masks
+from planner.changes.tradeoff import Weighed
 from planner.values import Device, PipelinePlacement, StagePlacement, Template
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.makespan import Floats
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
 

@@ -9,9 +9,9 @@ least sums are needed for every t and μ, and are taken at the next higher value
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.makespan import Floats
-from planner.paths import Band, PathTables, PathWeights, most_behind
+from planner.mapping.paths import Band, PathTables, PathWeights, most_behind
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import Floats
 
 GRID = 24
 """Values of t, and of μ, that sums are made for."""

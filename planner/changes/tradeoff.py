@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.assignment import Assigner, Assignment, Place, Position, places_of
-from planner.candidates import Layout
-from planner.cover import Masks, Needs
+from planner.changes.assignment import Assigner, Assignment, Place, Position, places_of
+from planner.changes.candidates import Layout
+from planner.changes.cover import Masks, Needs
 from planner.errors import StateLostError
-from planner.instantiation import Instantiation, Instantiator
+from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.values import Considered, Link, Plan, Template
 
 DEFAULT_HORIZON_S = 3600.0

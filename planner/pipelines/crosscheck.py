@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 
-from planner.batch import Cost, score_ms
-from planner.makespan import PipelineClock
+from planner.pipelines.batch import Cost, score_ms
+from planner.pipelines.programs import distribute_for_by_model
 from planner.preview import Preview
-from planner.programs import distribute_for_by_model
+from planner.stages.makespan import PipelineClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,13 @@ things help:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.batch import distribute_for
-from planner.costs import StageCosts
-from planner.cover import Masks
-from planner.makespan import PipelineClock
-from planner.recut import recut
-from planner.tradeoff import expected_iteration_s
-from planner.transfers import transfers
+from planner.changes.cover import Masks
+from planner.changes.tradeoff import expected_iteration_s
+from planner.changes.transfers import transfers
+from planner.mapping.recut import recut
+from planner.pipelines.batch import distribute_for
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import PipelineClock
 from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate
 
 Placements = tuple[PipelinePlacement, ...]
@@ -124,8 +124,8 @@ def share_out(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds
 def rebalance(
     costs: StageCosts, starts: Iterable[Placements], speeds: Speeds, masks: Masks, horizon_s: float
 ) -> Placements:
-    """The least expected time of a step (planner/tradeoff.py) to be had from ``starts`` under these speeds;
-    the earlier where little is gained.
+    """The least expected time of a step (planner/changes/tradeoff.py) to be had from ``starts`` under these
+    speeds; the earlier where little is gained.
 
     :param starts: pipelines on the same nodes; how they share the batch does not matter.
     """

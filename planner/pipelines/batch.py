@@ -3,7 +3,8 @@
 The global batch is the user's and never changed. Every pipeline gets at least one microbatch. Shares are per
 pipeline, not per template: three equal pipelines share 128 microbatches as 43, 43, 42. They minimise the
 slowest pipeline's time, or, where the user wants Eq. 6 itself, the variance of the pipelines' times
-(planner/variance.py). Equal pipelines are dealt with together, so thousands of them cost no more than a few.
+(planner/pipelines/variance.py). Equal pipelines are dealt with together, so thousands of them cost no more
+than a few.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from statistics import pstdev
 from typing import Literal
 
 from planner.errors import BatchError
-from planner.variance import least_variance
+from planner.pipelines.variance import least_variance
 
 Cost = Callable[[int], float]
 """Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are

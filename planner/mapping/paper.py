@@ -16,8 +16,8 @@ from math import inf
 
 import numpy as np
 
-from planner.additive import AdditiveMapping, Range
-from planner.makespan import ROUNDING, Floats
+from planner.mapping.additive import AdditiveMapping, Range
+from planner.stages.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
 
 PARTS = 4

@@ -16,12 +16,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import StageCosts
-from planner.descent import Row, as_row, descend, quickest_of
-from planner.enumeration import all_mappings, mapping_count, quickest
-from planner.makespan import ROUNDING, Floats
-from planner.paths import PathTables, PathWeights, join, round_trips, through_slowest
-from planner.stagebounds import StageBounds
+from planner.mapping.descent import Row, as_row, descend, quickest_of
+from planner.mapping.enumeration import all_mappings, mapping_count, quickest
+from planner.mapping.paths import PathTables, PathWeights, join, round_trips, through_slowest
+from planner.mapping.stagebounds import StageBounds
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
 
 ENUMERATED_MAPPINGS = 5_000

@@ -9,7 +9,7 @@ others of the new one. So what counts are the cells between the cuts of all of t
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from planner.cover import Masks, Needs
+from planner.changes.cover import Masks, Needs
 from planner.values import Device, ModelProfile, PipelinePlacement, StatePart
 
 Cell = tuple[int, Fraction]

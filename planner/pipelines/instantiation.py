@@ -1,19 +1,19 @@
 """Which pipelines to make of N' nodes (Oobleck §4.2.1), and each one's share of the batch (§4.2.2).
 
-Which templates: those with the quickest step (planner/search.py). A step is as long as its slowest pipeline
-takes, whatever the shares minimise; so with ``batch_objective = "variance"`` the templates are the same, and
-only their shares follow Eq. 6.
+Which templates: those with the quickest step (planner/pipelines/search.py). A step is as long as its slowest
+pipeline takes, whatever the shares minimise; so with ``batch_objective = "variance"`` the templates are the
+same, and only their shares follow Eq. 6.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from planner.batch import check_batch, distribute_for
-from planner.costs import StageCosts
 from planner.errors import TooFewNodesError
-from planner.makespan import PipelineClock
-from planner.search import Search
+from planner.pipelines.batch import check_batch, distribute_for
+from planner.pipelines.search import Search
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import PipelineClock
 from planner.templates import Templates
 
 

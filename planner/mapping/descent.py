@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.costs import StageCosts
-from planner.enumeration import Ints, quickest
+from planner.mapping.enumeration import Ints, quickest
+from planner.stages.costs import StageCosts
 from planner.values import StageTemplate
 
 LONGEST_SHIFT = 8

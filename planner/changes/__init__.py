@@ -1,0 +1,1 @@
+"""After a change: which layouts there are, which of them pays, who takes which place, what moves."""

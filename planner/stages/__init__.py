@@ -1,0 +1,1 @@
+"""What stages and pipelines of them take: time under 1F1B, and memory."""
