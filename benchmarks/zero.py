@@ -31,7 +31,7 @@ import torch
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.linear import SCRIPT
 from ftd.node.rendezvous import RendezvousServer
-from runtime.communicator import make_communicator
+from runtime.backends import make_communicator
 from runtime.engine import Engine
 from runtime.pace import Pace
 from runtime.parts import everything

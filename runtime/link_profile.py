@@ -20,7 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.communicator import Communicator, Members, make_communicator
+from runtime.backends import make_communicator
+from runtime.communicator import Communicator, Members
 from runtime.measurement import (
     INVALID_EXIT,
     LinkOrder,

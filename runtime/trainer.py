@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from runtime.communicator import Aborted, Communicator, PeerLost, make_communicator
+from runtime.backends import make_communicator
+from runtime.communicator import Aborted, Communicator, PeerLost
 from runtime.engine import Engine, StepResult
 from runtime.link import Link, Mailbox
 from runtime.pace import Pace

@@ -4,7 +4,7 @@ What the node's memory holds outlives trainers and daemons. Of what is not the k
 is reckoned with: a new one may be written over an older (``storage.arena``).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from statemachine.agent_events import (
     CopiesHeld,
@@ -16,7 +16,7 @@ from statemachine.agent_events import (
     TrainerSnapping,
     TrainerSnapshotFailed,
 )
-from statemachine.agent_state import BUILT, Agent, TrainerPhase
+from statemachine.agent_state import BUILT, Agent, BegunSnapshot, TrainerPhase
 from statemachine.effects import (
     KeepCopies,
     RemoveSnapshots,
@@ -26,17 +26,6 @@ from statemachine.effects import (
 )
 from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
 from statemachine.values import HeldSnapshot, NodeState, Restore
-
-
-@dataclass(slots=True, kw_only=True)
-class Underway:
-    """The newest snapshot that the trainers living now began."""
-
-    snapping: Snapping
-    shards: dict[int, TrainerSnapped] = field(default_factory=dict)
-    written: SnapshotCompleted | None = None
-    """Complete in this node's own memory; what to say once the buddy has it, too."""
-    completed: SnapshotCompleted | None = None
 
 
 def snap(a: Agent, command: Snap) -> None:
@@ -172,7 +161,7 @@ def began(a: Agent, event: TrainerSnapping) -> None:
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.kept}
     a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
-    a.underway = Underway(snapping=Snapping(generation=event.generation, step=event.step))
+    a.underway = BegunSnapshot(snapping=Snapping(generation=event.generation, step=event.step))
     a.say(a.underway.snapping)
     a.publish(NodeState.SNAP, f"a snapshot of step {event.step}")
 

@@ -4,10 +4,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.values import Device, ModelProfile
-from statemachine.agent_events import TrainerResumed
+from statemachine.agent_events import TrainerResumed, TrainerSnapped
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -25,13 +25,12 @@ from statemachine.messages import (
     PersistFailed,
     Resume,
     Signal,
+    Snapping,
+    SnapshotCompleted,
     TrainerLost,
 )
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, DeviceReport, HeldSnapshot, Job, NodeFacts, NodeState
-
-if TYPE_CHECKING:
-    from statemachine.agent_snapshots import Underway
 
 HEARTBEAT = "heartbeat"
 HELLO = "hello"
@@ -89,6 +88,17 @@ class Trainer:
     """When it last made progress, or was waiting."""
     reading: bool = False
     """Samples of the data set, when last heard of."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BegunSnapshot:
+    """The newest snapshot that the trainers living now began."""
+
+    snapping: Snapping
+    shards: dict[int, TrainerSnapped] = field(default_factory=dict)
+    written: SnapshotCompleted | None = None
+    """Complete in this node's own memory; what to say once the buddy has it, too."""
+    completed: SnapshotCompleted | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +163,7 @@ class Agent:
     """The answer to it."""
     snap_order: tuple[int, int] = (0, 0)
     """(generation, behind) of the last Snap obeyed."""
-    underway: "Underway | None" = None
+    underway: BegunSnapshot | None = None
     over: set[int] = field(default_factory=set)
     """Process ids that this agent ended: late news of them means nothing."""
     ignored: Counter[str] = field(default_factory=Counter)

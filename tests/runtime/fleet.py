@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from runtime import protocol as p
-from runtime.communicator import Aborted, Communicator, make_communicator
+from runtime.backends import make_communicator
+from runtime.communicator import Aborted, Communicator
 from runtime.engine import Engine, StepResult
 from runtime.pace import Pace
 from runtime.store import Rendezvous

@@ -27,7 +27,7 @@ from ftd.node.rendezvous import RendezvousServer
 from runtime import frames
 from runtime import protocol as p
 from runtime import zygote_protocol as z
-from runtime.communicator import GlooCommunicator
+from runtime.gloo import GlooCommunicator
 from runtime.store import Rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@
 import sys
 import threading
 
-from runtime.communicator import GlooCommunicator
+from runtime.gloo import GlooCommunicator
 from runtime.store import Rendezvous
 from tests.runtime.harness import TOKEN
 

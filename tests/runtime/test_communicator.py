@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.backends import make_communicator
 from runtime.communicator import (
     Aborted,
     CommunicationError,
     Communicator,
-    GlooCommunicator,
     Members,
     PeerLost,
     Pending,
     SoloCommunicator,
-    make_communicator,
     plain_words,
 )
+from runtime.gloo import GlooCommunicator
 from runtime.nccl import NcclCommunicator
 from runtime.store import Rendezvous
 from tests.runtime.harness import ROOT, TOKEN, ServerThread

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from runtime import gradients
-from runtime.communicator import GlooCommunicator, SoloCommunicator
+from runtime.communicator import SoloCommunicator
+from runtime.gloo import GlooCommunicator
 from runtime.gradients import Gradients
 from runtime.model import Model
 from runtime.pace import Pace

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.communicator import Aborted, GlooCommunicator
+from runtime.communicator import Aborted
 from runtime.engine import Engine
+from runtime.gloo import GlooCommunicator
 from runtime.pace import Pace
 from runtime.protocol import TransferData
 from runtime.transfer import Exchange, TransferError, WholeLayers
