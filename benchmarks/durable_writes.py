@@ -2,11 +2,11 @@
 
     python -m benchmarks.durable_writes
 
-CPU time of the coordinator's thread: gathering the state, encoding and deflating it (``ftd.wire.parts``), and
-the journal's transaction, not forced to the disk. Between two writes happens what happens then: a node is
-lost, everybody reported and the members are settled, a plan was chosen, the group resumed, a step was
-committed, a node said Hello. Before each write other memory is walked over, as by the messages that are
-handled in between.
+CPU time of the coordinator's thread: gathering the state, encoding and deflating it
+(``ftd.wire.refolding``), and the journal's transaction, not forced to the disk. Between two writes happens
+what happens then: a node is lost, everybody reported and the members are settled, a plan was chosen, the
+group resumed, a step was committed, a node said Hello. Before each write other memory is walked over, as by
+the messages that are handled in between.
 """
 
 import gc

@@ -9,7 +9,7 @@ one method: solve for the lost cells over GF(2), then XOR.
     arc:k   what the next k owners keep, as it is, their parity included: any k losses, k bucket's bytes extra
     aec     one cell for every other owner's segment, rotated as in RAID-5: one loss, 1/(m·(m − 1)) extra
     aec2    row-diagonal parity, rotated: any two losses, 2/(m·(m − 2)) extra
-    aor     nothing here: under ZeRO-1 a replica of the next owner's part is kept current (runtime.replica)
+    aor     nothing here: under ZeRO-1 a replica of the next owner's part is kept current
     buddy   no code: where a bucket has one owner, another host is sent a copy of its shard
 
 Row-diagonal parity is after Corbett et al. (FAST 2004): XOR only, so it runs at the speed of memory.

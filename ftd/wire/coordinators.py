@@ -8,8 +8,8 @@ import msgspec
 from ftd.errors import WireError
 from ftd.wire.codec import MAX_COMMAND_BYTES, check_size
 from ftd.wire.folding import unfold
-from ftd.wire.parts import PartFolder
 from ftd.wire.public import SCHEMA, decode_json, encode_json
+from ftd.wire.refolding import Refolder
 from statemachine.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
@@ -20,9 +20,9 @@ _DEFLATED = b"\x78\x01"
 """What is compressed begins so; the msgpack of a state, which is a map, does not."""
 
 
-def packer() -> PartFolder:
+def packer() -> Refolder:
     """Of durable states, one after the other, as they are kept, here and at the broker."""
-    return PartFolder(PACK_FROM_BYTES)
+    return Refolder(PACK_FROM_BYTES)
 
 
 def is_packed(kept: bytes) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
-from planner.stages.memory import Bytes
+from planner.stages.memory import Sizes
 
 Ints = NDArray[np.int64]
 
@@ -104,7 +104,7 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     never = np.iinfo(np.int64).max
     starts = np.arange(costs.layers + 1)
     longer = starts[None, :] > starts[:, None]
-    fullest: Bytes = np.where(starts == costs.layers, 0, never)
+    fullest: Sizes = np.where(starts == costs.layers, 0, never)
     choices: list[Ints] = []
     found: list[Fullest] = []
     for after in range(max(counts)):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from planner.stages.layers import rows_on_one
 from planner.values import ModelProfile, Policy, StageTemplate
 
-Bytes = NDArray[np.int64]
+Sizes = NDArray[np.int64]
 
 
 def in_flight(stages_after: int, microbatches: int) -> int:
@@ -57,7 +57,7 @@ class MemoryModel:
         else:
             self._kept, self._working = _range_sums(activations), np.zeros_like(self._state)
 
-    def table(self, devices: int, stages_after: int) -> Bytes:
+    def table(self, devices: int, stages_after: int) -> Sizes:
         """Bytes of every stage [u, v), shape (L + 1, L + 1); meaningless where v ≤ u."""
         alive = in_flight(stages_after, self._microbatches)
         share = rows_on_one(devices, self._rows)
@@ -79,14 +79,14 @@ class MemoryModel:
         )
 
 
-def _range_sums(values: list[int]) -> Bytes:
+def _range_sums(values: list[int]) -> Sizes:
     """Sum of values[u:v] at [u, v]."""
     prefix = np.concatenate(([0], np.cumsum(np.array(values, dtype=np.int64))))
-    sums: Bytes = prefix[None, :] - prefix[:, None]
+    sums: Sizes = prefix[None, :] - prefix[:, None]
     return sums
 
 
-def _range_maxima(values: list[int]) -> Bytes:
+def _range_maxima(values: list[int]) -> Sizes:
     """Largest of values[u:v] at [u, v]; 0 where v ≤ u."""
     maxima = np.zeros((len(values) + 1, len(values) + 1), dtype=np.int64)
     for first in range(len(values)):

@@ -29,8 +29,8 @@ from ftd.wire.coordinators import (
     packer,
     unpack,
 )
-from ftd.wire.parts import PartFolder
 from ftd.wire.public import EventMessage
+from ftd.wire.refolding import Refolder
 from planner.values import Policy
 from statemachine import durable
 from statemachine.node import NodeMachine
@@ -298,7 +298,7 @@ def test_a_large_state_is_kept_small_and_restored() -> None:
 )
 def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]]) -> None:
     """Whichever of their parts are the same objects as before, and whichever are large."""
-    folder, known = PartFolder(20_000), dict[Any, Any]()
+    folder, known = Refolder(20_000), dict[Any, Any]()
     for drawn in states:
         state = {}
         for name, value in drawn.items():

@@ -1,4 +1,4 @@
-"""A map that is written again and again, and of which the large parts seldom change: encoded and deflated bit
+"""A map that is folded again and again, and of which the large parts seldom change: encoded and deflated bit
 by bit, so that a part that is as it was costs nothing.
 
 What is written is ordinary, one msgpack map in one zlib stream, as ``folding.fold`` makes it: a stream may be
@@ -33,7 +33,7 @@ class _Piece:
     adler: int = 1
 
 
-class PartFolder:
+class Refolder:
     """Writes one map after the other."""
 
     def __init__(self, from_bytes: int) -> None:
