@@ -24,9 +24,10 @@ import uvloop
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.node.arenas import Arenas
-from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
+from ftd.node.sources import Located, Source, Wanted
 from storage.arena import Arena
 from storage.manifest import Manifest, Part, digest_of
 
@@ -48,7 +49,7 @@ def write_snapshot(root: Path, size_bytes: int) -> Part:
     arena = Arena.open(root / JOB / "device-0")
     slot = arena.begin(size_bytes)
     slot.view[:] = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
-    part = Part(name=PART, offset=0, size_bytes=size_bytes, digest=digest_of(slot.view))
+    part = Part.of(PART, 0, slot.view)
     arena.commit(
         Manifest(job_id=JOB, step=STEP, generation=1, slot=slot.number, parts=(part,), layout={"groups": []})
     )
@@ -139,7 +140,7 @@ def measure(root: Path, size_bytes: int, repeats: int) -> Result:
         ],
         data={"gb_s": rates, "size_bytes": size_bytes},
         notes=[
-            "both: the manifest's way, the server's verification and the client's digests included",
+            "both: the manifest's way and the client's digests included",
             "raw socket: one connection, sendall from the same memory, recv_into the same memory, no digest",
         ],
     )

@@ -319,16 +319,15 @@ class Arenas:
         finally:
             os.close(descriptor)
 
-    def damaged(self, held: tuple[Held, ...], *, read_whole: bool = False) -> tuple[str, ...]:
-        """Names of the parts whose bytes are not what was written. Reads all of them.
-
-        :param read_whole: only parts that can be verified in no smaller pieces.
+    def damaged(self, held: tuple[Held, ...]) -> tuple[str, ...]:
+        """Names of the parts whose bytes are not what was written. Reads all of them but those that whoever
+        reads a range of them can verify.
         """
         return tuple(
             part.name
             for one in held
             for part in one.manifest.parts
-            if not (read_whole and part.blocks)
+            if not part.blocks
             if digest_of(self.view(one, part)) != part.digest
         )
 

@@ -19,8 +19,8 @@ from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
 from ftd.node.keeper_client import KeeperClient
 from ftd.node.keeping import own_parts
-from ftd.node.shard_client import Located, Source
-from ftd.node.shard_client import Wanted as Fetch
+from ftd.node.sources import Located, Source
+from ftd.node.sources import Wanted as Fetch
 from runtime.keeper_protocol import Brought, Layout, Wanted
 from storage.codes import make_code, recipe
 from storage.manifest import Manifest, Part, digest_of

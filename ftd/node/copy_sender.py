@@ -14,8 +14,9 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
-from ftd.node.shard_client import STALL_S, ShardClient, Source, check_status
+from ftd.node.shard_client import STALL_S, ShardClient
 from ftd.node.shard_protocol import Rate, Received
+from ftd.node.sources import Source, check_status
 from storage.errors import DamagedError
 from storage.manifest import Part, decode_record, encode_record
 
@@ -116,7 +117,7 @@ async def _check(to: Source, response: aiohttp.ClientResponse, wanted: int) -> N
         raise PeerError(f"{to} keeps no copies")
     if response.status in (409, 507):
         raise PeerError(f"{to} does not take the copy: {await _reason(response)}")
-    check_status(to, response, wanted)
+    check_status(to, response.status, wanted)
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:

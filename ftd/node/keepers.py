@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas, Held
 from ftd.node.group_layout import keepers_of, layout_of
-from ftd.node.shard_client import ShardClient, Source
+from ftd.node.shard_client import ShardClient
+from ftd.node.sources import Source
 from statemachine.values import Restore, SnapshotGroup
 from storage.manifest import Manifest, Part
 
@@ -79,7 +80,7 @@ class Keepers:
         found: list[tuple[Manifest, Held | None]]
         if node == self.node:
             held = self.arenas.find(job, step)
-            damaged = set(await asyncio.to_thread(self.arenas.damaged, held, read_whole=True))
+            damaged = set(await asyncio.to_thread(self.arenas.damaged, held))
             found = [(one.manifest, one) for one in held]
         else:
             try:

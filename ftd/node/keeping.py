@@ -23,7 +23,7 @@ import structlog
 from ftd.errors import PeerError
 from ftd.node.arenas import Arenas
 from ftd.node.keeper_client import KeeperClient
-from ftd.node.shard_client import Located, Source, Wanted
+from ftd.node.sources import Located, Source, Wanted
 from runtime.keeper_protocol import Held, Key, Layout, Protect, Run, read_kept, write_kept
 from storage.arena import SLOTS, Arena
 from storage.errors import ArenaFullError, DamagedError

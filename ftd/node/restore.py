@@ -19,7 +19,8 @@ from ftd.node.arenas import Arenas
 from ftd.node.bucket import FailedError, Plan, Stretch, carry_out, planned
 from ftd.node.keepers import Keeper, Keepers
 from ftd.node.restore_parts import KeptParts, LostPartsError, homes_of, put_together
-from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.shard_client import ShardClient
+from ftd.node.sources import Located, Source, Wanted
 from ftd.node.staging import Put, Target
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
@@ -245,7 +246,10 @@ class Restorer:
 
     async def _whole(self, keeper: Keeper, part: Part) -> bytes:
         if keeper.held is not None:
-            return bytes(self.arenas.view(keeper.held, part))
+            data = bytes(self.arenas.view(keeper.held, part))
+            if not part.sound_in(data, [range(len(data))]):
+                raise DamagedError("its digest does not match")
+            return data
         target = bytearray(part.size_bytes)
         place = self._located(keeper, part)
         await self.client.fetch([Wanted(places=(place,), first=0, into=memoryview(target))])

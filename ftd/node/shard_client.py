@@ -6,25 +6,26 @@ contract is a ``PeerError`` that names it, and the next source is tried.
 """
 
 import asyncio
-import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
 import structlog
-import xxhash
 from yarl import URL
 
 from ftd.config.tls import TlsFields, explained
 from ftd.errors import PeerError
-from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, Meter, NodeManifest
+from ftd.node.connection import Connection
+from ftd.node.receiving import Block, other_bytes, verify
+from ftd.node.shard_protocol import WANT_DIGEST_HEADER, Meter, NodeManifest
+from ftd.node.sources import Busy, Located, Source, Wanted, check_status
 from storage.errors import DamagedError
-from storage.manifest import MAX_BYTES, Part, check_parts, decode_record, digest_of
+from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
+from storage.manifest import MAX_BYTES, check_parts, decode_record, digest_of
 
 log = structlog.get_logger("ftd.node")
 
@@ -42,52 +43,8 @@ _TLS_FIELDS = TlsFields(
     name="the host of [node] on that node", ca="node.snapshot_tls_ca", whose="that node's certificate"
 )
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024
-_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A node's snapshot server."""
-
-    node: str
-    address: str
-    """host:port"""
-
-    def __str__(self) -> str:
-        return f"the snapshot server of {self.node} ({self.address})"
-
-    def url(self, path: str, *, secure: bool = False) -> URL:
-        """:raises ValueError: the address is no host:port."""
-        host, _, port = self.address.rpartition(":")
-        host = host.strip("[]")
-        return URL.build(
-            scheme="https" if secure else "http",
-            host=f"[{host}]" if ":" in host else host,
-            port=int(port),
-            path=path,
-            encoded=True,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """A part, and the node that has it. What several nodes call by one name may differ in its bytes."""
-
-    source: Source
-    job_id: str
-    step: int
-    part: Part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Bytes ``first`` … of a part, as many as ``into`` has room for; from the first place that gives them."""
-
-    places: tuple[Located, ...]
-    first: int
-    into: memoryview
 
 
 class ShardClient:
@@ -106,16 +63,18 @@ class ShardClient:
         streams: int = MOST_STREAMS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._token = token
+        self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         self._tls = tls
         self._stall_s = stall_s
         self._block_bytes = block_bytes
         self._streams = asyncio.Semaphore(streams)
         self._ways: dict[str, asyncio.Lock] = {}
+        self._connections: dict[str, Connection] = {}
+        """By address: those that nobody receives from."""
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"},
+            headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
             connector=aiohttp.TCPConnector(limit=0, ssl=self._tls or True),
             auto_decompress=False,
@@ -128,6 +87,8 @@ class ShardClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for connection in self._connections.values():
+            connection.close()
         await self.session.close()
 
     def url(self, source: Source, path: str) -> URL:
@@ -175,57 +136,51 @@ class ShardClient:
         size, part = len(wanted.into), place.part
         if wanted.first < 0 or wanted.first + size > part.size_bytes:
             raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
-        if size == part.size_bytes:
-            await _all(
-                self._fetch_block(block) for block in self._blocks(place, 0, wanted.into, hashed=False)
-            )
-            if await asyncio.to_thread(digest_of, wanted.into) != part.digest:
-                raise PeerError(f"{place.source} sent other bytes than were written as {part.name}")
-        elif part.in_blocks:
+        if part.in_blocks:
             await self._fetch_range(place, wanted)
+        elif size == part.size_bytes:
+            await _all(self._fetch_block(block) for block in self._blocks(place, 0, wanted.into))
+            if await asyncio.to_thread(digest_of, wanted.into) != part.digest:
+                raise other_bytes(place)
         else:
-            blocks = self._blocks(place, wanted.first, wanted.into, hashed=True)
-            await _all(self._fetch_block(block) for block in blocks)
+            blocks = self._blocks(place, wanted.first, wanted.into)
+            await _all(self._fetch_hashed(block) for block in blocks)
 
-    def _blocks(self, place: Located, first: int, into: memoryview, *, hashed: bool) -> list["_Block"]:
-        return [
-            _Block(place, first + done, into[done : done + self._block_bytes], hashed)
-            for done in range(0, len(into), self._block_bytes)
-        ]
+    def _blocks(self, place: Located, first: int, into: memoryview) -> list[Block]:
+        step = self._block_bytes
+        if place.part.in_blocks:  # Whole ones, as each request is verified by itself.
+            step = max(step // VERIFIED_BYTES, 1) * VERIFIED_BYTES
+        return [Block(place, first + done, into[done : done + step]) for done in range(0, len(into), step)]
 
     async def _fetch_range(self, place: Located, wanted: Wanted) -> None:
-        """Whole blocks of the manifest straight into place, those at the edges beside it; verified all."""
+        """Whole blocks of the manifest straight into place, those at the edges beside it; each is verified
+        while later ones come."""
         part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
         numbers = part.covering(first, end)
         edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
         beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
-        requests = [_Block(place, part.block(n)[0], memory, False) for n, memory in beside.items()]
+        requests = [Block(place, part.block(n)[0], memory) for n, memory in beside.items()]
         if inner := [n for n in numbers if n not in beside]:
             low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
-            requests += self._blocks(place, low, wanted.into[low - first : high - first], hashed=False)
-        await _all(self._fetch_block(request) for request in requests)
+            requests += self._blocks(place, low, wanted.into[low - first : high - first])
+        await _all(one for request in requests for one in (self._fetch_block(request), verify(request)))
+        for n, memory in beside.items():
+            start, stop = part.block(n)
+            low, high = max(first, start), min(end, stop)
+            wanted.into[low - first : high - first] = memory[low - start : high - start]
 
-        def verified() -> bool:
-            for n in numbers:
-                start, stop = part.block(n)
-                memory = beside[n] if n in beside else wanted.into[start - first : stop - first]
-                if not part.sound(n, memory):
-                    return False
-                if n in beside:
-                    low, high = max(first, start), min(end, stop)
-                    wanted.into[low - first : high - first] = memory[low - start : high - start]
-            return True
+    async def _fetch_hashed(self, block: Block) -> None:
+        """Of a part without digests of blocks."""
+        block.hashed = True
+        await self._fetch_block(block)
+        if await asyncio.to_thread(digest_of, block.into) != block.digest:
+            raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
 
-        if not await asyncio.to_thread(verified):
-            raise PeerError(f"{place.source} sent other bytes than were written as {part.name}")
-
-    async def _fetch_block(self, block: "_Block") -> None:
+    async def _fetch_block(self, block: Block) -> None:
         # One after the other from the same node: side by side they would only share its way here.
         way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
         async with way, self._streams:
             await self.insist(block.place.source, lambda: self._receive(block))
-        if block.hasher is not None and block.hasher.hexdigest() != block.digest:
-            raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
 
     async def ask(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
         """A short request and its answer, tried once.
@@ -245,7 +200,7 @@ class ShardClient:
                         raise PeerError(f"{source} sent more than {_MOST_ANSWER_BYTES} bytes")
                 if response.status == 409:
                     raise PeerError(answer.decode(errors="replace")[:500])
-                check_status(source, response, 200)
+                check_status(source, response.status, 200)
                 return bytes(answer)
         except Busy:
             raise PeerError(f"{source} is busy") from None
@@ -267,8 +222,8 @@ class ShardClient:
             except Busy:
                 if time.monotonic() > busy_until:
                     raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
-            except aiohttp.ClientSSLError as error:
-                inner = getattr(error, "certificate_error", error.os_error)
+            except (aiohttp.ClientSSLError, ssl.SSLCertVerificationError) as error:
+                inner = getattr(error, "certificate_error", getattr(error, "os_error", error))
                 raise PeerError(f"{source}: {explained(inner, _TLS_FIELDS)}") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 broken += 1  # TimeoutError is an OSError.
@@ -282,7 +237,7 @@ class ShardClient:
         async with self.session.get(self.url(source, path), allow_redirects=False) as response:
             if response.status == 404:
                 return None
-            check_status(source, response, 200)
+            check_status(source, response.status, 200)
             body = bytearray()
             meter = Meter(self._stall_s)
             async for chunk in response.content.iter_any():
@@ -292,67 +247,22 @@ class ShardClient:
                     raise PeerError(f"{source} sent a manifest of more than {MAX_BYTES} bytes")
             return bytes(body)
 
-    async def _receive(self, block: "_Block") -> None:
+    async def _receive(self, block: Block) -> None:
         """Ask for what is missing of a block, and take it. May be called again where it broke."""
         source, part = block.place.source, block.place.part
         first, last = block.first + block.received, block.first + len(block.into) - 1
         if first > last:
             return
-        headers = {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
-        if block.hasher is not None:
+        headers = self._headers | {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
+        if block.hashed:
             headers[WANT_DIGEST_HEADER] = "xxh3"
         url = self.url(source, f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
-        async with self.session.get(url, headers=headers, allow_redirects=False) as response:
-            check_status(source, response, 206)
-            digest = response.headers.get(DIGEST_HEADER, "")
-            said = response.headers.get("Content-Length"), response.headers.get("Content-Range")
-            if said != (str(last + 1 - first), f"bytes {first}-{last}/{part.size_bytes}"):
-                raise PeerError(f"{source} answered bytes {first}-{last} with {said[1]} of length {said[0]}")
-            if block.hasher is not None and not _DIGEST.fullmatch(digest):
-                raise PeerError(f"{source} sent no digest with the bytes")
-            if not block.received:
-                block.digest = digest
-            await self._take(response.content, block)
-
-    async def _take(self, content: aiohttp.StreamReader, block: "_Block") -> None:
-        into, meter = block.into, Meter(self._stall_s)
-        while chunk := await content.readany():
-            end = block.received + len(chunk)
-            if end > len(into):
-                raise PeerError(f"{block.place.source} sent more than was asked for")
-            into[block.received : end] = chunk
-            if block.hasher is not None:
-                block.hasher.update(chunk)
-            block.received = end
-            meter.note(len(chunk))
-        if block.received < len(into):
-            raise aiohttp.ClientPayloadError("it ended early")
-
-
-class Busy(Exception):
-    """The node has as many readers as it wants: ask again."""
-
-
-class _Block:
-    """A piece of what is wanted, and how much of it has come."""
-
-    def __init__(self, place: Located, first: int, into: memoryview, hashed: bool) -> None:
-        self.place, self.first, self.into = place, first, into
-        self.received = 0
-        self.digest = ""
-        self.hasher = xxhash.xxh3_128() if hashed else None
-
-
-def check_status(source: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
-    match response.status:
-        case 503:
-            raise Busy
-        case 401:
-            raise PeerError(f"{source} does not accept our token: is the secret the same on all nodes?")
-        case 404 | 412:
-            raise PeerError(f"{source} does not have this snapshot any more")
-        case status if status != wanted:
-            raise PeerError(f"{source} answered {status}")
+        connection = self._connections.pop(source.address, None)
+        if connection is None or not connection.alive:
+            connection = await Connection.to(url, stall_s=self._stall_s, tls=self._tls)
+        await connection.get(url, headers, block)
+        if connection.alive:
+            self._connections[source.address] = connection
 
 
 def _path(job_id: str, step: int) -> str:

@@ -1,6 +1,7 @@
 """What snapshot servers and their clients say to each other: HTTP.
 
-    GET /v1/<job>/<step>             NodeManifest: what the node holds of a snapshot, verified just now
+    GET /v1/<job>/<step>             NodeManifest: what the node holds of a snapshot; verified just now
+                                     is what its readers can only verify as a whole
     GET /v1/<job>/<step>/<part>      its bytes; ``Range: bytes=a-b``, ``If-Match: "<digest of the part>"``
 
     PUT  /v1/<job>/<step>/copies/<owner>/<device>          a Manifest: keep a copy of what it names. Received
@@ -9,12 +10,12 @@
     POST /v1/<job>/<step>/copies/<owner>/<device>          all is there: verify and commit it. 204
 
 Every request carries ``Authorization: Bearer <token>``, derived from the cluster's secret, which itself goes
-over no wire. A whole part is checked against its digest in the manifest, a range of it against those of its
-blocks: readers ask for whole ones. Of a part without them ``Want-Digest`` asks for the XXH3 digest of just
-the bytes of an answer. So what was overwritten in the middle of
-a stream, or garbled, is noticed. ``If-Match`` ties a request to the snapshot whose manifest was read: a step
-that was done again is another one. A copy counts once its digests were found right and its manifest was
-written; a connection that broke is made good by offering the manifest again.
+over no wire. What is read is checked against the digests of its blocks in the manifest: readers ask for whole
+ones. A part without them is checked as a whole; of a range of it ``Want-Digest`` asks for the XXH3 digest of
+just the bytes of an answer. So what was overwritten in the middle of a stream, or garbled, is noticed.
+``If-Match`` ties a request to the snapshot whose manifest was read: a step that was done again is another
+one. A copy counts once its digests were found right and its manifest was written; a connection that broke is
+made good by offering the manifest again.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class NodeManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     manifests: tuple[Manifest, ...]
     damaged: tuple[str, ...] = ()
-    """Names of the parts whose bytes are not what was written."""
+    """Names of the parts whose bytes are not what was written, among those without digests of blocks."""
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

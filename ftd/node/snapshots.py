@@ -23,9 +23,10 @@ from ftd.node.mend import Mender, Trainers
 from ftd.node.persist import Persister
 from ftd.node.restore import DamageTold
 from ftd.node.scrub import Scrubber
-from ftd.node.shard_client import ShardClient, Source
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
+from ftd.node.sources import Source
 from ftd.node.stager import Stager
 from statemachine.agent_events import (
     CopiesHeld,

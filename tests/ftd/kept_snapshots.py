@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ftd.node.arenas import Arenas
 from ftd.node.copies import Copies
-from ftd.node.shard_client import Source
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
+from ftd.node.sources import Source
 from statemachine.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code

@@ -14,8 +14,9 @@ from ftd.errors import PeerError
 from ftd.node import copies as copies_module
 from ftd.node.arenas import Arenas, Held
 from ftd.node.copy_sender import CopySender
-from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import STREAM_BYTES, Rate, bearer_token
+from ftd.node.sources import Located, Source, Wanted
 from storage.arena import SLOTS, Arena
 from storage.manifest import Manifest, Part, digest_of, encode_record
 

@@ -11,9 +11,10 @@ from kept_snapshots import JOB, Node, flip, make_layer, payload_of, shared_direc
 
 from ftd.config.daemon import DaemonConfig, daemon_config
 from ftd.node.copy_sender import CopySender
-from ftd.node.shard_client import ShardClient, Source
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import Rate, bearer_token
 from ftd.node.snapshots import Snapshots
+from ftd.node.sources import Source
 from ftd.node.staging import Stage
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from runtime.protocol import Instruction, StagingSpoiled

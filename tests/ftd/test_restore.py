@@ -26,6 +26,7 @@ from ftd.node.restore import Restored, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
 from ftd.node.staging import OneByOne, Stage
 from statemachine.values import Restore, SnapshotGroup
+from storage.manifest import BLOCK_BYTES
 from storage.shards import Bytes
 
 STEP = 40
@@ -183,6 +184,21 @@ def test_a_flipped_bit_counts_as_a_lost_owner_and_is_said() -> None:
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
         cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_a_block_that_comes_wrong_is_decoded_around() -> None:
+    """Of a shard that its server does not read before: whoever receives it verifies its blocks."""
+
+    async def main(cluster: Cluster) -> None:
+        flip(cluster.root / "n1", STEP, "group-0/shard")
+        assert (await cluster.restore("n0", range(3))).own_bytes > 0
+        assert [said[:2] for said in cluster.told] == [("n1", "group-0/shard")]
+        assert "other bytes than were written" in cluster.told[0][2]
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write(sizes=(3 * BLOCK_BYTES, 33, 5000))
         asyncio.run(main(cluster))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
+import uvloop
 from kept_snapshots import JOB, TOKEN, Node, raw_request, shared_directory, write
 
 from ftd.config.daemon import daemon_config
@@ -17,8 +18,9 @@ from ftd.config.shard_tls import ShardTls
 from ftd.errors import ConfigurationError, PeerError
 from ftd.node.arenas import Arenas
 from ftd.node.copy_sender import CopySender
-from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import Rate
+from ftd.node.sources import Located, Source, Wanted
 
 PART = "group-0/shard"
 DATA = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
@@ -51,7 +53,11 @@ def authority(tmp_path: Path) -> Authority:
     return Authority.make(tmp_path / "authority")
 
 
-def with_node(tls: ShardTls, body: Callable[[Node], Coroutine[Any, Any, None]]) -> None:
+def with_node(
+    tls: ShardTls,
+    body: Callable[[Node], Coroutine[Any, Any, None]],
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
+) -> None:
     async def main(root: Path) -> None:
         write(root, 5, {PART: DATA})
         async with asyncio.timeout(60), Node("n1", root, tls=tls.server_context(), greeting_s=2.0) as node:
@@ -59,7 +65,7 @@ def with_node(tls: ShardTls, body: Callable[[Node], Coroutine[Any, Any, None]]) 
             await body(node)
 
     with shared_directory() as root:
-        asyncio.run(main(root))
+        run(main(root))
 
 
 async def fetched(node: Node, tls: ShardTls | None) -> bytes:
@@ -73,7 +79,8 @@ async def fetched(node: Node, tls: ShardTls | None) -> bytes:
         return bytes(into)
 
 
-def test_reading_and_sending_copies_by_tls(authority: Authority) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_reading_and_sending_copies_by_tls(authority: Authority, run: Callable[[Any], None]) -> None:
     tls = authority.tls("127.0.0.1")
 
     async def body(node: Node) -> None:
@@ -87,7 +94,7 @@ def test_reading_and_sending_copies_by_tls(authority: Authority) -> None:
             arenas.close()
         assert node.copies.held() == [(JOB, 6, 1, "n0")]
 
-    with_node(tls, body)
+    with_node(tls, body, run)
 
 
 @pytest.mark.parametrize(

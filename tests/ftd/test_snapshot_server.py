@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from kept_snapshots import JOB, TOKEN, Node, flip, raw_request, shared_directory, write
 
 from ftd.errors import ConfigurationError, PeerError
 from ftd.node import shard_server
 from ftd.node.arenas import Arenas
-from ftd.node.shard_client import Located, ShardClient, Source, Wanted
+from ftd.node.shard_client import ShardClient
 from ftd.node.shard_protocol import STREAM_BYTES, bearer_token
+from ftd.node.sources import Located, Source, Wanted
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, Part, digest_of
 
@@ -27,14 +29,16 @@ SMALL = np.arange(100, dtype=np.uint8)
 Body = Callable[[Node], Coroutine[Any, Any, None]]
 
 
-def with_node(body: Body, **options: Any) -> None:
+def with_node(
+    body: Body, *, run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run, **options: Any
+) -> None:
     async def main(root: Path) -> None:
         write(root, 5, {PART: DATA, "group-0/small": SMALL})
         async with asyncio.timeout(60), Node("node-1", root, **options) as node:
             await body(node)
 
     with shared_directory() as root:
-        asyncio.run(main(root))
+        run(main(root))
 
 
 async def located(client: ShardClient, source: Source, name: str = PART) -> Located:
@@ -49,7 +53,8 @@ async def fetched(client: ShardClient, place: Located, first: int, size: int) ->
     return target
 
 
-def test_parts_and_ranges_come_as_they_were_written() -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_parts_and_ranges_come_as_they_were_written(run: Callable[[Any], None]) -> None:
     async def body(node: Node) -> None:
         async with ShardClient(TOKEN, block_bytes=1_000_000) as client:
             place = await located(client, node.source)
@@ -61,7 +66,7 @@ def test_parts_and_ranges_come_as_they_were_written() -> None:
             assert await client.manifest(node.source, JOB, 6) is None
             assert await client.manifest(node.source, "other", 5) is None
 
-    with_node(body)
+    with_node(body, run=run)
 
 
 def test_who_has_no_token_or_a_wrong_one_gets_nothing_and_is_counted() -> None:
@@ -127,15 +132,17 @@ def test_a_link_in_the_place_of_a_job_leads_nowhere() -> None:
     with_node(body)
 
 
-def test_a_flipped_bit_is_named_and_a_whole_part_does_not_pass() -> None:
+def test_a_flipped_bit_is_named_by_the_server_or_found_by_who_can_verify_blocks() -> None:
     async def body(node: Node) -> None:
         flip(node.root, 5, PART)
+        flip(node.root, 5, "group-0/small")
         async with ShardClient(TOKEN) as client:
             found = await client.manifest(node.source, JOB, 5)
-            assert found is not None and found.damaged == (PART,)
-            place = Located(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
-            with pytest.raises(PeerError, match=r"node-1 .*other bytes than were written"):
-                await fetched(client, place, 0, SIZE)
+            assert found is not None and found.damaged == ("group-0/small",)
+            for part in found.manifests[0].parts:
+                place = Located(source=node.source, job_id=JOB, step=5, part=part)
+                with pytest.raises(PeerError, match=r"node-1 .*other bytes than were written"):
+                    await fetched(client, place, 0, part.size_bytes)
 
     with_node(body)
 
@@ -352,6 +359,22 @@ def test_a_broken_connection_goes_on_where_it_stopped(size: int) -> None:
     assert asked == sorted(set(asked)) and asked[0] == 0 and len(asked) == 4
 
 
+def test_a_head_in_drops_and_bytes_behind_the_last_one_change_nothing() -> None:
+    async def drops(writer: asyncio.StreamWriter, first: int, end: int) -> None:
+        for byte in head(first, end):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(DATA[first:end].tobytes() + b"and more")
+
+    async def check(client: ShardClient, place: Located) -> None:
+        memory = np.zeros(SIZE + 8, dtype=np.uint8)
+        await client.fetch([Wanted(places=(place,), first=0, into=memory[:SIZE].data)])
+        assert (memory[:SIZE] == DATA).all() and not memory[SIZE:].any()
+
+    against(drops, check)
+
+
 async def garbage(writer: asyncio.StreamWriter, first: int, end: int) -> None:
     writer.write(b"\x00\xff" * 5000)
 
@@ -362,6 +385,15 @@ async def wrong_bytes(writer: asyncio.StreamWriter, first: int, end: int) -> Non
 
 async def longer(writer: asyncio.StreamWriter, first: int, end: int) -> None:
     writer.write(head(first, end, Content_Length=str(1 << 40)))
+
+
+async def endless_head(writer: asyncio.StreamWriter, first: int, end: int) -> None:
+    writer.write(b"HTTP/1.1 206 Partial Content\r\n" + b"X: y" * 4000)
+
+
+async def said_twice(writer: asyncio.StreamWriter, first: int, end: int) -> None:
+    length = b"Content-Length: 5\r\n"
+    writer.write(head(first, end).replace(b"X-Ftd", length + b"X-Ftd") + DATA[first:end].tobytes())
 
 
 async def other_range(writer: asyncio.StreamWriter, first: int, end: int) -> None:
@@ -409,6 +441,8 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
     ("behaviour", "size", "says"),
     [
         (garbage, SIZE, "no answer"),
+        (endless_head, SIZE, "no answer"),
+        (said_twice, SIZE, "no answer.*comes twice"),
         (wrong_bytes, SIZE, "other bytes than were written"),
         (wrong_bytes, SIZE - 7, "other bytes of .* than it said"),
         (longer, SIZE, "of length 1099511627776"),
