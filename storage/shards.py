@@ -100,29 +100,37 @@ Fetch = Callable[[int, int, int], Bytes]
 
 
 def restore(
-    layout: ShardLayout, present: frozenset[int], fetch: Fetch, bucket: Bytes, first: int = 0
+    layout: ShardLayout,
+    present: frozenset[int],
+    fetch: Fetch,
+    bucket: Bytes,
+    first: int = 0,
+    placed: Mapping[int, tuple[int, int]] | None = None,
 ) -> None:
     """Fill ``bucket`` with the bucket's bytes from ``first`` on, from the shards of the owners ``present``.
 
     Large ones on several threads, which ``fetch`` must allow.
 
+    :param placed: by the first byte of a recipe: which of its sources is in its place already.
     :raises LostError: what is left does not say what the lost owners kept.
     """
-    runs = [
-        (low, min(low + _RUN_BYTES, high), [(owner, offset + low - begin) for owner, offset in sources])
-        for begin, high, sources in recipes(layout, present, first, first + len(bucket))
-        for low in range(begin, high, _RUN_BYTES)
-    ]
+    runs: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
+    for begin, end, all_sources in recipes(layout, present, first, first + len(bucket)):
+        there = (placed or {}).get(begin)
+        others = [source for source in all_sources if source != there]
+        for low in range(begin, end, _RUN_BYTES):
+            moved = [(owner, offset + low - begin) for owner, offset in others]
+            runs.append((low, min(low + _RUN_BYTES, end), there is not None, moved))
 
-    def fill(run: tuple[int, int, list[tuple[int, int]]]) -> None:
-        low, high, sources = run
+    def fill(run: tuple[int, int, bool, list[tuple[int, int]]]) -> None:
+        low, high, begun, sources = run
         # What several shards make up is made block by block, while the block is in the cache.
-        step = _BLOCK_BYTES if len(sources) > 1 else _RUN_BYTES
+        step = _BLOCK_BYTES if begun + len(sources) > 1 else _RUN_BYTES
         for begin in range(low, high, step):
             target = bucket[begin - first : min(begin + step, high) - first]
             for number, (owner, offset) in enumerate(sources):
                 found = fetch(owner, offset + begin - low, len(target))
-                if number == 0:
+                if number == 0 and not begun:
                     target[:] = found
                 else:
                     xor_into(target, found)

@@ -1,7 +1,8 @@
 """A range of a group's bucket out of the memory of several nodes, with as few copies as there can be.
 
-What other nodes have as it is, is received straight to its place; what nobody has is decoded there. What
-this node's own arena has as it is, is *lent* where that is wanted: told of, and read by nobody here.
+What other nodes have as it is, is received straight to its place; what nobody has is decoded there: one of
+the shards that it is the XOR of is received to its place, too, and the others are added to it. What this
+node's own arena has as it is, is *lent* where that is wanted: told of, and read by nobody here.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import numpy as np
 
 from ftd.errors import PeerError
 from ftd.node.keepers import Keeper
-from storage.shards import Bytes, Recipe, ShardLayout, merged, needed, recipes, restore
+from storage.shards import Bytes, Recipe, ShardLayout, merged, recipes, restore
 
 _LEAST_LENT_BYTES = 256 * 1024
 """Who reads it verifies whole blocks: for less it is not worth it."""
@@ -70,6 +71,17 @@ class Stretch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Another node's bytes that are received to where what is made of them is wanted."""
+
+    owner: int
+    bytes: range
+    """Of its shard."""
+    offset: int
+    """In memory."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Plan:
     """Where each byte of [first, end) comes from. Made by ``planned``."""
@@ -82,44 +94,54 @@ class Plan:
     """What is copied into memory: a stretch, whose shard, and from which byte of it."""
     made: list[Stretch] = field(default_factory=list)
     """What is decoded there."""
+    placed: dict[int, "Placed"] = field(default_factory=dict)
+    """By the first byte of a recipe of what is decoded."""
     size_bytes: int = 0
     """Of memory."""
 
     @property
     def own_bytes(self) -> int:
         """Read in this node's memory, or lent."""
-        own = {owner for owner, keeper in self.usable.items() if keeper.held is not None}
-        lent = sum(s.end - s.first for s in self.stretches if s.lender is not None)
-        return lent + sum(
-            len(some) for owner, ranges in self.read().items() if owner in own for some in ranges
-        )
+        found = self.read()
+        for one in self.stretches:
+            if one.lender is not None:
+                lent = range(one.offset, one.offset + one.end - one.first)
+                found.setdefault(one.lender.owner, []).append(lent)
+        own = [owner for owner, keeper in self.usable.items() if keeper.held is not None]
+        return sum(len(some) for owner in own for some in merged(found.get(owner, ())))
 
     def read(self) -> dict[int, list[range]]:
         """Which bytes of whose shard are read here."""
         found = self.asked()
         for stretch, owner, offset in self.plain:
             found.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
+        for one in self.placed.values():
+            found.setdefault(one.owner, []).append(one.bytes)
         return found
 
     def asked(self) -> dict[int, list[range]]:
-        """Which bytes of whose shard are decoded from, and are not copied into memory anyway."""
+        """Which bytes of whose shard are decoded from, and do not come into memory anyway."""
         found: dict[int, list[range]] = {}
-        for stretch in self.made:
-            wanted = needed(self.layout, frozenset(self.usable), stretch.first, stretch.end)
-            for owner, ranges in wanted.items():
-                there = self.copied(owner)
-                found.setdefault(owner, []).extend(
-                    some for some in ranges if not any(_within(some, copy) for copy, _ in there)
-                )
-        return {owner: merged(ranges) for owner, ranges in found.items() if ranges}
+        for low, owner, some, _ in self.sources():
+            placed = self.placed.get(low)
+            if placed is None or (placed.owner, placed.bytes) != (owner, some):
+                found.setdefault(owner, []).append(some)
+        return {owner: merged(ranges) for owner, ranges in found.items()}
 
-    def copied(self, owner: int) -> list[tuple[range, int]]:
-        """What of the owner's shard is copied into memory, and where."""
-        return [
-            (range(offset, offset + stretch.end - stretch.first), stretch.offset)
-            for stretch, other, offset in self.plain
-            if other == owner
-        ]
+    def sources(self) -> Iterator[tuple[int, int, range, int]]:
+        """Of what is decoded, what is not copied into memory as it is: the first byte of a recipe, whose
+        bytes are wanted for it, which of its shard, and where in memory the recipe's begin."""
+        copied: dict[int, list[range]] = {}
+        for stretch, owner, offset in self.plain:
+            copied.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
+        for stretch in self.made:
+            for low, high, sources in recipes(
+                self.layout, frozenset(self.usable), stretch.first, stretch.end
+            ):
+                for owner, offset in sources:
+                    some = range(offset, offset + high - low)
+                    if not any(_within(some, copy) for copy in copied.get(owner, ())):
+                        yield low, owner, some, stretch.offset + low - stretch.first
 
 
 def planned(layout: ShardLayout, usable: Mapping[int, Keeper], first: int, end: int, *, lend: bool) -> Plan:
@@ -139,7 +161,27 @@ def planned(layout: ShardLayout, usable: Mapping[int, Keeper], first: int, end: 
             plan.plain.append((stretch, owner, offset))
         else:
             plan.made.append(stretch)
+    plan.placed = _placed(plan)
     return plan
+
+
+def _placed(plan: Plan) -> dict[int, Placed]:
+    """For each recipe another node's bytes that nothing else is made of."""
+    sources = sorted(plan.sources(), key=lambda source: (source[1], source[2].start))
+    ends = [0] + [0] * len(sources)
+    """Before each source: how far those before it of the same owner reach."""
+    for number, (_, owner, some, _) in enumerate(sources):
+        before = ends[number] if number and sources[number - 1][1] == owner else 0
+        ends[number + 1] = max(before, some.stop)
+    found: dict[int, Placed] = {}
+    for number, (low, owner, some, place) in enumerate(sources):
+        before = number and sources[number - 1][1] == owner and ends[number] > some.start
+        behind = number + 1 < len(sources) and sources[number + 1]
+        if plan.usable[owner].held is not None or before:
+            continue
+        if not behind or behind[1] != owner or behind[2].start >= some.stop:
+            found.setdefault(low, Placed(owner, some, place))
+    return found
 
 
 def _lendable(keeper: Keeper) -> bool:
@@ -170,7 +212,8 @@ def _within(one: range, other: range) -> bool:
 async def carry_out(plan: Plan, memory: Bytes, own: Mapping[int, Bytes], read: Read) -> int:
     """Fill ``memory``, of ``plan.size_bytes``. Bytes that were fetched.
 
-    :param own: shards in this node's memory that are read. They are verified behind that.
+    :param own: shards in this node's memory that are read, and verified. Who calls looks behind that whether
+        the snapshot is still there.
     :raises FailedError: some are not usable; what is in the memory is anything.
     """
     asked = plan.asked()
@@ -178,30 +221,39 @@ async def carry_out(plan: Plan, memory: Bytes, own: Mapping[int, Bytes], read: R
     for stretch, owner, offset in plan.plain:
         if owner in stores:
             stores[owner].add(offset, memory[stretch.offset : stretch.offset + stretch.end - stretch.first])
-    await _fetched(plan, stores, read)
+    for one in plan.placed.values():
+        stores[one.owner].add(one.bytes.start, memory[one.offset : one.offset + len(one.bytes)])
 
     def shard(owner: int, offset: int, size: int) -> Bytes:
         if owner in own:
             return own[owner][offset : offset + size]
         return stores[owner].read(offset, size)
 
-    def make() -> None:
+    def copy_own() -> list[int]:
+        """Whose bytes are not as they were written."""
         for stretch, owner, offset in plan.plain:
             if owner in own:
                 size = stretch.end - stretch.first
                 memory[stretch.offset : stretch.offset + size] = own[owner][offset : offset + size]
+        kept = ((owner, plan.usable[owner].shard, ranges) for owner, ranges in plan.read().items())
+        return [
+            owner for owner, part, r in kept if owner in own and part and not part.sound_in(own[owner], r)
+        ]
+
+    def make() -> None:
+        placed = {low: (one.owner, one.bytes.start) for low, one in plan.placed.items()}
         for stretch in plan.made:
             target = memory[stretch.offset : stretch.offset + stretch.end - stretch.first]
-            restore(plan.layout, frozenset(plan.usable), shard, target, stretch.first)
+            restore(plan.layout, frozenset(plan.usable), shard, target, stretch.first, placed)
 
+    copying = asyncio.ensure_future(asyncio.to_thread(copy_own))
+    try:
+        await _fetched(plan, stores, read)
+    finally:
+        bad = await copying
+    if bad:
+        raise FailedError([(owner, PeerError("its digest does not match")) for owner in bad])
     await asyncio.to_thread(make)
-    # Now that they are copied: were they as they were written?
-    for owner, ranges in plan.read().items():
-        kept = plan.usable[owner].shard
-        if owner not in own or kept is None:
-            continue
-        if not await asyncio.to_thread(kept.sound_in, own[owner], ranges):
-            raise FailedError([(owner, PeerError("its digest does not match"))])
     return sum(len(some) for store in stores.values() for some, _ in store.pieces)
 
 
