@@ -87,6 +87,9 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionResetError("it was closed")
         lines = [f"GET {url.raw_path} HTTP/1.1", f"Host: {url.host_port_subcomponent}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
+        if not all(line.isprintable() for line in lines):
+            self.close()
+            raise ValueError("what it sent before cannot be asked for in one line")
         done = self._loop.create_future()
         self._sink, self._done = sink, done
         self._last = False

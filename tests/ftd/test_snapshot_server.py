@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -460,6 +462,15 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
 def test_a_peer_that_breaks_the_contract_is_named(behaviour: Behaviour, size: int, says: str) -> None:
     slow = behaviour in (silence, stalls, drips)
     against(behaviour, fails(says, size), stall_s=0.3 if slow else 30.0)
+
+
+def test_a_digest_of_more_than_one_line_asks_for_nothing_else() -> None:
+    async def check(client: ShardClient, place: Located) -> None:
+        part = msgspec.structs.replace(FAKE, digest='x"\r\nRange: bytes=0-0\r\nX: "')
+        with pytest.raises(PeerError, match=r"node-9 .*in one line"):
+            await fetched(client, dataclasses.replace(place, part=part), 0, SIZE)
+
+    assert against(garbage, check) == []
 
 
 def test_a_manifest_that_is_none_is_refused() -> None:
