@@ -15,7 +15,7 @@ from runtime.snapshot_pieces import Bucket, Unit, source_of, units_of
 from runtime.state import LayerStates
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES
-from storage.manifest import Part
+from storage.manifest import Digests, Part
 from storage.shards import ShardLayout
 
 
@@ -35,6 +35,8 @@ class Capture:
     units: list[Unit] = field(default_factory=list)
     shards: list[tuple[str, int, int]] = field(default_factory=list)
     """Name, offset in the slot, size."""
+    digests: dict[int, Digests] = field(default_factory=dict)
+    """By a shard's offset, as far as they were made beside copying; the copier's thread alone makes any."""
     small: list[tuple[str, bytes]] = field(default_factory=list)
     groups: list[dict[str, object]] = field(default_factory=list)
     """For the manifest."""
@@ -99,6 +101,10 @@ class Capture:
         return self.shards_bytes + 2 * sum(len(data) for _, data in self.small)
 
     @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    @property
     def failed(self) -> bool:
         return self.error is not None
 
@@ -107,11 +113,17 @@ class Capture:
         """The state may change."""
         return self.failed or self.copied == len(self.units)
 
+    def digests_at(self, unit: Unit) -> Digests | None:
+        """Those of its shard, if its bytes are the next to be taken."""
+        offset = max(offset for _, offset, _ in self.shards if offset <= unit.offset)
+        digests = self.digests.setdefault(offset, Digests())
+        return digests if offset + digests.size_bytes == unit.offset else None
+
     def layout(self) -> dict[str, object]:
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
     def parts(self) -> tuple[Part, ...]:
-        """Write the small parts behind the shards, which are there, and make digests of all."""
+        """Write the small parts behind the shards, which are there, and make the digests that are missing."""
         assert self.slot is not None
         ranges = list(self.shards)
         end = self.shards_bytes
@@ -119,9 +131,12 @@ class Capture:
             self.slot[end : end + len(data)] = np.frombuffer(data, dtype=np.uint8)
             ranges.append((name, end, len(data)))
             end += len(data)
-        return tuple(
-            Part.of(name, offset, self.slot[offset : offset + size]) for name, offset, size in ranges
-        )
+        parts = []
+        for name, offset, size in ranges:
+            digests = self.digests.get(offset) or Digests()
+            digests.update(self.slot[offset + digests.size_bytes : offset + size])
+            parts.append(digests.part(name, offset))
+        return tuple(parts)
 
 
 def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:

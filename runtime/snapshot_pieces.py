@@ -15,10 +15,11 @@ from torch import Tensor
 
 from runtime.snapshot_movers import Bytes, Mover, Source
 from runtime.tensor_image import gathered
+from storage.manifest import Digests
 from storage.shards import ALIGNMENT_BYTES, ShardLayout
 
 BLOCK_BYTES = 1024 * 1024
-"""XORed at a time: the third source comes while the target is still in the cache."""
+"""XORed at a time, or given a digest and copied: what is read again is still in the cache."""
 
 
 def source_of(tensor: Tensor) -> Source:
@@ -43,9 +44,12 @@ class Bucket:
             self._sources.append(source)
         self.size_bytes += padded_bytes
 
-    def fill(self, target: Bytes, starts: tuple[int, ...]) -> None:
-        """``target`` becomes the XOR of the bucket's bytes from each of ``starts`` on."""
-        done, most = 0, len(target) if len(starts) == 1 else BLOCK_BYTES
+    def fill(self, target: Bytes, starts: tuple[int, ...], digests: Digests | None = None) -> None:
+        """``target`` becomes the XOR of the bucket's bytes from each of ``starts`` on.
+
+        :param digests: take them, too, each block while it is in the cache; for host memory alone.
+        """
+        done, most = 0, len(target) if len(starts) == 1 and digests is None else BLOCK_BYTES
         while done < len(target):
             # Up to where the next span begins or ends, of any of them.
             size = min(most, len(target) - done, *(self._run(start + done) for start in starts))
@@ -55,9 +59,13 @@ class Bucket:
                 case []:
                     block[:] = 0
                 case [only]:
+                    if digests is not None:
+                        digests.update(only)  # Before it is copied: a streaming store leaves nothing behind.
                     self.mover.copy(block, only)
                 case _:
                     self.mover.xor(block, sources)
+            if digests is not None and len(sources) != 1:
+                digests.update(block)
             done += size
         self.mover.finish()
 
@@ -95,9 +103,9 @@ class Unit:
     def read_bytes(self) -> int:
         return self.size_bytes * len(self.starts)
 
-    def make(self, slot: Bytes) -> None:
+    def make(self, slot: Bytes, digests: Digests | None = None) -> None:
         """The bytes are there when it returns."""
-        self.bucket.fill(slot[self.offset : self.offset + self.size_bytes], self.starts)
+        self.bucket.fill(slot[self.offset : self.offset + self.size_bytes], self.starts, digests)
 
 
 def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int, unit_bytes: int) -> list[Unit]:

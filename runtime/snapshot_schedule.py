@@ -101,14 +101,26 @@ class Schedule:
             case _:
                 assert_never(period)
 
+    def has_time(self, left_bytes: int, elapsed_s: float) -> bool:
+        """Whether what is left will be copied well before the step ends, at the rate so far: then digests are
+        made beside copying, of bytes that are in the cache. A device's are not.
+
+        :param elapsed_s: of the step that is under way.
+        """
+        if self.own_link or not self._steps or not self.bandwidth:
+            return False
+        return left_bytes / self.bandwidth <= _MARGIN * (self._step_s() - elapsed_s)
+
     def _fits_bubbles(self, left_bytes: int, so_far: Elapsed) -> bool:
         """The bubbles to come suffice for what is left."""
         if not self._steps or not self.bandwidth:
             return False
-        step_s = sum(step.step_s for step in self._steps) / len(self._steps)
         bubbles_s = sum(map(self._bubbles_s, self._steps)) / len(self._steps)
-        to_come_s = min(bubbles_s - self._bubbles_s(so_far), step_s - so_far.step_s)
+        to_come_s = min(bubbles_s - self._bubbles_s(so_far), self._step_s() - so_far.step_s)
         return left_bytes / self.bandwidth <= _MARGIN * to_come_s
+
+    def _step_s(self) -> float:
+        return sum(step.step_s for step in self._steps) / len(self._steps)
 
     def _bubbles_s(self, elapsed: Elapsed) -> float:
         return elapsed.waits_s - (elapsed.sums_s if self.own_link else 0.0)

@@ -228,15 +228,18 @@ class SnapshotWriter:
                 return False
             unit = capture.units[capture.taken]
             capture.taken += 1
+            own = threading.current_thread() is self._thread
+            more = own and not capture.hurried and self._schedule.has_time(capture.left_bytes, capture.age_s)
+            digests = capture.digests_at(unit) if more else None
         assert capture.slot is not None
         began_s, started = time.time(), time.monotonic()
         try:
-            unit.make(capture.slot)
+            unit.make(capture.slot, digests)
         except Exception as error:
             capture.error = error
         finally:
             took_s = time.monotonic() - started
-            kind = "copy" if threading.current_thread() is self._thread else "help"
+            kind = "copy" if own else "help"
             self._pace.trace.add(kind, began_s, began_s + took_s, capture.step, unit.read_bytes)
             with self._changed:
                 capture.copied += 1
@@ -340,9 +343,7 @@ class SnapshotWriter:
             waiting = pace.waiting
             period = self._schedule.period(waiting=waiting, for_sums=pace.waiting_for == "sync")
             with self._changed:
-                so_far = Elapsed(
-                    step_s=time.monotonic() - capture.begun_s, waits_s=pace.bubble_s, sums_s=pace.sums_s
-                )
+                so_far = Elapsed(step_s=capture.age_s, waits_s=pace.bubble_s, sums_s=pace.sums_s)
                 if (
                     capture.hurried
                     or capture.taken == len(capture.units)

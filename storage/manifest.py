@@ -42,17 +42,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def of(cls, name: str, offset: int, data: Any) -> "Part":
         """Of these bytes, digests made in one pass over memory."""
-        view = memoryview(data)
-        if len(view) <= BLOCK_BYTES:
-            return cls(name=name, offset=offset, size_bytes=len(view), digest=digest_of(view))
-        whole, blocks = xxhash.xxh3_128(), []
-        for start in range(0, len(view), BLOCK_BYTES):
-            block = view[start : start + BLOCK_BYTES]
-            blocks.append(xxhash.xxh3_64_hexdigest(block))
-            whole.update(block)
-        return cls(
-            name=name, offset=offset, size_bytes=len(view), digest=whole.hexdigest(), blocks="".join(blocks)
-        )
+        digests = Digests()
+        digests.update(data)
+        return digests.part(name, offset)
 
     @property
     def in_blocks(self) -> bool:
@@ -93,6 +85,41 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         numbers = {number for some in ranges for number in self.covering(some.start, some.stop)}
         return not self.in_blocks or all(self.sound(n, memory[slice(*self.block(n))]) for n in numbers)
+
+
+class Digests:
+    """Of a part whose bytes come one after the other, each run while it is in the cache."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        """Taken so far."""
+        self._whole, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
+        self._blocks: list[str] = []
+
+    def update(self, data: Any) -> None:
+        """What follows; any contiguous bytes. Other threads run."""
+        view = memoryview(data)
+        start = 0
+        while start < len(view):
+            some = view[start : start + BLOCK_BYTES - self.size_bytes % BLOCK_BYTES]
+            self._whole.update(some)
+            self._block.update(some)
+            start += len(some)
+            self.size_bytes += len(some)
+            if self.size_bytes % BLOCK_BYTES == 0:
+                self._blocks.append(self._block.hexdigest())
+                self._block.reset()
+
+    def part(self, name: str, offset: int) -> Part:
+        """All of it was taken."""
+        blocks = self._blocks + [self._block.hexdigest()] * (self.size_bytes % BLOCK_BYTES > 0)
+        return Part(
+            name=name,
+            offset=offset,
+            size_bytes=self.size_bytes,
+            digest=self._whole.hexdigest(),
+            blocks="".join(blocks) if self.size_bytes > BLOCK_BYTES else "",
+        )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

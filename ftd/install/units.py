@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runtime.streaming import streaming_environment
+
 Role = Literal["node", "coordinator"]
 USER = "ftd"
 
@@ -79,11 +81,17 @@ def unit_text(role: Role, layout: Layout) -> str:
         "RestartPreventExitStatus=2\n"
         "WatchdogSec=30\nTimeoutStartSec=120\n"
         "Environment=PYTHONUNBUFFERED=1\n"
+        f"{_streaming() if role == 'node' else ''}"
         "ConfigurationDirectory=ftd\nStateDirectory=ftd\nStateDirectoryMode=0700\n"
         "RuntimeDirectory=ftd\nRuntimeDirectoryMode=0700\n"
         f"{paths}\n{_SANDBOX}{_GPUS if role == 'node' else 'PrivateDevices=yes' + chr(10)}\n"
         "[Install]\nWantedBy=multi-user.target\n"
     )
+
+
+def _streaming() -> str:
+    """Large copies (snapshots made, decoded, written) pass the caches by; trainers inherit it."""
+    return "".join(f"Environment={name}={value}\n" for name, value in streaming_environment({}).items())
 
 
 _NODE = """\

@@ -1,6 +1,7 @@
 """A whole cluster on this machine: broker, coordinator and node daemons as real processes."""
 
 import asyncio
+import os
 import secrets
 import shutil
 import socket
@@ -14,6 +15,7 @@ from ftd.local.namespaces import Network
 from ftd.mqtt.embedded import await_ready, embedded_command
 from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from ftd.node.processes import module_command, tail
+from runtime.streaming import streaming_environment
 
 BROKER = "broker"
 COORDINATOR = "coordinator"
@@ -226,5 +228,5 @@ def _credentials(broker: BrokerAddress) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """One thread for each process: they share this machine's cores."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    """One thread for each process: they share this machine's cores. Nodes copy as they do under systemd."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | streaming_environment(os.environ)

@@ -1,6 +1,7 @@
 """``ftd install``: files that systemd itself accepts, nothing of the user's overwritten."""
 
 import configparser
+import platform
 import shutil
 import stat
 import subprocess
@@ -54,6 +55,10 @@ def test_the_unit_says_what_the_daemons_rely_on() -> None:
         "mixed",
         "2",
     )
+    node, coordinator = (unit_text(role, Layout(executable=FTD)) for role in ("node", "coordinator"))
+    tunable = "Environment=GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold="
+    assert (tunable in node) == (platform.machine() == "x86_64")
+    assert tunable not in coordinator
     assert int(service["TimeoutStopSec"]) > daemon_config({}, directory=Path("/")).timing.leave_s
 
 

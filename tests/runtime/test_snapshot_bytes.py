@@ -21,6 +21,7 @@ from runtime.snapshot_writer import SnapshotWriter
 from runtime.world import owners_of_layer
 from storage.arena import Arena
 from storage.buckets import derive_buckets
+from storage.manifest import Digests
 from tests.runtime.harness import formed_world, pipeline
 from tests.runtime.snapshots import Kept, Layers, decoded, kept, losses_within
 from tests.runtime.support import data_for, gpt_data, script
@@ -196,12 +197,12 @@ def test_the_next_step_waits_for_a_slow_copy(
     alone = Alone(job(tmp_path), tmp_path / "arena")
     engine = alone.rank.engine
 
-    def late(unit: Unit, slot: Bytes) -> None:
+    def late(unit: Unit, slot: Bytes, digests: Digests | None = None) -> None:
         writer = engine.snapshots
         while writer is not None and writer._capture is not None:  # The main thread has not come for it yet.
             time.sleep(0.01)
         time.sleep(0.3)
-        make(unit, slot)
+        make(unit, slot, digests)
 
     alone.snap()
     alone.steps()
@@ -355,7 +356,7 @@ def test_a_new_process_keeps_what_is_of_its_job_damaged_or_not(tmp_path: Path) -
 def test_what_cannot_be_copied_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(unit: Unit, slot: object) -> None:
+    def broken(unit: Unit, slot: object, digests: object = None) -> None:
         raise OSError("the memory is gone")
 
     alone = Alone(gpt_data(), tmp_path)

@@ -11,13 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.protocol import WorldData
+from runtime.protocol import VoteData, WorldData
+from runtime.snapshot_capture import Capture
 from runtime.snapshot_groups import groups_of
-from runtime.snapshot_movers import DeviceMover, HostMover
-from runtime.snapshot_pieces import BLOCK_BYTES, Bucket, source_of, units_of
+from runtime.snapshot_movers import Bytes, DeviceMover, HostMover
+from runtime.snapshot_pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
 from runtime.snapshot_schedule import Elapsed, Schedule
 from runtime.streaming import streaming_environment
 from storage.codes import make_code
+from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
+from storage.manifest import digest_of
 from storage.shards import ShardLayout, make_shard
 from tests.runtime.harness import pipeline
 
@@ -61,6 +64,27 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
             assert streams is None or streams.finished == streams.asked, "bytes are still under way"
         assert slot[64:].tobytes() == expected.tobytes()
         assert (slot[:64] == 0xA5).all()
+        if streams is None:
+            check_digests(units, expected)
+
+
+def check_digests(units: list[Unit], expected: Bytes) -> None:
+    """Made beside copying, until somebody else makes a unit: the rest comes behind."""
+    capture = Capture(
+        generation=1, step=1, vote=VoteData(loss=0.0, gradient_norm=0.0), unit_bytes=UNIT_BYTES, units=units
+    )
+    capture.shards.append(("shard", 64, len(expected)))
+    slot = capture.slot = np.full(64 + len(expected), 0xA5, dtype=np.uint8)
+    helped = 3 if len(units) > 3 else len(units)
+    for number, unit in enumerate(units):
+        digests = None if number == helped else capture.digests_at(unit)
+        assert (digests is None) == (number >= helped)
+        unit.make(slot, digests)
+    (part,) = capture.parts()
+    assert (part.offset, part.size_bytes, part.digest) == (64, len(expected), digest_of(expected))
+    numbers = part.covering(0, part.size_bytes)
+    assert bool(part.blocks) == (part.size_bytes > MANIFEST_BLOCK_BYTES) and part.in_blocks
+    assert all(part.sound(number, expected[slice(*part.block(number))]) for number in numbers)
 
 
 SCHEMES = st.sampled_from(["none", "arc:1", "aec", "aec2", "aec+arc:1"])
@@ -163,6 +187,19 @@ def test_computing_is_disturbed_only_for_what_bubbles_do_not_take() -> None:
     schedule.note_copy(3000, 0.5)
     assert math.isclose(schedule.bandwidth, 3500)
     assert not schedule.may_copy("computing", 1399, at(0.0, 0.0))
+
+
+def test_digests_are_made_beside_copying_where_the_step_lasts_longer() -> None:
+    host, device = Schedule(), Schedule(own_link=True)
+    assert not host.has_time(0, 0.0), "nothing is known yet"
+    for schedule in (host, device):
+        schedule.note_copy(1000, 1.0)
+        schedule.note_step(at(2.0, 0.0))
+    assert host.has_time(1500, 0.0)
+    assert not host.has_time(1700, 0.0)
+    assert not host.has_time(1500, 0.5)
+    assert not host.has_time(1, 2.1), "the step should have ended"
+    assert not device.has_time(1, 0.0)
 
 
 def test_on_a_device_sums_are_disturbed_last() -> None:
