@@ -2,8 +2,8 @@
 
 A snapshot is cut into units. The copier takes them one after the other; numpy copies and XXH3 release the
 interpreter lock. Whoever is about to change what is being copied (an optimizer's step) comes to ``finish``
-and takes units too, so that the wait is at most one memcpy, shared. Digests are made while a unit's bytes
-are still in the cache, unless somebody waits: then copying goes first.
+and takes units too, so that the wait is at most one memcpy, shared. Each block's digest is made just before
+it is copied, which brings it into the cache, unless somebody waits: then copying goes first.
 """
 
 import contextlib
@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.side_stream import SideStreams, copy_piece
 from runtime.tensor_image import Source, Unit
 from storage.arena import Slot
-from storage.manifest import Part, digest_of
+from storage.manifest import BLOCK_BYTES, Part, digest_of
 from storage.shards import xor_into
 
 Bytes = NDArray[np.uint8]
@@ -165,9 +166,7 @@ class Copier:
             capture.slot = slot
             self._changed.notify_all()
         while (number := self._take(capture)) is not None:
-            self._copy(capture, number)
-            if not self._waiting and not capture.devices:
-                capture.digests[number] = self._digest(capture, number)
+            self._copy(capture, number, self._copy_hashed)
         with self._changed:
             self._changed.wait_for(lambda: capture.copied == capture.taken)
         if capture.error is not None:
@@ -204,7 +203,7 @@ class Copier:
         with self._changed:
             self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
         while (number := self._take(capture)) is not None:
-            self._copy(capture, number)
+            self._copy(capture, number, self._copy_plainly)
         with self._changed:
             self._changed.wait_for(lambda: capture.done)
 
@@ -215,25 +214,13 @@ class Copier:
             capture.taken += 1
             return capture.taken - 1
 
-    def _copy(self, capture: Capture, number: int) -> None:
+    def _copy(self, capture: Capture, number: int, how: Callable[[Capture, int, Bytes], None]) -> None:
         try:
             assert capture.slot is not None
             view = capture.slot.view
             for offset, size in capture.units[number].gaps:
                 view[offset : offset + size] = 0
-            for piece in capture.units[number].pieces:
-                source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
-                target = view[piece.offset : piece.offset + piece.size_bytes]
-                if piece.added and isinstance(source, Tensor):
-                    with self.side.on(source.device):  # Behind the copy that it is added to.
-                        xor_into(target, source.cpu().numpy())
-                elif isinstance(source, Tensor):
-                    with self.side.on(source.device):
-                        copy_piece(target, source)
-                elif piece.added:
-                    xor_into(target, source)
-                else:
-                    target[:] = source
+            how(capture, number, view)
         except Exception as error:
             # Maybe on the training thread, whose step is none the worse for it.
             with self._changed:
@@ -242,3 +229,42 @@ class Copier:
             with self._changed:
                 capture.copied += 1
                 self._changed.notify_all()
+
+    def _copy_hashed(self, capture: Capture, number: int, view: Bytes) -> None:
+        """With its digest, unless somebody waits, or it comes from a device. Parity's is made behind it."""
+        unit = capture.units[number]
+        if capture.devices or any(piece.added for piece in unit.pieces):
+            self._copy_plainly(capture, number, view)
+            if not capture.devices and not self._waiting:
+                capture.digests[number] = self._digest(capture, number)
+            return
+        hasher, end, hurried = xxhash.xxh3_128(), unit.offset, False
+        for piece in unit.pieces:
+            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+            assert not isinstance(source, Tensor)
+            hasher.update(view[end : piece.offset])
+            for first in range(0, piece.size_bytes, BLOCK_BYTES):
+                block = source[first : first + BLOCK_BYTES]
+                hurried = hurried or self._waiting > 0
+                if not hurried:
+                    hasher.update(block)
+                view[piece.offset + first : piece.offset + first + len(block)] = block
+            end = piece.offset + piece.size_bytes
+        hasher.update(view[end : unit.offset + unit.size_bytes])
+        if not hurried:
+            capture.digests[number] = hasher.hexdigest()
+
+    def _copy_plainly(self, capture: Capture, number: int, view: Bytes) -> None:
+        for piece in capture.units[number].pieces:
+            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+            target = view[piece.offset : piece.offset + piece.size_bytes]
+            if piece.added and isinstance(source, Tensor):
+                with self.side.on(source.device):  # Behind the copy that it is added to.
+                    xor_into(target, source.cpu().numpy())
+            elif isinstance(source, Tensor):
+                with self.side.on(source.device):
+                    copy_piece(target, source)
+            elif piece.added:
+                xor_into(target, source)
+            else:
+                target[:] = source
