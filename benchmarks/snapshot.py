@@ -43,7 +43,7 @@ from runtime.streaming import streaming_environment
 LEAST_FREE_BYTES = 4.5
 """Of memory, for each byte of state: two slots, a new process's state, and a touch of as much; and some."""
 LARGE_GIB = 2
-"""From here on less is repeated, and decoding left out."""
+"""From here on less is repeated."""
 TIMES = 12.36
 """As quick as restoring is to be, against loading from a disk: what the paper has."""
 
@@ -65,7 +65,7 @@ def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
             ours[f"load_new_{name}_s"], *ours[f"load_again_{name}_s"] = seconds
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    found = {"ours": ours, "decoding_s": [] if large else phase("--phase", "decoding", "--gib", size)}
+    found = {"ours": ours, "decoding_s": phase("--phase", "decoding", "--gib", size)}
     repeats = "1" if large else "3"
     found["peers"] = phase("--phase", "peers", "--gib", size, "--place", str(disk), "--repeats", repeats)
     if peer is not None:

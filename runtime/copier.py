@@ -242,15 +242,15 @@ class Copier:
         for piece in unit.pieces:
             source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
             assert not isinstance(source, Tensor)
-            hasher.update(view[end : piece.offset])
+            hasher.update(view[end : piece.offset].data)
             for first in range(0, piece.size_bytes, BLOCK_BYTES):
                 block = source[first : first + BLOCK_BYTES]
                 hurried = hurried or self._waiting > 0
                 if not hurried:
-                    hasher.update(block)
+                    hasher.update(block.data)
                 view[piece.offset + first : piece.offset + first + len(block)] = block
             end = piece.offset + piece.size_bytes
-        hasher.update(view[end : unit.offset + unit.size_bytes])
+        hasher.update(view[end : unit.offset + unit.size_bytes].data)
         if not hurried:
             capture.digests[number] = hasher.hexdigest()
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.side_stream import copy_piece
-from storage.shards import xor_into
+from storage.shards import xor_of
 
 Bytes = NDArray[np.uint8]
 Source = Bytes | Tensor
@@ -43,16 +43,7 @@ class HostMover:
         target[:] = source
 
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
-        first, second, *rest = (source for source in sources if not isinstance(source, Tensor))
-        words = [array.view(np.uint64) for array in (first, second, target) if _in_words(array)]
-        if len(words) == 3:
-            # One pass instead of a copy and a pass.
-            np.bitwise_xor(words[0], words[1], out=words[2])
-        else:
-            target[:] = first
-            xor_into(target, second)
-        for source in rest:
-            xor_into(target, source)
+        xor_of(target, [source for source in sources if not isinstance(source, Tensor)])
 
     def finish(self) -> None:
         pass
@@ -98,7 +89,3 @@ class DeviceMover:
         if scratch is None or scratch.numel() < size_bytes:
             scratch = self._own.scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return scratch[:size_bytes]
-
-
-def _in_words(array: Bytes) -> bool:
-    return len(array) % 8 == 0 and array.ctypes.data % 8 == 0

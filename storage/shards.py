@@ -6,7 +6,7 @@ ranges, so that it can be done in slices of any size, at any time, in any order.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -95,6 +95,23 @@ def xor_into(target: Bytes, source: Bytes) -> None:
     np.bitwise_xor(rest, source[words:], out=rest)
 
 
+def xor_of(target: Bytes, sources: Sequence[Bytes]) -> None:
+    """``target`` becomes the XOR of one or more, of its own length each; of the first two in one pass."""
+    first, *rest = sources
+    words = [array.view(np.uint64) for array in (target, first, *rest[:1]) if _in_words(array)]
+    if len(words) == 3:
+        np.bitwise_xor(words[1], words[2], out=words[0])
+        del rest[0]
+    else:
+        target[:] = first
+    for source in rest:
+        xor_into(target, source)
+
+
+def _in_words(array: Bytes) -> bool:
+    return len(array) % 8 == 0 and array.ctypes.data % 8 == 0
+
+
 Fetch = Callable[[int, int, int], Bytes]
 """Bytes of the shard of an owner, from an offset, so many."""
 
@@ -128,12 +145,8 @@ def restore(
         step = _BLOCK_BYTES if begun + len(sources) > 1 else _RUN_BYTES
         for begin in range(low, high, step):
             target = bucket[begin - first : min(begin + step, high) - first]
-            for number, (owner, offset) in enumerate(sources):
-                found = fetch(owner, offset + begin - low, len(target))
-                if number == 0 and not begun:
-                    target[:] = found
-                else:
-                    xor_into(target, found)
+            found = [fetch(owner, offset + begin - low, len(target)) for owner, offset in sources]
+            xor_of(target, [target, *found] if begun else found)
 
     if len(runs) < 2:
         for run in runs:
