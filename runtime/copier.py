@@ -241,6 +241,7 @@ class Copier:
         hasher, end, hurried = xxhash.xxh3_128(), unit.offset, False
         for piece in unit.pieces:
             source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+            target = view[piece.offset : piece.offset + piece.size_bytes]
             assert not isinstance(source, Tensor)
             hasher.update(view[end : piece.offset].data)
             for first in range(0, piece.size_bytes, BLOCK_BYTES):
@@ -248,7 +249,7 @@ class Copier:
                 hurried = hurried or self._waiting > 0
                 if not hurried:
                     hasher.update(block.data)
-                view[piece.offset + first : piece.offset + first + len(block)] = block
+                target[first : first + BLOCK_BYTES] = block
             end = piece.offset + piece.size_bytes
         hasher.update(view[end : unit.offset + unit.size_bytes].data)
         if not hurried:
