@@ -2,23 +2,30 @@
 
 Through the page cache every page is allocated, filled, written and let go again: CPU time that a training
 beside it lacks, and in a virtual machine whose host takes free memory back most of the time that it takes.
-Two buffers are used again and again instead. What a file system refuses is written as usual.
+Two buffers are used again and again instead, also for the next file: fresh memory is as dear. What a file
+system refuses is written as usual.
 """
 
 import errno
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
+Buffers = list[NDArray[np.uint8]]
 
 BUFFER_BYTES = 4 * 1024 * 1024
 """A multiple of every disk's block."""
 SYNC_BYTES = 64 * 1024 * 1024
 """So much is written through the cache before the disk must have it: else the kernel saves up gigabytes of
 dirty memory and holds up whoever allocates, which on a training host is the training."""
+_spare: deque[Buffers] = deque(maxlen=2)
+"""Of files that were written; as many as are written at a time, usually."""
 
 
 def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
@@ -28,8 +35,7 @@ def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
     """
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "ftd-disk") as thread:
         sink = _Sink(path, file.fileno())
-        # Of whole pages, as such writes want them.
-        buffers = [np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8) for _ in range(2)]
+        buffers = _buffers()
         under_way: list[Future[None] | None] = [None, None]
         number, filled = 0, 0
         try:
@@ -52,6 +58,15 @@ def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
         finally:
             thread.shutdown()
             sink.close()
+            _spare.append(buffers)
+
+
+def _buffers() -> Buffers:
+    """Two, of whole pages, as such writes want them."""
+    try:
+        return _spare.pop()
+    except IndexError:
+        return [np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8) for _ in range(2)]
 
 
 class _Sink:
