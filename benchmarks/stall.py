@@ -189,7 +189,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     without_s, with_s = statistics.median(steps_s[False]), statistics.median(steps_s[True])
     figures = {
         "state": f"{size_bytes / MIB:.0f} MiB in {engine.model.layer_count} layers",
-        "copying, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
+        "copying and digests, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
         "stall, median / worst": f"{1e3 * stall_s:.1f} / {1e3 * worst_s:.1f} ms",
         "one memcpy of it": f"{1e3 * memcpy_s:.1f} ms",
         "step without / with": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} ms",
