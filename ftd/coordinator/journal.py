@@ -12,6 +12,7 @@ import json
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,7 @@ class Journal:
 
         :raises JournalError: it could not be written; the caller must not act on it.
         """
-        with self._failing("written"):
-            # Outside a transaction, where SQLite takes the setting at once.
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if forced else 'NORMAL'}")
-            self._db.execute("BEGIN IMMEDIATE")
-            self._write_buffer()
+        with self._transaction(forced=forced):
             self._db.execute("INSERT OR REPLACE INTO state (id, value) VALUES (1, ?)", (state,))
             if position is not None:
                 text = "{} {}".format(*position)
@@ -164,8 +161,6 @@ class Journal:
                 self._on_clock(self._boot, time.time() - time.monotonic())
             else:
                 self._on_clock("", theirs_s)
-            self._db.execute("COMMIT")
-            self._commits += 1
         self.position = position or self.position
 
     def reserve(self, generation: int) -> None:
@@ -232,14 +227,9 @@ class Journal:
 
     def flush(self) -> None:
         """Write what was recorded. :raises JournalError: as ``save``."""
-        if not self._buffer:
-            return
-        with self._failing("written"):
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("BEGIN IMMEDIATE")
-            self._write_buffer()
-            self._db.execute("COMMIT")
-            self._commits += 1
+        if self._buffer:
+            with self._transaction(forced=False):
+                pass
 
     def tidy(self, *, generation: int) -> None:
         """At a quiet moment, of this generation, what a recovery would wait for: reserve the next ones, and
@@ -301,6 +291,28 @@ class Journal:
                 rows.append(row)
         return rows[::-1] if newest else rows
 
+    @contextlib.contextmanager
+    def _transaction(self, *, forced: bool) -> Iterator[None]:
+        """What was recorded and what is written within is kept whole or not at all; and so is what we take to
+        be written, should the disk refuse the end of it.
+
+        :raises JournalError: it could not be written.
+        """
+        job, clock = self._job, self._clock
+        try:
+            with self._failing("written"):
+                # Outside a transaction, where SQLite takes the setting at once.
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if forced else 'NORMAL'}")
+                self._db.execute("BEGIN IMMEDIATE")
+                self._write_buffer()
+                yield
+                self._db.execute("COMMIT")
+        except JournalError:
+            self._job, self._clock = job, clock
+            raise
+        self._buffer.clear()
+        self._commits += 1
+
     def _write_buffer(self) -> None:
         for message in self._buffer:
             if message.event == "JobSubmitted":
@@ -317,7 +329,6 @@ class Journal:
                     )
                 self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
         self._writes += len(self._buffer)
-        self._buffer.clear()
         if self._writes >= _PRUNE_EVERY:
             self._writes = 0
             for table, most in _MOST_ROWS.items():
@@ -328,7 +339,7 @@ class Journal:
                 )
 
     @contextlib.contextmanager
-    def _failing(self, how: str) -> Any:
+    def _failing(self, how: str) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, ValueError, OverflowError) as error:  # The latter of bytes that changed.

@@ -258,6 +258,44 @@ def test_a_write_that_fails_is_an_error_and_leaves_the_old_state(tmp_path: Path)
     journal.close()
 
 
+class FailsToCommit:
+    """A connection whose disk is full when the transaction ends."""
+
+    def __init__(self, inner: sqlite3.Connection) -> None:
+        self.inner = inner
+
+    def execute(self, statement: str, *values: Any) -> Any:
+        if statement == "COMMIT":
+            raise sqlite3.OperationalError("database or disk is full")
+        return self.inner.execute(statement, *values)
+
+
+def test_what_could_not_be_committed_is_not_taken_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the clock that times are of, nor the job, nor that events are there."""
+    journal = Journal(tmp_path)
+    journal.save(b"ours", forced=True, position=(1, 1))
+    journal.record(event("JobSubmitted", job="job-1"))
+    with monkeypatch.context() as full:
+        full.setattr(journal, "_db", FailsToCommit(journal._db))
+        with pytest.raises(JournalError, match="disk is full"):
+            journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
+        with pytest.raises(JournalError, match="disk is full"):
+            journal.flush()
+    assert (journal.load(), journal.position, journal.ahead_s) == (b"ours", (1, 1), 0.0)
+    journal.record(event("StepCommitted", 1))
+    for _ in range(2):  # As it goes on, and as it is read anew.
+        assert [e["event"] for e in journal.events(after=0, limit=9, newest=False)[0]] == ["JobSubmitted"]
+        assert [s["job"] for s in journal.steps(after=0, limit=9, newest=False)[0]] == ["job-1"]
+        journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
+        assert journal.ahead_s != 0.0
+        journal.close()
+        journal = Journal(tmp_path)
+        assert journal.ahead_s != 0.0
+    journal.close()
+
+
 def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.record(event("JobSubmitted", job="job-1"))

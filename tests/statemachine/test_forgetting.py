@@ -1,13 +1,22 @@
 """Names that never come back: who is forgotten, who stays, and what becomes of one that comes after all."""
 
+from dataclasses import replace
+
 import pytest
 from test_cluster import events, running, sent
-from transcripts import Coordination, committed, report
+from transcripts import PROFILE, Coordination, committed, job, report
 
 from statemachine import forgetting
-from statemachine.effects import EmitEvent, ForgetNode
-from statemachine.events import BrokerConnected, NodeVanished, PlanImpossible
-from statemachine.messages import Fence, Heartbeat, Inquiry
+from statemachine.effects import ComputePlan, EmitEvent, ForgetNode
+from statemachine.events import (
+    BrokerConnected,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    PlanReady,
+    TemplatesReady,
+)
+from statemachine.messages import Fence, Heartbeat, Inquiry, PeerSuspected, Prepared, TrainerLost
 from statemachine.values import ClusterPhase
 
 DAY_S = 86_400.0
@@ -87,6 +96,80 @@ def test_whom_the_plan_names_is_kept_while_the_job_is_paused() -> None:
     assert look(s, 2 * DAY_S) == []
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
     assert "NodeJoined" in events(s)
+
+
+def without_a_plan_for_node_2() -> Coordination:
+    """Two nodes train; the third reported what it has, and stands by."""
+    s = Coordination()
+    s.feed(BrokerConnected)
+    names = ("node-0", "node-1", "node-2")
+    for number, name in enumerate(names):
+        s.hello(name, 100 + number)
+    s.feed(JobSubmitted, request="r", job=job())
+    for name in names:
+        s.say(name, Prepared(job_id="job-1", profile=PROFILE if name == "node-0" else None))
+    s.feed(TemplatesReady, job_id="job-1")
+    for name in names:
+        s.quiesced(name, 1, report())
+    plan_for_two(s)
+    for name in names:
+        s.resumed(name, 1)
+    s.stepped("node-0", 1, 1)
+    return s
+
+
+def plan_for_two(s: Coordination) -> None:
+    asked: ComputePlan = s.one(ComputePlan)
+    two = replace(asked.situation, nodes=("node-0", "node-1"))
+    s.feed(PlanReady, generation=asked.generation, plan=s.planner.plan(two))
+
+
+def pause_without_node_1(s: Coordination) -> None:
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    generation = s.machine.generation
+    for name in s.machine._c.attempt.expected.copy():
+        s.quiesced(name, generation, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=generation, too_few=True, reason="1 of 2 nodes", needed=2)
+    assert s.machine.phase is ClusterPhase.PAUSED
+
+
+def test_who_stood_by_and_may_come_back_with_state_is_kept_while_that_may_be_wanted() -> None:
+    """No plan, no report and no snapshot names it: it holds what it reported all the same."""
+    s = without_a_plan_for_node_2()
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    pause_without_node_1(s)
+    assert look(s, 2 * DAY_S) == []
+    s.hello("node-2", 102, job_id="job-1", prepared=True, generation=1, training=False, quiesced=True)
+    assert "NodeJoined" in events(s)
+    assert not sent(s, Fence)
+
+
+def test_who_stood_by_is_forgotten_while_the_job_trains() -> None:
+    s = without_a_plan_for_node_2()
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    assert look(s, 2 * DAY_S) == ["node-2"]
+
+
+@pytest.mark.parametrize("how", ["goodbye", "no trainers", "never counted", "resumed without it"])
+def test_who_has_no_state_that_counts_is_forgotten_while_the_job_is_paused(how: str) -> None:
+    s, gone = without_a_plan_for_node_2(), "node-2"
+    if how == "no trainers":
+        s.say("node-2", TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"))
+    if how == "never counted":
+        gone = "node-3"
+        s.hello(gone, 103)
+        s.say(gone, Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node=gone, incarnation=s.incarnations[gone], graceful=how == "goodbye")
+    if how == "resumed without it":
+        s.say("node-0", PeerSuspected(generation=1, detail="connection reset"))
+        s.wait(30.0)
+        s.machine._c.due["suspicion"] = s.now
+        s.fire("suspicion")
+        for name in ("node-0", "node-1"):
+            s.quiesced(name, 2, report(1))
+        plan_for_two(s)
+    pause_without_node_1(s)
+    assert look(s, 2 * DAY_S) == [gone]
 
 
 def test_who_comes_back_with_state_after_it_was_forgotten_is_fenced() -> None:
