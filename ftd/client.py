@@ -26,6 +26,7 @@ from ftd.wire.public import (
     decode_json,
     encode_json,
 )
+from ftd.wire.repeats import Repeats
 from ftd.wire.topics import Topics
 
 CONNECT_S = 3.0
@@ -50,6 +51,7 @@ class ClusterClient:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._repeats = Repeats()
         self._on_state, self._on_node = on_state, on_node
         own = [self.topics.reply(self.client_id), self.topics.cluster_state]
         self._session = MqttSession(
@@ -146,7 +148,7 @@ class ClusterClient:
             after = int(data["last"])
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Events as they are published, from the connection on; needs ``listen``."""
+        """Events as they are published, each once, from the connection on; needs ``listen``."""
         while True:
             yield await self._events.get()
 
@@ -179,8 +181,9 @@ class ClusterClient:
                 said: NodeStateMessage = decode_json(payload, NodeStateMessage)
                 self._on_node(said.node, said.state)
             elif topic == self.topics.events:
-                decode_json(payload, EventMessage)  # Garbage on the topic is not handed on.
-                self._events.put_nowait(decode_json(payload, dict[str, Any]))
+                event: EventMessage = decode_json(payload, EventMessage)  # Garbage is not handed on.
+                if self._repeats.is_new(event.id):
+                    self._events.put_nowait(decode_json(payload, dict[str, Any]))
             else:
                 answer = decode_json(payload, Answer)
                 waiting = self._answers.get(answer.request)

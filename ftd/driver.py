@@ -19,6 +19,7 @@ import structlog
 from ftd.errors import JournalError
 from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
+from statemachine.untold import REPEATED
 
 _log = structlog.get_logger("ftd.driver")
 
@@ -207,7 +208,6 @@ class EventGate:
     of all kinds together, all are held back.
     """
 
-    LIMITED = frozenset({"MessageIgnored", "MessageRefused", "PeerSuspected", "NodeRejected"})
     PERIOD_S = 1.0
     MAX_KINDS = 1024
     MOST = 20
@@ -218,7 +218,7 @@ class EventGate:
 
     def admit(self, event: EmitEvent, now: float) -> int | None:
         """How many like it were held back before this one; None holds this one back, too."""
-        if event.name not in self.LIMITED:
+        if event.name not in REPEATED:
             return 0
         apart = event.details.get("topic", "") if event.name == "MessageRefused" else event.reason
         key = (event.name, event.node, str(apart))

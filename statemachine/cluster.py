@@ -48,6 +48,7 @@ from statemachine.events import (
 from statemachine.membership import inquire_all
 from statemachine.state import FINISH, GIVE_UP, PERSIST, QUIESCE, RESUME, SNAPSHOT, STEPS, TICK, Cluster
 from statemachine.timing import Timing
+from statemachine.untold import is_kept
 from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 ClusterEvent = (
@@ -105,9 +106,6 @@ class ClusterMachine:
         :param failed: told of each event that raises, from the handler; the others are taken nevertheless.
         """
         c = self._c
-        c.told_before = c.ledger.told
-        if c.started:
-            c.untold = None
         for event in events:
             c.at, c.cause = event.at, event.cause
             try:
@@ -157,6 +155,13 @@ class ClusterMachine:
         """The newest step known to be committed."""
         return self._c.ledger.known_step
 
+    def plan_in_words(self, generation: int) -> dict[str, Any]:
+        """Of a ``PlanChosen`` what the durable state need not have twice, as long as this plan is in it."""
+        resumption = self._c.resumption
+        if resumption is None or resumption.generation != generation:
+            return {"pipelines": [], "considered": []}
+        return public.plan_in_words(resumption.plan)
+
     @property
     def members(self) -> tuple[str, ...]:
         """Nodes whose reports counted in the present generation."""
@@ -186,15 +191,15 @@ class ClusterMachine:
     def _take_out(self) -> list[Effect]:
         """What this step wants, in the order that serves best and is still safe.
 
-        Durable state first, once (it is the state at the end of the step), then commands and plans, which
-        trainers stand still for, then what the world is told.
+        Durable state first, once (it is the state at the end of the step, and has what is to be told of it),
+        then commands and plans, which trainers stand still for, then what the world is told.
         """
         out, self._c.out = self._c.out, []
-        if len(out) < 2:
-            return out
         persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
         publish = [effect for effect in out if isinstance(effect, PublishCluster)][-1:]
         events = [effect for effect in out if isinstance(effect, EmitEvent)]
+        if not persist and any(is_kept(event.name) for event in events):
+            persist = [PersistState(cause=self._c.cause)]
         others = (PersistState, PublishCluster, EmitEvent)
         return [*persist, *(effect for effect in out if not isinstance(effect, others)), *events, *publish]
 
@@ -286,7 +291,6 @@ class ClusterMachine:
         c.set_timer(TICK, c.timing.heartbeat_s)
         if first:
             c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
-            rollback.tell_untold(c)
         else:
             c.emit("BrokerRestored", "the broker is back")
         c.presumed_at = c.at

@@ -159,8 +159,8 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
 
 
 def write(c: Cluster) -> dict[str, Any]:
-    """The durable state as it is now, for ``msgspec`` to encode. ``told`` lags by the step under way: its
-    events are yet to go out.
+    """The durable state as it is now, for ``msgspec`` to encode; what is yet to be told of it goes with it
+    (``untold``).
 
     Large parts that are as they were the last time are the same objects; none changes once it is given out.
     """
@@ -177,7 +177,7 @@ def write(c: Cluster) -> dict[str, Any]:
         "job": c.job,
         "profiled": c.profiled,
         "known": ledger.known,
-        "told": c.told_before,
+        "told": ledger.told,
         "loss": ledger.loss,
         "step_s": ledger.step_s,
         **_nodes(c),
@@ -187,7 +187,6 @@ def write(c: Cluster) -> dict[str, Any]:
         "snapshot_behind": c.keeping.behind,
         "snapshot_asked": c.keeping.asked or (c.keeping.underway is not None and c.keeping.underway.asked),
         "lineage": c.lineage,
-        "untold": c.untold,
         "persisting": _persisting(c),
     }
     if attempt is not None:
@@ -230,17 +229,6 @@ def unseen(durable: dict[str, Any]) -> dict[str, Any]:
     return beyond(durable, generation + UNSEEN) if isinstance(generation, int) else durable
 
 
-def told_again(durable: dict[str, Any], left: Any) -> dict[str, Any]:
-    """The own state where the broker was left with an older one, ``left``: journal and events go there in one
-    stream, so of the steps that were told since, nobody has heard. They are told (again)."""
-    both = [of if isinstance(of, dict) and isinstance(of.get("job"), dict) else {} for of in (durable, left)]
-    told = [step for of in both if isinstance(step := of.get("told"), int)]
-    same = [of["job"].get("job_id") for of in both if of]
-    if len(same) < 2 or same[0] != same[1] or len(told) < 2:
-        return durable
-    return {**durable, "told": min(told)}
-
-
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     """A cluster as the journal left it; every node counts as just heard.
 
@@ -267,7 +255,6 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         ledger=Ledger(known=journal.known, told=journal.told, loss=journal.loss, step_s=journal.step_s),
         restored=True,
         at=at,
-        told_before=journal.told,
         templates_before=journal.templates_for,
         keeping=Keeping(
             newest=journal.snapshot,
@@ -277,7 +264,6 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         ),
         persisting=_read_persisting(journal.persisting, at),
         lineage=journal.lineage,
-        untold=journal.untold,
         exposure=Exposure(
             failures=journal.exposure.failures,
             node_s=journal.exposure.node_s,

@@ -68,7 +68,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
-    c.keeping, c.lineage, c.untold = Keeping(), 0, None
+    c.keeping, c.lineage = Keeping(), 0
     c.persisting = Persisting(newest=begin, tried=begin.step if begin is not None else 0)
     if event.profile is not None:
         c.profiled = Profiled(job=job, profile=event.profile)
@@ -76,7 +76,6 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
         # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
         c.ledger.known, c.ledger.told = CommittedStep(step=begin.step, vote=begin.vote), begin.step
         c.ledger.loss = begin.vote.loss
-    c.told_before = c.ledger.told
     for node in list(c.nodes.values()):
         node.forget_job()
         problem = misfit(node.facts, job.policy)

@@ -116,6 +116,11 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
     }
 
 
+def plan_in_words(plan: Plan) -> dict[str, Any]:
+    """Of a thousand nodes it is long, and the durable state has the plan anyway."""
+    return {"pipelines": pipelines(plan.pipelines), "considered": considered(plan)}
+
+
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job

@@ -154,7 +154,6 @@ class Journal:
     resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
     resumed_held_parts: tuple[HeldPart, ...] = ()
     resumed_buddies: dict[str, str] = field(default_factory=dict)
-    untold: dict[str, Any] | None = None
     persisting: PersistingRecord = PersistingRecord()
 
 

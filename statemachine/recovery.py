@@ -23,7 +23,7 @@ from statemachine.messages import Prepare, Quiesce, Quiesced
 from statemachine.node import NodeMachine
 from statemachine.phases import PhaseEvent
 from statemachine.protections import settled, wanted, wish_of
-from statemachine.public import considered, pipelines
+from statemachine.public import plan_in_words
 from statemachine.resuming import restore_of, resume_command, resume_limit_s
 from statemachine.rules import Decision, Resumption, decide, trusted
 from statemachine.sharding import held_parts, only_replicas
@@ -350,13 +350,12 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         step=decision.step,
         method=plan.method,
         reason=plan.reason,
-        pipelines=pipelines(plan.pipelines),
         transfers=len(plan.transfers),
         transfer_bytes=plan.part_bytes + sum(transfer.size_bytes for transfer in plan.transfers),
         from_replicas=from_replicas,
         estimated_iteration_s=plan.estimated_iteration_s,
         idle_nodes=list(plan.idle_nodes),
-        considered=considered(plan),
+        **plan_in_words(plan),
     )
     command = resume_command(c)
     if command is not None:

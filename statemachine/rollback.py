@@ -13,6 +13,7 @@ passed over.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from planner.values import Device, StatePart
 from statemachine import persisting
@@ -268,7 +269,6 @@ def undo(c: Cluster, attempt: Attempt) -> None:
     assert event is not None, "it was checked"
     ledger, before = c.ledger, c.ledger.known_step
     ledger.roll_back(target.step, target.vote)
-    c.told_before = min(c.told_before, ledger.told)
     c.lineage = attempt.generation
     if attempt.checkpoint is not None:
         persisting.rolled_back(c, attempt.checkpoint)
@@ -281,34 +281,21 @@ def undo(c: Cluster, attempt: Attempt) -> None:
         c.recovery.rolled_back_steps += undone
         c.recovery.tier = event.tier
     what = "checkpoint" if attempt.checkpoint is not None else "snapshot"
-    begins = c.resumption is None
-    c.untold = {
-        "name": "JobResumed" if begins else "RolledBack",
-        "reason": f"the job goes on behind step {target.step}: {event.reason}"
-        if begins
-        else f"{attempt.why_lost}; back to the {what} of step {target.step}: {event.reason}",
-        "step": target.step,
+    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", attempt.why_lost
+    told: dict[str, Any] = {
         "generation": attempt.generation,
-        "details": {
-            "from_step": before,
-            "to_step": target.step,
-            "undone": undone,
-            "tier": event.tier,
-            "sources": list(attempt.sources),
-        },
+        "step": target.step,
+        "from_step": before,
+        "to_step": target.step,
+        "undone": undone,
+        "tier": event.tier,
+        "sources": list(attempt.sources),
     }
-    tell_untold(c)
-
-
-def tell_untold(c: Cluster) -> None:
-    """The RolledBack of the journal: told with the step that made it, and again after a crash then."""
-    if c.untold is not None:
-        told = c.untold
-        where = {"generation": told["generation"], "step": told["step"]}
-        if told["name"] == "JobResumed":
-            c.emit("JobResumed", told["reason"], **where, **told["details"])
-        else:
-            c.emit("RolledBack", told["reason"], **where, **told["details"])
+    if c.resumption is None:
+        c.emit("JobResumed", goes_on, **told)
+    else:
+        back = f"{lost}; back to the {what} of step {target.step}: {event.reason}"
+        c.emit("RolledBack", back, **told)
 
 
 def foreign(c: Cluster, signal: TrainerLost) -> str | None:

@@ -207,8 +207,6 @@ class Cluster:
     persisting: Persisting = field(default_factory=Persisting)
     lineage: int = 0
     """Generation of the job's last rollback; 0: none."""
-    untold: dict[str, Any] | None = None
-    """The rollback of this very step: in the journal until the next one, should we die before it is told."""
     attempt: Attempt | None = None
     resumption: Resumption | None = None
     recovery: Recovery | None = None
@@ -245,8 +243,6 @@ class Cluster:
     # --- the step under way ---
     at: float = 0.0
     cause: str = ""
-    told_before: int = 0
-    """``ledger.told`` when this step began: what may be called durable (events go out after it)."""
     dirty: bool = False
     """Something changed that ``pursue`` should look at."""
     due: dict[str, float] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import structlog
@@ -15,13 +14,12 @@ from ftd.config.address import ClusterAddress
 from ftd.errors import WireError
 from ftd.mqtt.session import MqttSession
 from ftd.wire.public import EventMessage, decode_json
+from ftd.wire.repeats import Repeats
 from ftd.wire.topics import Topics
 
 _log = structlog.get_logger("ftd.bridge")
 
 CONNECT_S = 10.0
-REMEMBERED = 10_000
-"""Ids of events that came, for those that come twice."""
 
 
 class Bridge:
@@ -38,8 +36,7 @@ class Bridge:
         self._filters = filters or [Filter()]
         self._courier = Courier(options)
         self._finish_s = finish_s
-        self._seen: deque[str] = deque(maxlen=REMEMBERED)
-        self._known: set[str] = set()
+        self._repeats = Repeats()
         self._lost_at: float | None = None
         self._session = MqttSession(
             address.broker,
@@ -82,20 +79,10 @@ class Bridge:
         except WireError as error:
             _log.warning("no_event", problem=str(error))
             return
-        if event.id and not self._remember(event.id):
+        if not self._repeats.is_new(event.id):
             return
         if any(one.matches(event) for one in self._filters):
             self._courier.offer(alert_body(event, self._cluster))
-
-    def _remember(self, number: str) -> bool:
-        """Whether it is new."""
-        if number in self._known:
-            return False
-        if len(self._seen) == REMEMBERED:
-            self._known.discard(self._seen[0])
-        self._seen.append(number)
-        self._known.add(number)
-        return True
 
     def _on_lost(self) -> None:
         self._lost_at = time.monotonic()

@@ -58,6 +58,7 @@ from statemachine.effects import (
 from statemachine.events import BrokerConnected, BrokerLost, Event
 from statemachine.leadership import Leader, Peer
 from statemachine.promises import promised
+from statemachine.untold import UNTOLD
 from statemachine.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")
@@ -213,7 +214,7 @@ class Coordinator:
             throne=Throne(
                 begin=self._begin,
                 judge=self._succession.judge,
-                state=lambda: self._pack(self._machine.durable_parts()),
+                state=lambda: self._pack(self._durable()),
                 end=self._end_reign,
                 emit=self._emit,
                 show=self._publish_state_soon,
@@ -245,13 +246,15 @@ class Coordinator:
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
-        self._machine, effects = self._succession.begin(copy, self._driver.now())
+        begun = self._succession.begin(copy, self._driver.now())
+        self._machine = begun.machine
         if self._machine.job_id is not None:
             self._journal.attribute(self._machine.job_id)
         self._driver.replace(self._machine)
         self._leading = True
         self._forced_for = ()
-        for effect in effects:
+        self._events.go_on(self._session, begun.untold, self._machine.plan_in_words)
+        for effect in begun.effects:
             self._perform(effect)
 
     def _end_reign(self, leader: Leader) -> None:
@@ -260,6 +263,7 @@ class Coordinator:
         if self._machine.job_id is not None:
             self._planning.cancel(CancelTemplates(cause="deposed", job_id=self._machine.job_id))
         self._machine = ClusterMachine(self._timing)
+        self._events.untold.clear()
         self._driver.replace(self._machine)
         if self._publish_timer is not None:
             self._publish_timer.cancel()
@@ -328,9 +332,13 @@ class Coordinator:
     def _emit(self, event: EmitEvent) -> None:
         self._events.emit(self._session, event, self._driver.now())
 
+    def _durable(self) -> dict[str, Any]:
+        """The state, and what is yet to be told of it."""
+        return {**self._machine.durable_parts(), UNTOLD: self._events.untold.parts}
+
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it, written in any case."""
-        state = self._machine.durable_parts()
+        state = self._durable()
         kept_as = self._pack(state)
         position = self._session.replicate(kept_as, self._driver.now())
         promise = promised(state)
@@ -339,7 +347,9 @@ class Coordinator:
         self._forced_for = promise
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
-        return self._machine.steps(cast(Any, events), bug)
+        effects = self._machine.steps(cast(Any, events), bug)
+        self._events.decide(effects, self._driver.now())
+        return effects
 
     def _state(self) -> dict[str, Any]:
         return self._machine.public_state()

@@ -1,11 +1,17 @@
 """The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
 
+What was decided is in the durable state, with its events, before anybody hears of it (``decide``,
+``statemachine.untold``); whoever leads next tells what the broker never acknowledged (``go_on``).
+
 Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
 it tells the whole story.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
+import msgspec
 import structlog
 
 from ftd.coordinator.journal import Journal
@@ -15,13 +21,16 @@ from ftd.errors import WireError
 from ftd.wire.catalogue import TOLD_BY_OTHERS
 from ftd.wire.checking import encode_event, problem_of_details
 from ftd.wire.codec import MOST_NUMBER, check_size
-from ftd.wire.public import EventMessage, decode_json, encode_json, event_message
+from ftd.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.wire.topics import Topics
-from statemachine.effects import EmitEvent
+from statemachine.effects import Effect, EmitEvent
+from statemachine.untold import Untold, is_kept
 
 _log = structlog.get_logger("ftd.events")
 
 SOURCE = "coordinator"
+PLAN_IN_WORDS = frozenset({"pipelines", "considered"})
+"""Of ``PlanChosen``: what ``ClusterMachine.plan_in_words`` gives."""
 MOST_HEARD_BYTES = 16 * 1024
 """Of what others tell: the journal keeps it."""
 
@@ -44,6 +53,42 @@ class EventStream:
         self._journal = journal
         self._gate = EventGate()
         self._emitted, self._heard, self._shown = emitted, heard, shown
+        self.untold: Untold[str] = Untold()
+        self._decided: dict[int, tuple[EmitEvent, EventMessage]] = {}
+        """Of the step under way: each event by its identity."""
+
+    def decide(self, effects: Iterable[Effect], now: float) -> None:
+        """What a step tells, before any of its effects is carried out."""
+        self._decided = {}
+        for effect in effects:
+            if isinstance(effect, EmitEvent) and is_kept(effect.name):
+                message = event_message(effect, monotonic=now, source=SOURCE)
+                self._decided[id(effect)] = effect, message
+                self.untold.add(message.id, encode_json(_without_plan(message)).decode())
+
+    def go_on(
+        self, session: Seat, untold: Iterable[Any], plan_in_words: Callable[[int], dict[str, Any]]
+    ) -> None:
+        """Tell what the last leader decided and may not have told, each as it was.
+
+        :param untold: of the durable state.
+        """
+        self.untold.clear()
+        for number, text in untold:
+            try:
+                message: EventMessage = decode_json(text.encode(), EventMessage)
+            except WireError as error:
+                _log.error("untold", id=number, problem=str(error), remedy="going on without it")
+                continue
+            self.untold.add(number, text)
+            if message.event == "PlanChosen":
+                details = message.details | plan_in_words(message.generation or 0)
+                message = msgspec.structs.replace(message, details=details)
+            is_new = self._journal.record(message)
+            self._publish(session, message)
+            _log.info("told_again", event_name=message.event, id=number)
+            if is_new:
+                self._shown(message, True)
 
     def emit(self, session: Seat, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
@@ -51,9 +96,12 @@ class EventStream:
         held_back = self._gate.admit(event, now)
         if held_back is None:
             return
-        message = event_message(event, monotonic=now, held_back=held_back, source=SOURCE)
+        if (decided := self._decided.pop(id(event), None)) is not None:
+            message = msgspec.structs.replace(decided[1], at=timestamp(), monotonic=now)
+        else:
+            message = event_message(event, monotonic=now, held_back=held_back, source=SOURCE)
         self._journal.record(message)
-        session.publish(self._topic, encode_event(message), keep=True)
+        self._publish(session, message)
         log = _log.debug if event.name == "StepCommitted" else _log.info
         log(
             event.name,
@@ -66,6 +114,10 @@ class EventStream:
         )
         self._shown(message, True)
 
+    def _publish(self, session: Seat, message: EventMessage) -> None:
+        there = partial(self.untold.told, message.id)
+        session.publish(self._topic, encode_event(message), keep=True, there=there)
+
     def overheard(self, payload: bytes) -> None:
         """While another coordinator leads: what it tells is for our journal's history, too. Nothing is
         decided by that, so whoever may write the topic can forge no more than history.
@@ -73,8 +125,8 @@ class EventStream:
         :raises WireError: it is no event.
         """
         message = _checked(decode_json(payload, EventMessage))
-        self._journal.record(message)
-        self._shown(message, message.source == SOURCE)
+        if self._journal.record(message):
+            self._shown(message, message.source == SOURCE)
 
     def heard(self, payload: bytes) -> None:
         """A message on the event topic; our own were recorded when they were emitted.
@@ -93,9 +145,17 @@ class EventStream:
         if message.source.startswith("node/") and message.source != f"node/{message.node}":
             raise WireError(f"an event of {str(message.node)[:80]!r} that {message.source[:80]!r} tells")
         check_size(payload, MOST_HEARD_BYTES)
-        self._journal.record(_checked(message))
-        self._heard(message)
-        self._shown(message, False)
+        if self._journal.record(_checked(message)):
+            self._heard(message)
+            self._shown(message, False)
+
+
+def _without_plan(message: EventMessage) -> EventMessage:
+    """As it is kept beside the plan itself."""
+    if message.event != "PlanChosen":
+        return message
+    details = {name: value for name, value in message.details.items() if name not in PLAN_IN_WORDS}
+    return msgspec.structs.replace(message, details=details)
 
 
 def _checked(message: EventMessage) -> EventMessage:

@@ -18,7 +18,9 @@ from typing import Any
 
 from ftd.errors import JournalError
 from ftd.wire.public import EventMessage, encode_json
+from ftd.wire.repeats import Repeats
 from statemachine.promises import RESERVED
+from statemachine.untold import MOST
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);
@@ -68,7 +70,8 @@ class Journal:
             has it open.
         """
         self.path = directory / "journal.sqlite"
-        self._buffer: list[EventMessage] = []
+        self._buffer: list[tuple[EventMessage, bool]] = []
+        self._repeats = Repeats()
         self._writes = self._commits = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -94,6 +97,9 @@ class Journal:
             known = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             self._boot = _boot()
             self.reserved, self.floor = self._generations(known)
+            newest = "SELECT json_extract(message, '$.id') FROM events ORDER BY id DESC LIMIT ?"
+            for row in self._db.execute(newest, (MOST,)).fetchall()[::-1]:
+                self._repeats.is_new(row[0] or "")
         self._job = known.get("job", "")
         term, serial = known.get("position", "0 0").split()
         self.position: Position = (int(term), int(serial))
@@ -221,9 +227,12 @@ class Journal:
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('job', ?)", (job,))
             self._job = job
 
-    def record(self, message: EventMessage) -> None:
-        """Remember an event; written with the next ``save`` or ``flush``."""
-        self._buffer.append(message)
+    def record(self, message: EventMessage) -> bool:
+        """Remember an event; written with the next ``save`` or ``flush``. ``False``: it is there already, and
+        what follows from it for the steps is done again."""
+        is_new = self._repeats.is_new(message.id)
+        self._buffer.append((message, is_new))
+        return is_new
 
     def flush(self) -> None:
         """Write what was recorded. :raises JournalError: as ``save``."""
@@ -314,7 +323,7 @@ class Journal:
         self._commits += 1
 
     def _write_buffer(self) -> None:
-        for message in self._buffer:
+        for message, is_new in self._buffer:
             if message.event == "JobSubmitted":
                 self.attribute(str(message.details.get("job", "")))
             if message.event == "StepCommitted":
@@ -327,7 +336,8 @@ class Journal:
                     self._db.execute(
                         "DELETE FROM steps WHERE job = ? AND step > ?", (self._job, message.step)
                     )
-                self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
+                if is_new:
+                    self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
         self._writes += len(self._buffer)
         if self._writes >= _PRUNE_EVERY:
             self._writes = 0

@@ -1,8 +1,8 @@
 """What a coordinator begins to lead with, its own journal or the last leader's; and when it must not."""
 
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 
@@ -14,11 +14,20 @@ from statemachine.cluster import ClusterMachine
 from statemachine.effects import Effect
 from statemachine.promises import beyond
 from statemachine.timing import Timing
+from statemachine.untold import UNTOLD
 
 
-def restored(
-    timing: Timing, journal: Journal, copy: JournalCopy | None, now: float
-) -> tuple[ClusterMachine, list[Effect]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a coordinator begins to lead with."""
+
+    machine: ClusterMachine
+    effects: list[Effect]
+    untold: tuple[tuple[str, str], ...] = ()
+    """Events that the last leader decided, and may not have told: ids, and as they are kept."""
+
+
+def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, now: float) -> Restored:
     """The newest of both, and what it begins with.
 
     :param now: on this host's monotonic clock.
@@ -30,28 +39,20 @@ def restored(
         ahead_s = (now - time.time()) + (copy.wall_s - copy.monotonic_s)
         moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
-        return ClusterMachine(timing), []
+        return Restored(machine=ClusterMachine(timing), effects=[])
     try:
         state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
-        if copy is not None and copy.position < journal.position:
-            state = durable.told_again(state, _left(copy))
-        elif copy is None and journal.shared:
+        if copy is None and journal.shared:
             state = durable.unseen(state)
         state = beyond(state, journal.floor)
-        return ClusterMachine.restore(timing, state, now, "restored")
+        machine, effects = ClusterMachine.restore(timing, state, now, "restored")
+        untold = msgspec.convert(state.get(UNTOLD, ()), tuple[tuple[str, str], ...])
+        return Restored(machine=machine, effects=effects, untold=untold)
     except (ValueError, RecursionError, WireError) as error:  # No msgpack, no state of ours.
         raise JournalError(
             f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
             "ftd coordinator --anew)"
         ) from None
-
-
-def _left(copy: JournalCopy) -> Any:
-    """What the broker was left with, an older state than the own; ``None``: nothing that can be read."""
-    try:
-        return msgspec.msgpack.decode(unpack(copy.state))
-    except (ValueError, RecursionError, WireError):
-        return None
 
 
 def foreign(schema: int, protocol: int, theirs: str) -> str:
@@ -114,12 +115,12 @@ class Succession:
             return str(error)
         return ""
 
-    def begin(self, copy: JournalCopy | None, now: float) -> tuple[ClusterMachine, list[Effect]]:
+    def begin(self, copy: JournalCopy | None, now: float) -> Restored:
         """The machine to lead with, and what it begins with.
 
         :raises JournalError: as ``restored``.
         """
         anew, self._anew = self._anew, False
-        return (
-            (ClusterMachine(self._timing), []) if anew else restored(self._timing, self._journal, copy, now)
-        )
+        if anew:
+            return Restored(machine=ClusterMachine(self._timing), effects=[])
+        return restored(self._timing, self._journal, copy, now)

@@ -6,31 +6,28 @@ under the one client id of the cluster's leader, which never comes back by itsel
 """
 
 import asyncio
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, assert_never, cast
 
 import structlog
 
 from ftd.config.address import BrokerAddress
+from ftd.coordinator.chair import Chair, Presence
 from ftd.coordinator.watch import Following, Watch
 from ftd.driver import Driver
 from ftd.errors import WireError
-from ftd.mqtt.session import MAX_KEPT, Kept, MqttSession, Will
+from ftd.mqtt.session import MAX_KEPT, Kept
 from ftd.wire.coordinators import (
     JournalCopy,
-    decode_copy,
-    decode_leader,
     encode_copy,
     encode_leader,
     encode_peer,
     encode_unreachable,
     is_packed,
-    unpack,
 )
 from ftd.wire.topics import Topics
 from statemachine import durable
@@ -56,22 +53,6 @@ from statemachine.values import PROTOCOL
 _log = structlog.get_logger("ftd.seat")
 
 LEAVE_S = 1.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Chair:
-    """One taking of the seat."""
-
-    session: MqttSession
-    task: "asyncio.Task[None] | None" = None
-    found: Leader | None = None
-    copy: JournalCopy | None = None
-    read: bool = False
-    """All that was retained has been read."""
-    reigns: bool = False
-    """The journal and the record are on their way: from here on everything else may follow."""
-    early: list[tuple[str, bytes, bool]] = field(default_factory=list)
-    """What came before the reign began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +103,11 @@ class Seat:
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
         self._version = version("ftd")
         self._driver = Driver(self.machine, self._perform)
-        self._chair: _Chair | None = None
+        self._chair: Chair | None = None
         self._reigning = False
         self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._own = topics.coordinator_peer(me.incarnation)
-        self._left = frozenset({topics.leader, topics.journal})  # By the last leader, at the broker.
         self._watch = Watch(
             broker,
             topics,
@@ -172,13 +152,21 @@ class Seat:
             await asyncio.gather(*tasks, *self._leaving, return_exceptions=True)
 
     def publish(
-        self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = lambda: None,
     ) -> None:
-        """From the seat, in the order of the calls; ``keep``: later, where there is no seat now."""
+        """From the seat, in the order of the calls; ``keep``: later, where there is no seat now. ``there`` is
+        called once the broker has it."""
         if self.connected and self._chair is not None:
-            self._chair.session.publish(topic, payload, retain=retain, qos=qos, keep=keep)
+            self._chair.session.publish(topic, payload, retain=retain, qos=qos, keep=keep, there=there)
         elif keep:
-            self._kept.append((topic, payload, retain))
+            self._kept.append((topic, payload, retain, there))
 
     async def flush(self, timeout_s: float = 1.0) -> None:
         if self._chair is not None:
@@ -285,69 +273,39 @@ class Seat:
 
     def _sit(self) -> None:
         self._leave()
-        topics = self._topics
-        session = MqttSession(
-            self._broker,
-            client_id=leader_client_id(topics.cluster, self._broker),
-            subscriptions=(*self._subscriptions, topics.leader, topics.journal, self._own),
+        presence = Presence(
+            topic=self._own,
+            payload=encode_peer(self._me, self._version),
+            incarnation=self._me.incarnation,
+            subscriptions=self._subscriptions,
             unacknowledged=self._unacknowledged,
-            will=Will(
-                topic=topics.cluster_state,
-                payload=self.unreachable("the coordinator vanished", graceful=False),
-            ),
-            on_message=lambda topic, payload, retained: self._seat_heard(chair, topic, payload, retained),
-            on_connected=lambda: chair.session.publish(
-                self._own, encode_peer(self._me, self._version), retain=True
-            ),
-            on_acknowledged=self._on_acknowledged,
         )
-        chair = self._chair = _Chair(session=session)
-        chair.task = asyncio.ensure_future(self._hold(chair))
+        self._chair = Chair(
+            self._broker,
+            self._topics,
+            presence,
+            on_read=self._taken,
+            on_message=self._on_message,
+            on_acknowledged=self._on_acknowledged,
+            on_over=self._lost,
+        )
 
-    async def _hold(self, chair: _Chair) -> None:
-        await chair.session.run_once()
-        if self._chair is chair:
-            self._kept.extend(chair.session.take_kept())
-            self._chair = None
-            self._driver.feed(SeatLost(**self._stamp(), why=chair.session.problem))
+    def _taken(self, chair: Chair) -> None:
+        terms = (self._position()[0], chair.copy.term if chair.copy is not None else 0)
+        problem = self._throne.judge(chair.copy)
+        self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, term=max(terms), problem=problem))
+
+    def _lost(self, chair: Chair) -> None:
+        self._kept.extend(chair.session.take_kept())
+        self._chair = None
+        self._driver.feed(SeatLost(**self._stamp(), why=chair.session.problem))
 
     def _leave(self) -> None:
-        """Without waiting: whoever has the seat after us ends the session anyway."""
         chair, self._chair = self._chair, None
-        if chair is not None and chair.task is not None:
-            chair.task.cancel()
-            self._leaving.add(chair.task)
-            chair.task.add_done_callback(self._leaving.discard)
-
-    def _seat_heard(self, chair: _Chair, topic: str, payload: bytes, retained: bool) -> None:
-        if self._chair is not chair:
-            return
-        if topic == self._own:
-            if not retained and not chair.read:
-                chair.read = True
-                terms = (self._position()[0], chair.copy.term if chair.copy is not None else 0)
-                problem = self._throne.judge(chair.copy)
-                self._driver.feed(
-                    SeatTaken(**self._stamp(), found=chair.found, term=max(terms), problem=problem)
-                )
-        elif topic in self._left:
-            if payload and not chair.read:
-                self._read(chair, topic, payload)
-        elif chair.reigns:
-            self._on_message(topic, payload, retained)
-        else:
-            chair.early.append((topic, payload, retained))
-
-    def _read(self, chair: _Chair, topic: str, payload: bytes) -> None:
-        try:
-            if topic == self._topics.leader:
-                chair.found = decode_leader(payload)
-            else:
-                copy = decode_copy(payload)
-                unpack(copy.state)
-                chair.copy = copy
-        except WireError as error:
-            _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
+        if chair is not None:
+            task = chair.leave()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def _reign(self, order: Reign) -> None:
         """The journal, then the record, then everything else: in this order they reach the broker."""
@@ -364,12 +322,10 @@ class Seat:
         self.replicate(self._throne.state(), self._driver.now())
         self.publish(topics.leader, encode_leader(order.leader, self._version), retain=True)
         while self._kept:
-            topic, payload, retain = self._kept.popleft()
-            self.publish(topic, payload, retain=retain, keep=True)
+            topic, payload, retain, there = self._kept.popleft()
+            self.publish(topic, payload, retain=retain, keep=True, there=there)
         self._on_connected()
-        early, chair.early = chair.early, []
-        for message in early:
-            self._on_message(*message)
+        chair.hear_early()
 
     def _abdicate(self, leader: Leader) -> None:
         self._kept.clear()
@@ -377,15 +333,6 @@ class Seat:
             self._reigning = False
             _log.warning("abdicate", leader=leader.name, term=leader.term)
             self._throne.end(leader)
-
-
-def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
-    """The one that the leader has at the broker. With a password, nobody else can guess it: a client that
-    connects with it ends the leader's session."""
-    if not broker.password:
-        return f"ftd-{cluster}-coordinator"
-    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
-    return f"ftd-{cluster}-coordinator-{known[:16]}"
 
 
 def role_in_words(seat: Seat) -> str:

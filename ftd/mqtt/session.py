@@ -57,8 +57,8 @@ class Will:
 _UNABLE = (aiomqtt.MqttError, OSError, ConfigurationError)
 """The last: a certificate that is being renewed while this session begins again."""
 
-Kept = tuple[str, bytes, bool]
-"""Topic, payload, whether it is to be retained."""
+Kept = tuple[str, bytes, bool, Callable[[], None]]
+"""Topic, payload, whether it is to be retained, whom to tell that the broker has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,7 @@ class _Outgoing:
     retain: bool
     qos: int
     keep: bool
+    there: Callable[[], None]
 
 
 def _ignore(*_: float) -> None:
@@ -123,7 +124,7 @@ class MqttSession:
         self._told = asyncio.Event()
         """Nothing is to be sent, and nothing to be acknowledged."""
         self._told.set()
-        self._held: list[Kept] | None = []
+        self._held: list[tuple[str, bytes, bool]] | None = []
         """What comes before ``on_connected`` was told, or behind the goodbye."""
         self._silent_until = 0.0
         self._heard_itself = False
@@ -159,7 +160,7 @@ class MqttSession:
 
     def take_kept(self) -> list[Kept]:
         """What was to be sent after the next connect, for who sends it by another session."""
-        kept = [(message.topic, message.payload, message.retain) for message in self._kept]
+        kept = [(message.topic, message.payload, message.retain, message.there) for message in self._kept]
         self._kept.clear()
         return kept
 
@@ -174,10 +175,18 @@ class MqttSession:
             ) from None
 
     def publish(
-        self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1, keep: bool = False
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = _ignore,
     ) -> None:
-        """Send in the order of the calls. ``keep``: send it after the next connect if there is none now."""
-        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep)
+        """Send in the order of the calls. ``keep``: send it after the next connect if there is none now.
+        ``there`` is called once the broker has acknowledged it, or where it can never be sent."""
+        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep, there=there)
         if self._shortcut is None:
             if keep:
                 self._kept.append(message)
@@ -294,7 +303,8 @@ class MqttSession:
         kept = list(self._kept)
         self._kept.clear()
         for message in kept:
-            self.publish(message.topic, message.payload, retain=message.retain, qos=message.qos, keep=True)
+            topic, payload, retain, there = message.topic, message.payload, message.retain, message.there
+            self.publish(topic, payload, retain=retain, qos=message.qos, keep=True, there=there)
         held, self._held = self._held or [], None
         for arrived in held:
             self._deliver(*arrived)
@@ -325,6 +335,7 @@ class MqttSession:
             shortcut.publish(message.topic, message.payload, retain=message.retain, number=number)
         except ValueError as error:
             _log.error("unpublishable", topic=message.topic, problem=str(error))
+            message.there()
             return
         if number:
             self._sending[number] = message, time.monotonic()
@@ -339,6 +350,7 @@ class MqttSession:
         if not self._sending:
             self._told.set()
         try:
+            sent[0].there()
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
             _log.exception("acknowledged", topic=sent[0].topic)

@@ -15,11 +15,12 @@ from ftd.sim.network import Network
 from ftd.sim.plans import plan_event, planner_for
 from ftd.sim.seat import SimSeat
 from ftd.sim.succession import begins
+from ftd.sim.voice import Voice
 from ftd.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
 from statemachine.cluster import ClusterEvent, ClusterMachine
-from statemachine.durable import told_again, unseen
+from statemachine.durable import unseen
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -55,6 +56,7 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
+from statemachine.untold import UNTOLD
 from statemachine.values import Checkpoint, Job
 
 if TYPE_CHECKING:
@@ -88,8 +90,7 @@ class SimCoordinator(CheckpointWork):
         self._life = 0
         self._timers: dict[str, int] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """Events that wait for the seat to be ours again."""
+        self.voice = Voice(self)
         self._waiting: list[ClusterEvent] = []
         self._haste = Random(f"{world.seed} together")
         """Of its own: in a quarter of all seeds it is busy at times, and takes what came together."""
@@ -108,7 +109,7 @@ class SimCoordinator(CheckpointWork):
         self.crash_after = None
         self.planner = None
         self.incarnation = self.world.serial()
-        self._untold.clear()
+        self.voice = Voice(self)
         self.machine = ClusterMachine(self.world.timing)
         self.seat = SimSeat(self, self.world, self.network)
         self.network.watch(self.seat)
@@ -120,7 +121,7 @@ class SimCoordinator(CheckpointWork):
         self._life += 1
         self._waiting = []
         self._timers.clear()
-        self._untold.clear()
+        self.voice.clear()
         self.planner = None
         journal, position, written_s = self.disk.journal, self.disk.position, self.disk.written_s
         if copy is not None and copy.position > position:
@@ -132,22 +133,20 @@ class SimCoordinator(CheckpointWork):
             self.machine = ClusterMachine(self.world.timing)
         else:
             plain = json.loads(json.dumps(journal))
-            if copy is not None and copy.position < self.disk.position:
-                plain = told_again(plain, copy.journal)
-            elif copy is None and self.disk.shared:
+            if copy is None and self.disk.shared:
                 plain = unseen(plain)
             plain, now = self.disk.begin(plain, written_s), self.world.now + self.disk.clock_s
             self.machine, effects = ClusterMachine.restore(self.world.timing, plain, now, "restart")
         self.leading = True
         begins(self.invariants, self.network, self, position, Written(self.machine))
         self.invariants.coordinator_starts(self.machine)
+        if journal is not None:
+            self.voice.go_on(journal)
         self._perform_all(effects)
 
     def reconnected(self) -> None:
         """The seat is ours: what was to be told is told, then everybody is heard."""
-        untold, self._untold = self._untold, []
-        for action, arguments in untold:
-            self.network.from_seat(self.seat, action, *arguments)
+        self.voice.tell_waiting()
         self.feed(BrokerConnected(at=self.world.now, cause="broker"))
 
     def end_reign(self) -> None:
@@ -155,34 +154,20 @@ class SimCoordinator(CheckpointWork):
         self._life += 1
         self._waiting = []
         self._timers.clear()
-        self._untold.clear()
+        self.voice.clear()
         self.machine = ClusterMachine(self.world.timing)
 
     def replicate(self) -> None:
         """The journal, at the broker and on the disk. What is at the broker counts."""
-        copy = self.disk.write(self.seat.machine.term, self.machine.durable_parts(), self._quiet)
+        parts = {**self.machine.durable_parts(), UNTOLD: self.voice.untold.parts}
+        copy = self.disk.write(self.seat.machine.term, parts, self._quiet)
         self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
 
     def _replicated(self, copy: Copy, view: Written) -> None:
         self.network.replicate(copy)
         self.invariants.replicated = max(self.invariants.replicated, copy.position)
         self.invariants.persisted(view)
-
-    def tell(self, event: EmitEvent) -> None:
-        """Publish an event, now or when the seat is ours again."""
-        if self.network.has_seat(self.seat) and self.seat.speaks:
-            self.network.from_seat(self.seat, self._told, event)
-        else:
-            self._untold.append((self._told, (event,)))
-
-    def unsent(self, held: list[tuple[Any, ...]]) -> None:
-        """What the broker never acknowledged: of that, events are told later."""
-        self._untold += [(action, tuple(rest)) for _, action, *rest in held if action == self._told]
-
-    def _told(self, event: EmitEvent) -> None:
-        self.invariants.public_event(event)
-        if self.on_event is not None:
-            self.on_event(event)
+        self.invariants.telling.decided(copy)
 
     def do(self, action: Callable[..., None], *arguments: Any) -> None:
         """Now, or where the process is stopped, when it goes on."""
@@ -201,7 +186,6 @@ class SimCoordinator(CheckpointWork):
         self._life += 1
         self._waiting = []
         self._backlog.clear()
-        self._untold.clear()
         self.leading = False
         self.network.drop(self.name, process_died=True)
 
@@ -292,6 +276,7 @@ class SimCoordinator(CheckpointWork):
 
     def _perform_all(self, effects: list[Effect]) -> None:
         world = self.world
+        self.voice.decide(effects)
         for effect in effects:
             if self.crash_after is not None:
                 self.crash_after -= 1
@@ -317,7 +302,7 @@ class SimCoordinator(CheckpointWork):
             case PersistState():
                 self.replicate()
             case EmitEvent():
-                self.tell(effect)
+                self.voice.tell(effect)
             case SetTimer():
                 token = self._timers.get(effect.name, 0) + 1
                 self._timers[effect.name] = token

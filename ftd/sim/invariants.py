@@ -6,6 +6,7 @@ from typing import Any
 from ftd.sim import losses
 from ftd.sim.group import Group
 from ftd.sim.place import SimPlace
+from ftd.sim.telling import Telling
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.checking import problem_of_details
@@ -44,9 +45,9 @@ class Invariants:
         """Generations that an event said have started."""
         self.out: dict[str, set[int]] = {}
         """Incarnations per node that obeyed a Fence."""
-        self.restarts = 0
-        self.told_in: dict[int, int] = {}
-        """Which life of the coordinator told of each step."""
+        self.telling = Telling(self)
+        self.told_after: dict[int, int] = {}
+        """So many losses of the newest journal each step was told."""
         self.next_to_tell = 1
         self.finished_job = False
         self.failed_job: str | None = None
@@ -65,7 +66,7 @@ class Invariants:
     def new_job(self, begin: Checkpoint | None) -> None:
         """:param begin: what it goes on from."""
         self.told = {begin.step: int(begin.vote.loss)} if begin is not None else {}
-        self.told_in.clear()
+        self.told_after.clear()
         self.newest_told = self.known = begin.step if begin is not None else 0
         self.next_to_tell = self.known + 1
         self.finished_job, self.failed_job = False, None
@@ -78,9 +79,7 @@ class Invariants:
     # --- the coordinator -----------------------------------------------------------------------
 
     def coordinator_starts(self, machine: ClusterMachine) -> None:
-        self.restarts += 1
         self.coordinator_stepped(machine)
-        self.next_to_tell = 0  # it may repeat what its predecessor had no time to journal
 
     def coordinator_stepped(self, machine: ClusterMachine) -> None:
         if machine.job_id != self.job_id:
@@ -233,13 +232,13 @@ class Invariants:
                 current = current and node.agent.lineage == self.lineage
                 if current and node.agent.remembers(missing):
                     self.broken(f"StepCommitted {step} came where {due} was due, and {node.name} knows it")
-        if step in self.told and self.told_in[step] == self.restarts:
+        if step in self.told and self.told_after[step] == self.telling.losses:
             self.broken(f"StepCommitted {step} came twice")
         if self.told.setdefault(step, version) != version:
             self.broken(f"step {step} was told with version {self.told[step]} and again with {version}")
         if step - 1 in self.told and self.told[step - 1] != self.versions.parent[version]:
             self.broken(f"told step {step} does not continue told step {step - 1}")
-        self.told_in[step] = self.restarts
+        self.told_after[step] = self.telling.losses
         self.newest_told = max(self.newest_told, step)
         self.next_to_tell = step + 1
 

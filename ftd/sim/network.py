@@ -315,7 +315,7 @@ class Network:
         if seat is None:
             return
         self.seat = None
-        seat.coordinator.unsent([sent for action, sent in session.held if action == self.from_seat])
+        seat.coordinator.voice.unsent([sent for action, sent in session.held if action == self.from_seat])
         session.open = session.cut = False
         session.epoch += 1
         session.held.clear()

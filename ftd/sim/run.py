@@ -319,6 +319,7 @@ class Simulation:
                 f"no progress after the healing: {state['phase']} at step {state['step']}, "
                 f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}"
             )
+        self.invariants.telling.complete()
 
 
 def run_seed(seed: int, *, tracing: bool = False, leaning: Leaning | None = None) -> Result:

@@ -172,7 +172,7 @@ class SimSeat:
             case SendBeat():
                 self.network.from_seat(self, self.network.beat, effect.leader)
             case EmitEvent():
-                self.coordinator.tell(effect)
+                self.coordinator.voice.tell(effect)
             case Announce():
                 self.network.announce(self)
             case Refuse():

@@ -64,3 +64,5 @@ def _forgets(truth: "Invariants", view: Written) -> None:
     truth.known = min(truth.known, view.committed_step)
     truth.newest, truth.lineage, truth.trained = view.snapshot, view.lineage, None
     truth.place.writing = view.writing
+    truth.telling.lose()
+    truth.next_to_tell = 0  # What was told may be told again, as it is found out anew.

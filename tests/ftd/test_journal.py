@@ -31,13 +31,13 @@ from ftd.wire.coordinators import (
 )
 from ftd.wire.public import EventMessage
 from ftd.wire.refolding import Refolder
-from planner.values import Policy
 from statemachine import durable
 from statemachine.node import NodeMachine
 from statemachine.promises import RESERVED
 from statemachine.state import Cluster, Exposure
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL, Job, NodeFacts
+from statemachine.untold import UNTOLD
+from statemachine.values import PROTOCOL, NodeFacts
 
 
 def event(name: str, step: int | None = None, **details: object) -> EventMessage:
@@ -166,7 +166,7 @@ def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_hav
     def begun() -> int:
         journal = Journal(tmp_path / "state")
         try:
-            return restored(timing, journal, None, 0.0)[0].generation
+            return restored(timing, journal, None, 0.0).machine.generation
         finally:
             journal.close()
 
@@ -364,15 +364,15 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         assert is_packed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
         unseen = durable.UNSEEN if journal.shared else 0
-        assert restored(timing, journal, None, 0.0)[0].generation == nodes + unseen
+        assert restored(timing, journal, None, 0.0).machine.generation == nodes + unseen
         copy = JournalCopy(
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
         )  # fmt: skip
         assert Succession(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
         assert journal.position == (2, nodes)
-        assert restored(timing, journal, None, 0.0)[0].generation == nodes + durable.UNSEEN
-        assert restored(timing, journal, copy, 0.0)[0].generation == nodes
+        assert restored(timing, journal, None, 0.0).machine.generation == nodes + durable.UNSEEN
+        assert restored(timing, journal, copy, 0.0).machine.generation == nodes
     journal.save(state[:-9], forced=False)
     with pytest.raises(JournalError, match=r"cut off.*--anew"):
         restored(timing, journal, None, 0.0)
@@ -394,7 +394,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
         return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, exposure=exposure)))
 
     def waited_s(copy: JournalCopy | None) -> float:
-        since = restored(timing, journal, copy, now)[0].durable_state()["exposure"]["since"]
+        since = restored(timing, journal, copy, now).machine.durable_state()["exposure"]["since"]
         return now - float(since)
 
     journal = Journal(tmp_path)
@@ -426,29 +426,43 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
     journal.close()
 
 
-def test_what_a_coordinator_told_while_the_broker_was_out_of_reach_is_told_again(tmp_path: Path) -> None:
-    """It was killed before it was back: what was left at the broker says what of it was heard."""
+def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> None:
+    """The own one, or what was left at the broker; of a program that knew of no such thing there is none."""
     journal, timing = Journal(tmp_path), Timing()
-    policy = Policy(devices_per_node=1, tolerate=0, global_batch=2, microbatch_rows=2)
 
-    def state(job: str, told: int) -> bytes:
-        cluster = Cluster(timing=timing, job=Job(job_id=job, name="j", steps=9, policy=policy))
-        cluster.told_before = told
-        return msgspec.msgpack.encode(durable.write(cluster))
+    def state(*untold: tuple[str, str], **others: Any) -> bytes:
+        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing)) | {UNTOLD: untold} | others)
 
-    journal.save(state("j", 7), forced=False, position=(1, 5))
-    for left, position, told in (
-        (state("j", 4), (1, 3), 4),
-        (state("j", 7), (1, 5), 7),
-        (state("other", 4), (1, 3), 7),
-        (b"\xc1", (1, 3), 7),
-        (b"\xff" * 9, (1, 3), 7),
-    ):
-        copy = JournalCopy(
-            term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
-            schema=durable.SCHEMA, state=left, protocol=PROTOCOL,
+    def left(term: int, kept: bytes) -> JournalCopy:
+        return JournalCopy(
+            term=term, serial=1, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
+            state=kept, protocol=PROTOCOL,
         )  # fmt: skip
-        assert restored(timing, journal, copy, 0.0)[0].durable_state()["told"] == told
+
+    journal.save(state(("e-1", "{}")), forced=False, position=(2, 5))
+    assert restored(timing, journal, None, 0.0).untold == (("e-1", "{}"),)
+    assert restored(timing, journal, left(1, state(("e-2", "{}"))), 0.0).untold == (("e-1", "{}"),)
+    assert restored(timing, journal, left(3, state(("e-2", "{}"))), 0.0).untold == (("e-2", "{}"),)
+    old = durable.write(Cluster(timing=timing)) | {"untold": {"name": "RolledBack"}}
+    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), 0.0).untold == ()
+    with pytest.raises(JournalError, match="the journal at the broker"):
+        restored(timing, journal, left(3, state(("e-2",))), 0.0)  # type: ignore[arg-type]
+    journal.close()
+
+
+def test_an_event_that_comes_again_is_there_once(tmp_path: Path) -> None:
+    """Of this process or of the one before; what it says of steps is done again, in order."""
+    first = msgspec.structs.replace(event("RolledBack", 2), id="e-1")
+    journal = Journal(tmp_path)
+    assert journal.record(first) and not journal.record(first)
+    journal.record(event("StepCommitted", 3, loss=1.0))
+    journal.close()
+    journal = Journal(tmp_path)
+    assert not journal.record(first)
+    journal.record(event("StepCommitted", 4, loss=1.0))
+    assert [e["id"] for e in journal.events(after=0, limit=9, newest=False)[0]] == ["e-1"]
+    assert [s["step"] for s in journal.steps(after=0, limit=9, newest=False)[0]] == [4]
+    assert journal.record(msgspec.structs.replace(first, id="e-2"))
     journal.close()
 
 

@@ -15,6 +15,7 @@ from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.disk import Copy, Disk, power_cut
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
+from ftd.sim.voice import Voice
 from planner.changes.parts import part_needs
 from statemachine import (
     agent_commands,
@@ -36,6 +37,7 @@ from statemachine.messages import Prepare
 from statemachine.promises import promised
 from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger
+from statemachine.untold import UNTOLD
 from statemachine.values import CommittedStep, QuiesceMode, Snapshot
 
 SEEDS = 200
@@ -44,6 +46,7 @@ SHARDED = range(1, 3 * SEEDS, 3)
 EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
 """Around commits: some have the gradients, some have applied them."""
 real_decide = rules.decide
+real_go_on = Voice.go_on
 
 
 def found(
@@ -110,6 +113,23 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         recovery, "next_generation", lambda c: c.generation if c.changing else c.generation + 1
     )
     found("was used twice")
+
+
+def told_under_new_ids(voice: Voice, journal: dict[str, Any]) -> None:
+    for number, event in journal[UNTOLD]:
+        real_go_on(voice, {UNTOLD: [(f"{number}-again", event)]})
+
+
+@pytest.mark.parametrize(
+    ("mutant", "expected"),
+    [(lambda *_: None, "and never told"), (told_under_new_ids, "came")],
+    ids=["lost", "told twice"],
+)
+def test_events_that_a_killed_coordinator_takes_with_it_or_tells_under_new_ids_are_found(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str
+) -> None:
+    monkeypatch.setattr(Voice, "go_on", mutant)
+    found(expected)
 
 
 def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_found(

@@ -49,6 +49,7 @@ from statemachine.messages import (
     Released,
     ReplicaDiverged,
     Resume,
+    Signal,
     Stepped,
     StepsWanted,
     Stop,
@@ -58,6 +59,7 @@ from statemachine.node import NodeMachine
 from statemachine.rules import owned_layers
 from statemachine.state import Cluster
 from statemachine.timing import Timing
+from statemachine.untold import is_kept
 from statemachine.values import ClusterPhase, CommittedStep, FailureCause, Vote
 
 
@@ -751,9 +753,13 @@ def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     assert [e.step for e in s.all(EmitEvent)] == [2]
 
 
-def test_what_was_not_told_before_the_crash_is_told_after_it() -> None:
+def test_what_is_told_is_journaled_with_it_and_not_found_out_again_after_a_crash() -> None:
     s = running()
-    s.stepped("node-0", 1, 2)  # journaled, but the event need not have gone out
+    s.stepped("node-0", 1, 3)
+    assert events(s) == [], "step 2 is missing"
+    s.stepped("node-0", 1, 2)  # No news, but told now.
+    assert events(s) == ["StepCommitted", "StepCommitted"]
+    assert isinstance(s.last[0], PersistState)
     s = restarted(s)
     s.feed(BrokerConnected)
     s.wait(2.0)
@@ -761,7 +767,28 @@ def test_what_was_not_told_before_the_crash_is_told_after_it() -> None:
     s.fire("tick")
     s.machine._c.due["tick"] = s.now + 2
     s.fire("tick", 2.0)
-    assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [2]
+    assert events(s) == []
+    s.stepped("node-0", 1, 4)
+    assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("signal", "told", "kept"),
+    [
+        (TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"), "TrainerLost", True),
+        (ReplicaDiverged(generation=1, step=1, layer=0, detail="differs"), "ReplicaDiverged", True),
+        (PeerSuspected(generation=1, detail="reset"), "PeerSuspected", False),
+        (Finished(generation=9, step=1, digests={}), "MessageIgnored", False),
+    ],
+)
+def test_every_event_is_journaled_but_what_may_be_said_again_and_again(
+    signal: Signal, told: str, kept: bool
+) -> None:
+    s = running()
+    s.say("node-0", signal)
+    assert told in events(s)
+    assert len(s.all(PersistState)) == kept
+    assert is_kept(told) == kept
 
 
 def test_a_coordinator_killed_amid_quiescing_uses_a_new_generation() -> None:
