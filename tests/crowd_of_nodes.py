@@ -1,5 +1,6 @@
 """A cluster that never was, as the coordinator would publish it: for the dashboard's tests and benchmark."""
 
+import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ from ftd.wire.public import EventMessage
 
 Json = dict[str, Any]
 BEGAN = datetime(2026, 5, 4, 12, tzinfo=UTC)
+_NUMBERS = itertools.count(1)
 
 
 def stamp(at_s: float) -> str:
@@ -28,7 +30,12 @@ def event(name: str, at_s: float = 0.0, /, **fields: Any) -> EventMessage:
     }
     given = {key: fields.pop(key) for key in envelope if key in fields}
     return EventMessage(
-        event=name, at=stamp(at_s), monotonic=at_s, id="e", details=fields, **{**envelope, **given}
+        event=name,
+        at=stamp(at_s),
+        monotonic=at_s,
+        id=f"e-{next(_NUMBERS)}",
+        details=fields,
+        **{**envelope, **given},
     )
 
 
