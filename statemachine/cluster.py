@@ -13,6 +13,7 @@ import msgspec
 from statemachine import (
     durable,
     jobs,
+    joining,
     persisting,
     public,
     recovery,
@@ -260,7 +261,7 @@ class ClusterMachine:
             case "resume":
                 timeouts.resume_overdue(c)
             case "join":
-                jobs.join(c)
+                joining.join(c)
                 c.dirty = True
             case "steps":
                 timeouts.steps_overdue(c)

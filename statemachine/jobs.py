@@ -4,11 +4,12 @@ import hashlib
 from typing import Any
 
 from statemachine import persisting, snapshot_orders
-from statemachine.buddies import lost_buddies, present_buddies
+from statemachine.buddies import lost_buddies
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.foresight import foresee
-from statemachine.group import follow_group, kept, release, release_drained, release_idle
+from statemachine.group import follow_group, release, release_drained, release_idle
+from statemachine.joining import want_join
 from statemachine.keeping import Keeping, Persisting
 from statemachine.ledger import tell
 from statemachine.membership import healthy, misfit, reject
@@ -66,7 +67,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.enter(PhaseEvent.JOB_ACCEPTED)
     c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
     c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
-    c.templates_ready, c.templates_for, c.templates_before, c.raised = False, 0, 0, 0
+    c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
     c.keeping, c.lineage = Keeping(), 0
     c.persisting = Persisting(newest=begin, tried=begin.step if begin is not None else 0)
@@ -336,25 +337,6 @@ def pursue(c: Cluster) -> None:
             pass
 
 
-def newcomers(c: Cluster) -> list[NodeMachine]:
-    """Nodes that could take part but did not when the present generation was made."""
-    members = c.attempt.members if c.attempt is not None else set()
-    return [node for node in c.alive() if node.ready and node.draining is None and node.name not in members]
-
-
-def leavers(c: Cluster) -> list[NodeMachine]:
-    """Draining nodes, planned or a buddy, that this generation did not try to do without, or could by now."""
-    if c.phase is not ClusterPhase.RUNNING or c.attempt is None:
-        return []
-    planned = {*c.planned, *present_buddies(c).values()} - kept(c)
-    return [node for node in c.alive() if node.draining is not None and node.name in planned]
-
-
-def want_join(c: Cluster) -> None:
-    if JOIN not in c.due and (newcomers(c) or leavers(c)):
-        c.set_timer(JOIN, c.timing.join_settle_s)
-
-
 def change_protection(c: Cluster) -> None:
     """Another one was asked for than the group under way was planned with: a boundary, and the same plan."""
     if c.recovery is not None or JOIN in c.due or not overdue(c):
@@ -369,30 +351,3 @@ def mend_buddies(c: Cluster) -> None:
     if lost and c.recovery is None:
         note_cause(c, "node_lost", lost)
         reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")
-
-
-def join(c: Cluster) -> None:
-    """The settle time of joins and drains is over."""
-    if c.phase not in (ClusterPhase.RUNNING, ClusterPhase.PAUSED):
-        return
-    joining, leaving = newcomers(c), leavers(c)
-    if not joining and not leaving:
-        return
-    if c.phase is ClusterPhase.RUNNING and c.recovery is not None:
-        # The recovery under way gets its first commit undisturbed; then it is its turn.
-        c.set_timer(JOIN, c.timing.join_settle_s)
-        return
-    paused = c.phase is ClusterPhase.PAUSED
-    names = [node.name for node in joining]
-    if paused:
-        note_cause(c, "resumed", names)
-    elif joining:
-        returned = all(node.returning for node in joining)
-        note_cause(c, "node_returned" if returned else "node_joined", names)
-    if leaving:
-        note_cause(c, "node_drained", [node.name for node in leaving])
-    why = [f"{', '.join(names)} can take part"] if names else []
-    why += [f"{', '.join(node.name for node in leaving)} will leave"] if leaving else []
-    for node in joining:
-        node.returning = False
-    reconfigure(c, "; ".join(why), "abort" if paused else "boundary")

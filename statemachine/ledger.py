@@ -8,6 +8,7 @@ every rank knows the vote of every step.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from statemachine import raising
 from statemachine.messages import Heartbeat, Stepped, StepsWanted
 from statemachine.node import NodeMachine
 from statemachine.state import STEPS, Cluster
@@ -44,7 +45,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     if steps and node.step < steps[-1].step:
         node.step = steps[-1].step
     if ledger.known_step > before:
-        c.raised, c.persisting.refused_at = 0, None
+        committed_again(c)
         c.persist()
         tell(c)
         c.publish()
@@ -68,9 +69,15 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     node.step = max(node.step, committed.step)
     if committed.step > c.ledger.known_step and _is_news(c, signal.generation):
         c.ledger.known = committed
-        c.raised, c.persisting.refused_at = 0, None
+        committed_again(c)
         c.persist()
         c.dirty = True
+
+
+def committed_again(c: Cluster) -> None:
+    """There is progress: what was in its way is not."""
+    raising.committed(c)
+    c.persisting.refused_at = None
 
 
 def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:

@@ -18,6 +18,7 @@ from statemachine.values import (
     NodeState,
     Profiled,
     QuiesceMode,
+    Raising,
     Restore,
     Snapshot,
     Vote,
@@ -155,6 +156,7 @@ class Journal:
     resumed_held_parts: tuple[HeldPart, ...] = ()
     resumed_buddies: dict[str, str] = field(default_factory=dict)
     persisting: PersistingRecord = PersistingRecord()
+    raising: Raising | None = None
 
 
 def put_together(durable: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from statemachine.messages import (
     TrainerLost,
 )
 from statemachine.node import NodeMachine
+from statemachine.raising import take_raised
 from statemachine.recovery import (
     after_loss,
     do_with,
@@ -281,14 +282,9 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if signal.cause == "foreign" and (why := foreign(c, signal)):
         fail(c, why)
         return
-    if signal.cause in ("raised", "foreign") and c.resumption is not None:
-        c.raised += 1
-        if c.raised >= c.timing.raise_limit:
-            fail(
-                c,
-                f"the job's code raised {c.raised} times and no step was committed; last: {c.last_failure}",
-            )
-            return
+    if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
+        fail(c, why)
+        return
     _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
 
 

@@ -36,6 +36,7 @@ from statemachine.values import (
     Job,
     Profiled,
     QuiesceMode,
+    Raising,
     Vote,
 )
 
@@ -225,6 +226,7 @@ class Cluster:
     """Nodes that could not resume, last time, where others could."""
     raised: int = 0
     """Times the job's code raised since the last committed step."""
+    raising: Raising | None = None
     last_failure: str = ""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)

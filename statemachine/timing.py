@@ -50,7 +50,8 @@ class Timing:
     steps_wanted_s: float = 2.0
     """How long one node may take to answer ``StepsWanted`` before another is asked."""
     raise_limit: int = 3
-    """The job fails when its code raised this often in a running group with no step committed between. (node)
+    """The job fails when its code raised this often in a running group with no step committed between, or in
+    this many tries of one step; the same error on several nodes ends it sooner. (node)
     Trainers that ended this often while they built the model cannot build it."""
 
     # --- who leads (coordinators) ---

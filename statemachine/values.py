@@ -184,6 +184,20 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Raising:
+    """The job's code raised in a step that nobody has committed since."""
+
+    step: int
+    generation: int
+    """Of the group in which it did, last."""
+    tries: int
+    """Groups in which it did."""
+    error: str
+    nodes: tuple[str, ...]
+    """Where it raised this error, the last one last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
     step: int
     vote: Vote

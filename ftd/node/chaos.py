@@ -213,8 +213,10 @@ class Chaos:
             case "disconnect":
                 self._hands.disconnect(for_s)
             case "raise":
+                # Other words each time: it is not the job's code that is wrong.
+                words = f"ftd chaos raise {request.request} ({request.reply})"
                 for device in self._struck(request):
-                    self._hands.send(device, Raise(detail=f"ftd chaos raise ({request.reply})"))
+                    self._hands.send(device, Raise(detail=words))
             case "lossy":
                 self.disturbance.begin(_weather(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ftd.sim import losses
+from ftd.sim import bugs, losses
 from ftd.sim.group import Group
 from ftd.sim.place import SimPlace
 from ftd.sim.telling import Telling
@@ -41,6 +41,7 @@ class Invariants:
         self.newest_resume = 0
         self.on_commit: Callable[[], None] = lambda: None
         """Called when a rank commits: a moment at which faults like to come."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self.announced: set[int] = set()
         """Generations that an event said have started."""
         self.out: dict[str, set[int]] = {}
@@ -51,6 +52,7 @@ class Invariants:
         self.next_to_tell = 1
         self.finished_job = False
         self.failed_job: str | None = None
+        self.wrong_code = False
         self.resumed_job = False
         """A group of the present job was told to start."""
         self.replicated = (0, 0)
@@ -202,6 +204,7 @@ class Invariants:
                     self.broken(f"finished, but the world heard of step {self.newest_told} of {self.known}")
             case "JobFailed":
                 self.failed_job = event.reason
+                self.on_failure(event.reason)
                 self._may_fail()
             case "RecoveryCompleted":
                 self._switched(event.details["recovery"])
@@ -243,9 +246,8 @@ class Invariants:
         self.next_to_tell = step + 1
 
     def _may_fail(self) -> None:
-        if not self.resumed_job:
-            return  # nobody could build it
-        losses.gives_up(self)
+        if self.resumed_job and not bugs.explains(self, self.failed_job or ""):
+            losses.gives_up(self)  # Otherwise nobody could build it.
 
     # --- nodes ----------------------------------------------------------------------------------
 

@@ -374,15 +374,16 @@ class SimNode:
         if trainer.alive:
             self.arena.keep(trainer.device, effect.step, effect.pinned)
 
-    def fail_trainer(self, device: int, cause: FailureCause) -> None:
+    def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
         """The process dies; the daemon hears of it a little later."""
         trainer = self.trainers.get(device)
         if trainer is None or not trainer.alive:
             return
         trainer.die()
-        self.world.at(self.world.between(0.001, 0.02), self._failed, trainer, cause)
+        words = words or f"simulated in {trainer.pid}"
+        self.world.at(self.world.between(0.001, 0.02), self._failed, trainer, cause, words)
 
-    def _failed(self, trainer: SimTrainer, cause: FailureCause) -> None:
+    def _failed(self, trainer: SimTrainer, cause: FailureCause, words: str) -> None:
         if self.trainers.get(trainer.device) is not trainer:
             return
         self.feed(
@@ -392,6 +393,6 @@ class SimNode:
                 device=trainer.device,
                 pid=trainer.pid,
                 cause_of_failure=cause,
-                detail="simulated",
+                detail=words,
             )
         )

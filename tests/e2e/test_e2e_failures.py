@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.playground import SILENCE_S, Playground, Run, tiny_job
+from ftd.config.job import load_job_data
+from tests.e2e.playground import SILENCE_S, Playground, Run, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]
 
@@ -75,6 +76,22 @@ def test_a_trainer_that_raises(ground: Playground, tmp_path: Path, same_losses: 
     ground.until_recovery("node_returned")
     ground.further()
     same_losses(ground.stop_job())
+
+
+def test_code_that_is_wrong_from_a_step_on_fails_the_job(ground: Playground, tmp_path: Path) -> None:
+    """And does not keep it going back to its snapshot for ever."""
+    wrong = tmp_path / "wrong"
+    path = write_job(tmp_path, arguments=f'wrong_from = "{wrong}"')
+    path.write_text(f"{path.read_text()}\n[snapshot]\nevery_steps = 2\n")
+    run = ground.submit(load_job_data(path))
+    ground.until_event("SnapshotCompleted")
+    wrong.touch()
+    failed = ground.until_event("JobFailed")
+    assert failed["reason"].startswith("the job's code raised ") and " in step " in failed["reason"]
+    assert "ValueError: wrong from here on" in failed["reason"] and "Traceback" in failed["reason"]
+    assert len({e["node"] for e in run.named("TrainerLost")}) > 1
+    ground.until_phase("FAILED")
+    assert ground.state["outcome"] == failed["reason"]
 
 
 @pytest.mark.parametrize("how", ["stop", "hang"])

@@ -1,7 +1,8 @@
 """A training function for tests: small enough to be quick, with everything that makes numerics hard.
 
 Dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), float64.
-``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder raises.
+``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder
+raises, ``wrong_from`` one that makes everybody raise for as long as it is there.
 """
 
 import time
@@ -16,15 +17,18 @@ from runtime.training import Training
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, samples: int, width: int, raise_once: str) -> None:
+    def __init__(self, samples: int, width: int, raise_once: str, wrong_from: str) -> None:
         self.inputs = torch.randn(samples, width, dtype=torch.float64)
         self.targets = self.inputs.sin().roll(1, dims=1)
         self.raise_once = Path(raise_once) if raise_once else None
+        self.wrong_from = Path(wrong_from) if wrong_from else None
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.wrong_from is not None and self.wrong_from.exists():
+            raise ValueError("wrong from here on")
         if self.raise_once is not None and self.raise_once.exists():
             try:
                 self.raise_once.unlink()
@@ -54,6 +58,7 @@ def build(
     width: int = 48,
     delay_s: float = 0.0,
     raise_once: str = "",
+    wrong_from: str = "",
     samples: int = 600,
     tied: bool = False,
 ) -> Training:
@@ -69,5 +74,5 @@ def build(
         loss=functional.mse_loss,
         optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
         scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
-        dataset=Points(samples, width, raise_once),
+        dataset=Points(samples, width, raise_once, wrong_from),
     )

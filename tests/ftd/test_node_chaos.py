@@ -244,7 +244,7 @@ def test_trainers_raise_and_the_line_gets_bad() -> None:
         await until(lambda: _carries(chaos, carried))  # Its time is over.
 
     play(hands, body)
-    assert ("raise", 1, "ftd chaos raise (me)") in hands.log
+    assert ("raise", 1, "ftd chaos raise a (me)") in hands.log
 
 
 def _carries(chaos: Chaos, carried: list[str]) -> bool:

@@ -24,6 +24,7 @@ from statemachine import (
     forgetting,
     jobs,
     persisting,
+    raising,
     recovery,
     rollback,
     rules,
@@ -113,6 +114,16 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         recovery, "next_generation", lambda c: c.generation if c.changing else c.generation + 1
     )
     found("was used twice")
+
+
+def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raising, "last_line", lambda detail: "the same")
+    strikes = tuple(
+        (name, faults.raise_in_trainer, 1) for name in ("StepCommitted", "Quiesced", "TrainerLost")
+    )
+    found("taken for the job's", leaning=Leaning(strikes=strikes))
 
 
 def told_under_new_ids(voice: Voice, journal: dict[str, Any]) -> None:

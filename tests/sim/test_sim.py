@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.sim import run
-from ftd.sim.run import SHAPES, Simulation, run_seed
+from ftd.sim.bugs import WORDS, raise_everywhere
+from ftd.sim.run import SHAPES, Leaning, Simulation, run_seed
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
@@ -157,3 +158,15 @@ def test_a_broken_seed_prints_its_replay_and_fails(monkeypatch: pytest.MonkeyPat
 def test_a_seed_or_a_number_of_seeds() -> None:
     assert CliRunner().invoke(app, ["sim"]).exit_code == 2
     assert CliRunner().invoke(app, ["sim", "--seed", "1", "--seeds", "2"]).exit_code == 2
+
+
+def test_wrong_code_fails_the_job_and_nothing_else_is_taken_for_it() -> None:
+    """Whatever else strikes, and whoever leads; the other jobs of these seeds end as ever."""
+    failed = 0
+    for seed in range(30):
+        simulation = Simulation(seed, leaning=Leaning(strikes=(("StepCommitted", raise_everywhere, 4),)))
+        said: list[str] = []
+        simulation.invariants.on_failure = said.append
+        simulation.finish()
+        failed += any(WORDS in reason for reason in said)
+    assert failed > 5
