@@ -25,7 +25,10 @@ def report(
         ),
     ],
     html: Annotated[Path | None, typer.Option(help="Write one page that needs nothing else.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw loss, throughput, goodput: .png or .svg.")] = None,
+    plot: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw loss, throughput, goodput: .png or .svg; may be given several times."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the report itself (docs/report.md).")
     ] = None,
@@ -42,19 +45,21 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.view.files import write
+    from ftd.view.files import require_format, write
     from ftd.view.report_page import report_page
-    from ftd.view.report_plot import plot_report
+    from ftd.view.report_plot import FORMATS, plot_report
     from ftd.view.summary import render_summary
 
+    for path in plot or ():
+        require_format(path, FORMATS, "--plot")
     found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
     if html is not None:
         write(html, report_page(found).encode(), "--html")
-    if plot is not None:
-        plot_report(found, plot)
+    for path in plot or ():
+        plot_report(found, path)
     if out is not None:
         write(out, found.to_bytes(), "--json")
-    if html is plot is out is None:
+    if html is None and out is None and not plot:
         print_rich(render_summary(found))
 
 

@@ -9,6 +9,7 @@ import typer
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
 from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError, FtdError
+from ftd.view.text import pipeline_name
 
 if TYPE_CHECKING:
     from ftd.wire.public import TraceData
@@ -131,7 +132,7 @@ async def ask(
 def _places(state: dict[str, Any]) -> dict[str, str]:
     """``node/device`` → where it is in the plan."""
     return {
-        str(device): f"pipeline {number + 1}, stage {index + 1}"
+        str(device): f"pipeline {pipeline_name(number)}, stage {index + 1}"
         for number, pipeline in enumerate(state.get("pipelines") or ())
         for index, stage in enumerate(pipeline["stages"])
         for device in stage["devices"]

@@ -7,7 +7,8 @@ A point stands for a run of committed steps, as a list that goes to the page as 
 ``step`` is its last, committed at ``at_s`` (seconds since 1970); ``loss`` the mean over those that were
 finite, else ``None``; ``samples`` and ``steps`` what was committed in the ``elapsed_s`` since the point
 before. Of these, ``productive_s`` went into steps that still count: a step that a rollback undid counts
-no more.
+no more. Steps that were heard of all at once, since the broker or the coordinator had been away, are one
+point, for the time since the point before: training went on meanwhile.
 """
 
 import math
@@ -45,19 +46,21 @@ class Trend:
     ) -> None:
         """A step was committed that took so long; or it stands for the last ``steps``, which were like it."""
         took_s = max(0.0, step_s) * steps
-        since_s = at_s - (self.points[-1][_AT] or 0.0) if self.points else took_s
-        elapsed_s = max(0.0, since_s)
+        last = self.points[-1] if self.points else None
+        elapsed_s = took_s if last is None else max(0.0, at_s - _number(last, _AT))
+        follows = last is not None and last[_STEP] == step - steps
+        idle_s = _number(last, _ELAPSED) - _number(last, _PRODUCTIVE) if last is not None and follows else 0.0
+        belated = elapsed_s < took_s / 2 <= idle_s
         new: Point = [
             step,
             at_s,
             loss if loss is not None and math.isfinite(loss) else None,
             (samples_per_s or 0.0) * took_s,
-            min(took_s, elapsed_s),
+            min(took_s, elapsed_s + (idle_s if belated else 0.0)),
             elapsed_s,
             steps,
         ]
-        last = self.points[-1] if self.points else None
-        if last is not None and _number(last, _STEPS) + steps <= self._stride and last[_STEP] == step - steps:
+        if last is not None and follows and (belated or _number(last, _STEPS) + steps <= self._stride):
             self.points[-1] = _merged(last, new)
         else:
             self.points.append(new)

@@ -9,7 +9,7 @@ from ftd.errors import ConfigurationError
 from ftd.view.document import Report
 from ftd.view.files import require_format, write
 from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
-from ftd.view.rates import goodput, throughput
+from ftd.view.rates import committed_at_s, goodput, throughput
 from ftd.view.text import is_failure
 
 FORMATS = (".png", ".svg")
@@ -46,7 +46,8 @@ def drawn(report: Report, kind: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    losses = [(step.at_s, step.loss) for step in report.steps if step.loss is not None]
+    steps = zip(report.steps, committed_at_s(report.steps), strict=True)
+    losses = [(at_s, step.loss) for step, at_s in steps if step.loss is not None]
     panels: list[tuple[str, Sequence[tuple[float, float]], str]] = [
         ("loss", losses, BLUE),
         ("samples/s", throughput(report), GREEN),
@@ -97,7 +98,7 @@ def _legend(axes: Any, report: Report) -> None:
     kinds = {is_failure(change.cause, change.rolled_back_steps) for change in report.recoveries}
     shown = [
         Line2D([], [], color=RED if kind else FAINT, linestyle="-" if kind else "--", label=label)
-        for kind, label in ((True, "failure"), (False, "join, return, drain"))
+        for kind, label in ((True, "failure"), (False, "other change"))
         if kind in kinds
     ]
     if shown:

@@ -15,11 +15,14 @@ _DECISIONS = {
 def what_happened(recovery: Recovery, report: Report) -> tuple[str, str, str]:
     """Who, what became of them, and the faults that were injected to that end, in brackets, or nothing."""
     faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
-    words = CAUSE_WORDS.get(recovery.cause, recovery.cause)
-    if recovery.cause == "resumed" and recovery.rolled_back_steps:
-        words = "lost, and back"
     injected = f" ({', '.join(dict.fromkeys(f.fault for f in faults))})" if faults else ""
-    return ", ".join(recovery.nodes) or "cluster", f" {words}", injected
+    words = CAUSE_WORDS.get(recovery.cause, recovery.cause)
+    who = ", ".join(recovery.nodes)
+    if recovery.cause != "resumed":
+        return who or "cluster", f" {words}", injected
+    if recovery.rolled_back_steps:
+        return who or "cluster", " lost, and back", injected
+    return words, f" with {who}" if who else "", injected
 
 
 def uneventful(report: Report) -> str:

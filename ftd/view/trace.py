@@ -38,7 +38,7 @@ class Row:
     """``node/device``."""
     rank: int
     place: str
-    """``pipeline 1, stage 2``; empty where it is not known."""
+    """``pipeline A, stage 2``; empty where it is not known."""
     spans: tuple[Span, ...]
     dropped: int = 0
 

@@ -210,6 +210,20 @@ def test_merging_and_rollbacks_keep_sums(steps: list[tuple[float, float]], back:
     assert 0 <= goodput(trend.points) <= 1 + 1e-9
 
 
+def test_steps_that_were_heard_of_all_at_once_took_the_time_since_the_one_before() -> None:
+    trend = Trend()
+    for number in range(1, 11):
+        trend.commit(number, 1000.0 + number, 1.0, 1.0, 32.0)
+    for number in range(11, 31):  # The broker was away for 20 s.
+        trend.commit(number, 1030.5 + number / 1000, 1.0, 1.0, 32.0)
+    trend.commit(31, 1031.5, 1.0, 1.0, 32.0)
+    assert len(trend.points) == 12
+    step, _, _, samples, productive_s, elapsed_s, steps = trend.points[10]
+    assert (step, samples, steps) == (30, 640, 20)
+    assert elapsed_s == pytest.approx(20.5, abs=0.1) and productive_s == pytest.approx(20)
+    assert goodput(trend.points) > 0.95
+
+
 def goodput(points: list[Point]) -> float:
     """What the page says of these points (``figures.js``)."""
     return sum(p[4] or 0.0 for p in points) / sum(p[5] or 0.0 for p in points)

@@ -11,14 +11,15 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError, FtdError
-from ftd.view.document import Report
+from ftd.view.document import Report, StepRecord
 from ftd.view.past import recovery_of, report_of
-from ftd.view.rates import goodput, throughput
+from ftd.view.rates import committed_at_s, goodput, throughput
 from ftd.view.report import ReportBuilder
 from ftd.view.report_page import report_page
 from ftd.view.report_plot import plot_report
 from ftd.view.sentences import told
 from ftd.view.summary import render_summary
+from tests.commands import ftd_here
 
 Json = dict[str, Any]
 JOB = "gpt-5c1f09aa"
@@ -121,6 +122,21 @@ def test_throughput_counts_every_sample(history: tuple[list[Json], list[Json]]) 
     assert sum(rate for _, rate in series) * width == pytest.approx(120 * 32)
 
 
+def test_steps_that_were_heard_of_at_once_are_spread_over_the_time_that_they_took() -> None:
+    def step(number: int, at_s: float) -> StepRecord:
+        return StepRecord(
+            step=number, loss=1.0, gradient_norm=None, skipped=False, step_s=1.0, generation=1, at_s=at_s
+        )
+
+    before, behind = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
+    assert committed_at_s([*before, *behind]) == pytest.approx([*range(1, 11)], abs=0.02)
+    twice = [*before, *(step(n, 7.0) for n in (4, 5)), *(step(n, 10.8) for n in range(6, 12))]
+    assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those heard of later.
+    crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # More than the time allows.
+    times = committed_at_s(crowded)
+    assert times == sorted(times) and times[:3] == [1.0, 2.0, 3.0] and times[-1] == 5.0
+
+
 class Elements(HTMLParser):
     """Counts elements, and what they ask for from elsewhere."""
 
@@ -182,3 +198,19 @@ def test_pictures_come_in_two_formats(history: tuple[list[Json], list[Json]], tm
         plot_report(report, tmp_path / "r.pdf")
     with pytest.raises(ConfigurationError, match="cannot write"):
         plot_report(report, tmp_path / "no" / "r.png")
+
+
+def test_every_picture_that_is_asked_for_is_written(
+    history: tuple[list[Json], list[Json]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "r.json").write_bytes(report_of("gpt", *history).to_bytes())
+    wanted = [tmp_path / name for name in ("a.png", "b.svg")]
+    plots = [word for path in wanted for word in ("--plot", str(path))]
+    command = ["report", str(tmp_path / "r.json"), *plots]
+    assert ftd_here(*command, patch=monkeypatch, said=capsys) == (0, "", "")
+    assert all(path.stat().st_size > 1000 for path in wanted)
+    code, _, err = ftd_here(*command, "--plot", "c.gif", patch=monkeypatch, said=capsys)
+    assert (code, "c.gif names no format" in err) == (2, True)

@@ -32,9 +32,9 @@ SPANS = [
 
 
 def test_hosts_whose_clocks_differ_pass_a_vote_at_one_moment() -> None:
-    rows = rows_of([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline 1, stage 1"})
+    rows = rows_of([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline A, stage 1"})
     assert [row.rank for row in rows] == [0, 1]
-    assert [row.place for row in rows] == ["pipeline 1, stage 1", ""]
+    assert [row.place for row in rows] == ["pipeline A, stage 1", ""]
     for row in rows:
         (vote,) = row.of("vote")
         assert (vote.began_us, vote.ended_us) == (900, 950)
