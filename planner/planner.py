@@ -142,7 +142,8 @@ class Planner:
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:
             raise TooFewNodesError(
-                f"{len(nodes)} nodes are usable and {self.fewest_nodes} are needed",
+                f"{len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} usable and "
+                f"{self.fewest_nodes} are needed",
                 needed=self.fewest_nodes,
                 present=len(nodes),
             )

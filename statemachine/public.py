@@ -134,6 +134,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "step_s": ledger.step_s if running else None,
         "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
         "waiting_for": waiting_for(c),
+        "gives_up": c.phase is ClusterPhase.PAUSED and c.giving_up,
         "outcome": c.outcome,
         "snapshot": _snapshot(c),
         "snapshot_policy": _snapshot_policy(c),

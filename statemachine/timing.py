@@ -46,7 +46,8 @@ class Timing:
     join_settle_s: float = 0.1
     """Joins and drains that come closer together than this share one reconfiguration."""
     lost_state_s: float = 30.0
-    """State that only absent (not provably dead) nodes hold: PAUSED for this long, then FAILED."""
+    """State that only absent (not provably dead) nodes hold: PAUSED for this long, then back to a
+    persistent checkpoint, or FAILED."""
     steps_wanted_s: float = 2.0
     """How long one node may take to answer ``StepsWanted`` before another is asked."""
     raise_limit: int = 3

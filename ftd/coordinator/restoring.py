@@ -23,9 +23,10 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
         code = make_code(group.protection, len(group.owners))
         # Without a shard there is nobody either who has the small part, which every owner keeps whole.
         if len(lost) == len(group.owners) or recipe(code, lost) is None:
+            withstood = f"the loss of any {code.guarantee}" if code.guarantee else "no loss"
             reason = (
-                f"{layers} cannot be made without {absent}: {group.protection} of {len(group.owners)} owners "
-                f"withstands the loss of any {code.guarantee}{_buddy_too(group)}"
+                f"{layers} cannot be made without {absent}: {group.protection!r} of "
+                f"{len(group.owners)} owners withstands {withstood}{_buddy_too(group)}"
             )
             return _answer(effect, at, possible=False, reason=reason)
         decoded.append(f"{layers} without {absent}")

@@ -237,9 +237,10 @@ class LocalRun:
     def _give_up_when_stuck(self, conductor: Conductor) -> None:
         """End a job that waits for nodes, when all that run are healthy and the scenario starts no more.
 
-        A start at a step or on an event does not count: while the job is paused, neither comes.
+        A start at a step or on an event does not count: while the job is paused, neither comes. What the
+        coordinator itself gives up after a while, it may go on with from a checkpoint.
         """
-        if self._state.get("phase") != "PAUSED":
+        if self._state.get("phase") != "PAUSED" or self._state.get("gives_up"):
             self._paused_at = None
             return
         self._paused_at = self._paused_at or time.monotonic()

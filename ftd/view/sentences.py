@@ -21,7 +21,7 @@ def what_happened(recovery: Recovery, report: Report) -> tuple[str, str, str]:
     if recovery.cause != "resumed":
         return who or "cluster", f" {words}", injected
     if recovery.rolled_back_steps:
-        return who or "cluster", " lost, and back", injected
+        return who or "the last copy", " lost, and back", injected
     return words, f" with {who}" if who else "", injected
 
 

@@ -123,7 +123,7 @@ EXAMPLES: dict[str, Json] = {
         "schema": 1, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
         "standbys": ["host-b"], "barred": {}, "at": _AT, "phase": "RUNNING",
         "generation": 3, "step": 90, "loss": 2.6112, "step_s": 0.1, "samples_per_s": 320.0, "waiting_for": "",
-        "outcome": "", "planning": None,
+        "gives_up": False, "outcome": "", "planning": None,
         "snapshot": {
             "step": 80, "generation": 3, "at": _AT, "size_bytes": 48200192, "protection": "aec", "owners": 4,
             "present": 4, "missing": [],

@@ -106,6 +106,8 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     samples_per_s: float | None
     waiting_for: str
     """In words, what has to happen next; empty while training runs."""
+    gives_up: bool = False
+    """PAUSED for a while only: then the job goes back to a checkpoint, looks for one once more, or fails."""
     outcome: str
     planning: PlanningData | None
     snapshot: SnapshotState | None

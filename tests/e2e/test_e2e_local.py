@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ftd.local.run import PAUSE_S
 from ftd.node.processes import alive, descendants
 from ftd.view.document import Report
 from tests.e2e.playground import LIMIT_S, write_job
@@ -227,3 +228,20 @@ def test_bad_input_is_refused_before_anything_starts(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert leftovers(home) == []
+
+
+def test_a_pause_that_ends_in_a_return_to_a_checkpoint_is_waited_for(
+    tmp_path: Path, home: dict[str, str]
+) -> None:
+    """Longer than the time after which a pause for nodes that nobody starts is given up."""
+    job = write_job(tmp_path, steps=60, two_node_replicas=True)
+    tables = '[snapshot]\nevery_steps = 5\n[checkpoint]\nurl = "kept"\nevery_steps = 10\n'
+    job.write_text(job.read_text() + tables)
+    scenario = tmp_path / "scenario.toml"
+    kill = '[[fault]]\nat_step = 40\ndo = "kill"\nnode = "{}"\n'
+    scenario.write_text(kill.format("node-0") + kill.format("node-2"))
+    patient = home | {"FTD_TIMING_LOST_STATE_S": str(PAUSE_S + 3.0)}
+    done = ftd("local", job, "--nodes", 4, "--chaos", scenario, home=patient)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waiting for their return for 8 s, then the newest checkpoint is looked for" in done.stdout
+    assert "by a persistent checkpoint" in done.stdout and "given up:" not in done.stdout

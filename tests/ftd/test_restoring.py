@@ -57,5 +57,5 @@ def test_a_copy_at_a_buddy_stands_for_its_owner(present: str, copied: str, tier:
 
 def test_the_reason_names_who_is_missing() -> None:
     no = check_restore(asked("aec", "ac"), at=1.0).reason
-    assert no == "layers 0 to 2 cannot be made without b, d: aec of 4 owners withstands the loss of any 1"
+    assert no == "layers 0 to 2 cannot be made without b, d: 'aec' of 4 owners withstands the loss of any 1"
     assert check_restore(asked("aec", "abc"), at=1.0).reason == "decoded layers 0 to 2 without d"
