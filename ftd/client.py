@@ -43,9 +43,11 @@ class ClusterClient:
         listen: bool = False,
         on_state: Callable[[dict[str, Any]], None] | None = None,
         on_node: Callable[[str, str], None] | None = None,
+        on_broker: Callable[[bool], None] | None = None,
     ) -> None:
         """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state,
-        ``on_node`` every node's name and state as the node says it."""
+        ``on_node`` every node's name and state as the node says it, ``on_broker`` whether the broker is
+        there, when that changes."""
         self.topics = Topics(cluster=address.cluster)
         self.client_id = f"client-{secrets.token_hex(6)}"
         self._answers: dict[str, asyncio.Future[Answer]] = {}
@@ -63,6 +65,8 @@ class ClusterClient:
                 *([self.topics.node_state()] if on_node is not None else []),
             ],
             on_message=self._on_message,
+            on_connected=lambda: on_broker(True) if on_broker is not None else None,
+            on_lost=lambda: on_broker(False) if on_broker is not None else None,
         )
         self._address = address
 
@@ -162,11 +166,18 @@ class ClusterClient:
         self._session.publish(topic, payload, keep=True)
 
     def _nobody(self, topic: str | None) -> str:
-        who = f"nobody listens on {topic}" if topic else "no coordinator answers"
-        return (
-            f"{who} at {self._address.broker.url} for cluster {self._address.cluster!r} "
-            "(is it running, and is the cluster's name right?)"
-        )
+        broker, cluster = self._address.broker, self._address.cluster
+        state = self._state.result() if self._state.done() else {}
+        where = f"at {broker.url} for cluster {cluster!r}"
+        may = f", and may {broker.username} write there (ftd acl)" if broker.username else ""
+        if topic:
+            return f"nobody answers on {topic} {where} (is the node up{may}?)"
+        if state.get("phase") == "UNREACHABLE":
+            return f"no coordinator answers {where}: {state.get('reason') or 'it is gone'}"
+        if leader := state.get("leader"):
+            asked = self.topics.request
+            return f"{leader} leads {where}, and answers nothing on {asked} (is it busy{may}?)"
+        return f"no coordinator answers {where} (is it running, and is the cluster's name right?)"
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         try:

@@ -246,7 +246,15 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
     """The journal's end, then the live stream; an event that is in both is printed once."""
     from ftd.client import ClusterClient
 
-    async with ClusterClient(address, listen=follow) as client:
+    away = False
+
+    def on_broker(there: bool) -> None:
+        nonlocal away
+        if away or not there:
+            typer.echo(f"ftd: the broker is {'back' if there else 'away; it is tried again'}", err=True)
+        away = not there
+
+    async with ClusterClient(address, listen=follow, on_broker=on_broker) as client:
         past: list[dict[str, Any]] = []
         try:
             past = await client.history(newest=last) if last else []

@@ -48,6 +48,7 @@ def silence_logs() -> None:
     import structlog
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger("mqtt").setLevel(logging.CRITICAL)
 
 
 def print_json(value: Any) -> None:

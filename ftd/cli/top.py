@@ -1,5 +1,6 @@
 """``ftd top``: a running cluster in a terminal, as ``ftd local`` shows its own."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,13 +42,17 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
 
     console = Console()
     view = LiveView(console, lines=not once)
-    async with ClusterClient(address, listen=True, on_state=view.on_state) as client:
+    async with ClusterClient(
+        address, listen=True, on_state=view.on_state, on_broker=view.on_broker
+    ) as client:
         state = await client.state()
-        await _recall(client, view, state.get("job"))
-        if once:
-            console.print(view.frame())
-            return
-        with view:
+        # Drawn before somebody has answered what was: who may only read waits for an answer in vain.
+        with nullcontext() if once else view:
+            if state.get("phase") != "UNREACHABLE":
+                await _recall(client, view, state.get("job"))
+            if once:
+                console.print(view.frame())
+                return
             async for event in client.events():
                 view.on_event(event)
 

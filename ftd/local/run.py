@@ -127,6 +127,8 @@ class LocalRun:
         """Name of the event that ended the job."""
 
     async def run(self, names: list[str]) -> int:
+        """From the broker's start to the summary; the exit code. What was seen is summed up also when it ends
+        otherwise."""
         await self._cluster.start_broker()
         await self._cluster.start_coordinators()
         for name, page in self._cluster.dashboards.items():
@@ -138,10 +140,14 @@ class LocalRun:
         try:
             with _located(address), self._view or contextlib.nullcontext():
                 async with ClusterClient(
-                    address, listen=True, on_state=self._on_state, on_node=self._on_node
+                    address,
+                    listen=True,
+                    on_state=self._on_state,
+                    on_node=self._on_node,
+                    on_broker=self._view.on_broker if self._view is not None else None,
                 ) as client:
                     await self._conduct(client, names)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, PeerError):
             if self._begun:
                 self._conclude()
             raise

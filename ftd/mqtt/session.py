@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import aiomqtt
 import structlog
+from aiomqtt.exceptions import MqttConnectError
 
 from ftd.config.address import BrokerAddress
 from ftd.config.tls import explained, tls_context
@@ -169,10 +170,9 @@ class MqttSession:
         try:
             await asyncio.wait_for(self._up.wait(), timeout_s)
         except TimeoutError:
-            raise Unreachable(
-                f"the MQTT broker at {self.broker.url} does not answer: {self._problem} "
-                "(is it running, and are the address and the credentials right?)"
-            ) from None
+            remedy = "(is it running, and are the address, mqtt:// or mqtts://, and the credentials right?)"
+            told = self._problem if self._problem.endswith(")") else f"{self._problem} {remedy}"
+            raise Unreachable(f"the MQTT broker at {self.broker.url} does not answer: {told}") from None
 
     def publish(
         self,
@@ -323,7 +323,8 @@ class MqttSession:
     def _note_problem(self, error: BaseException) -> None:
         problem = explained(error)
         if problem != self._problem:
-            _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy="trying on")
+            remedy = f"trying on{_hint(error, self.broker)}"
+            _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy=remedy)
         self._problem = problem
 
     def _send(self, shortcut: Shortcut, message: _Outgoing) -> None:
@@ -354,6 +355,19 @@ class MqttSession:
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
             _log.exception("acknowledged", topic=sent[0].topic)
+
+
+def _hint(error: BaseException, broker: BrokerAddress) -> str:
+    """What to look at meanwhile."""
+    origin = error.__cause__ or error.__context__ or error
+    if isinstance(error, MqttConnectError):
+        known = f"the user {broker.username} with this password" if broker.username else "anonymous clients"
+        return f"; does the broker let {known} in?"
+    if isinstance(origin, ConnectionRefusedError):
+        return "; is the broker running there, and is broker.url right?"
+    if isinstance(origin, socket.gaierror):
+        return "; is the name in broker.url right, and does this host's DNS know it?"
+    return ""
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

@@ -52,11 +52,14 @@ def alive(pid: int) -> bool:
 
 
 def tail(path: Path, size_bytes: int = 8192) -> str:
-    """The last ``size_bytes`` of a log file as text; empty when there is none."""
+    """The last lines of a log file, at most ``size_bytes`` of them; empty when there is none."""
     with contextlib.suppress(OSError), path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - size_bytes))
-        return stream.read().decode("utf-8", errors="replace").strip()
+        begin = max(0, stream.tell() - size_bytes)
+        stream.seek(begin)
+        said = stream.read().decode("utf-8", errors="replace")
+        _, _, rest = said.partition("\n")
+        return (rest if begin and rest else said).strip()
     return ""
 
 

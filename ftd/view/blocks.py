@@ -35,14 +35,15 @@ def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Renderable
     if len(shown) > most:
         shown = sorted(shown, key=lambda n: (nodes[n]["state"] == "HEALTHY", natural(n)))[: most - 1]
     longest = max([len(n) for n in shown], default=4)
-    table.add_column("node", no_wrap=True, overflow="ellipsis", min_width=min(longest, _NAME_WIDTH))
-    table.add_column("state", no_wrap=True, min_width=max(map(len, NODE_MARKS)) + 2)
-    table.add_column("computes", no_wrap=True, overflow="ellipsis")
+    # rich takes room from columns that may wrap; their cells, which do not, end in an ellipsis then.
+    table.add_column("node", min_width=min(longest, _NAME_WIDTH))
+    table.add_column("state", no_wrap=True, width=max(map(len, NODE_MARKS)) + 2)
+    table.add_column("computes")
     for name in shown:
         node = nodes[name]
         mark, style = NODE_MARKS.get(node["state"], ("?", "white"))
         table.add_row(
-            Text(name, style=f"bold {colours.of(name)}"),
+            Text(name, style=f"bold {colours.of(name)}", no_wrap=True, overflow="ellipsis"),
             Text(f"{mark} {node['state']}", style=style),
             _role_text(node, roles.get(name)),
         )
@@ -87,9 +88,9 @@ def _role_text(node: JsonMap, role: str | None) -> Text:
     if node["state"] == "UNHEALTHY":
         return Text("restarting", style="yellow")
     if node.get("in_plan") and role:
-        text = Text(role)
+        text = Text(role, no_wrap=True, overflow="ellipsis")
         if (speed := float(node.get("speed", 1.0))) < 1:
-            text.append(f"  at {speed:.0%} of the usual speed", style="yellow")
+            text.append(f"  at {speed:.0%} speed", style="yellow")
         return text
     return Text("idle" if role is None else "waiting", style="dim")
 

@@ -82,6 +82,11 @@ class LiveView:
             self._plain(plain_event(event))
         self._progress_line()
 
+    def on_broker(self, there: bool) -> None:
+        """The connection to the broker was made, or broke."""
+        with self._lock:
+            self._picture.see_broker(there=there)
+
     def recall(self, event: Mapping[str, Any]) -> None:
         """Something that happened before the view began: drawn, but no news."""
         with self._lock:

@@ -20,6 +20,7 @@ from ftd.view.text import (
     ROUTINE_EVENTS,
     JsonMap,
     NodeColours,
+    barred_words,
     clock,
     duration,
     is_failure,
@@ -53,6 +54,8 @@ class Picture:
         self._recorded_step = 0
         self._several = False
         """There is, or was, more than one coordinator."""
+        self._away_since = ""
+        """The time of day at which the broker was lost; empty while it is there."""
 
     @property
     def step(self) -> int:
@@ -72,6 +75,10 @@ class Picture:
         self._several = self._several or bool(state.get("standbys") or state.get("barred"))
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
+
+    def see_broker(self, *, there: bool) -> None:
+        """The connection to the broker was made, or broke."""
+        self._away_since = "" if there else clock(datetime.now(UTC).isoformat()).partition(".")[0]
 
     def see_event(self, event: JsonMap) -> None:
         """One event; steps go into the chart, everything else into the list."""
@@ -165,10 +172,10 @@ class Picture:
         most = max(1, min(MOST_WORRY, height - 9))
         lines = list(worry.wrap(Console(width=width), width - 4))[:most] if worry else []
         rows = rows_for(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
-        parts: list[RenderableType] = [self._headline(lines)]
+        parts: list[RenderableType] = [self._headline(lines, width)]
         nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
         if wide and nodes is not None and rows.chart:
-            left = min(max(44, width * 2 // 5), 56)
+            left = min(max(44, width * 9 // 20), 60)
             middle = Table.grid(expand=True)
             middle.add_column(width=left)
             middle.add_column(ratio=1)
@@ -186,7 +193,7 @@ class Picture:
         parts.append(self._event_box(rows.events))
         return Group(*parts)
 
-    def _headline(self, worry: Sequence[Text]) -> RenderableType:
+    def _headline(self, worry: Sequence[Text], width: int) -> RenderableType:
         phase = str(self._state.get("phase") or "WAITING")
         style = PHASE_STYLES.get(phase, "white")
         job: JsonMap = self._state.get("job") or {}
@@ -224,7 +231,7 @@ class Picture:
             Group(grid, *worry),
             title=title,
             title_align="left",
-            subtitle=leader_words(self._state) if self._several else None,
+            subtitle=leader_words(self._state, width - 6) if self._several else None,
             border_style=style,
         )
 
@@ -234,11 +241,15 @@ class Picture:
     def _worry(self, quiet_s: float) -> str:
         """Why it does not train, or is not heard; empty where all is well."""
         phase = self._state.get("phase")
+        if self._away_since:
+            return f"the broker is away: this is as of {self._away_since}; training goes on without it"
         if quiet_s > QUIET_S and phase in _TALKING:
             return f"nothing heard for {_whole(quiet_s)}: is the broker away?"
         if phase == "UNREACHABLE":
             return f"no coordinator: {self._state.get('reason') or 'it is gone'}; training goes on without it"
-        return waiting_words(self._state)
+        if phase == "FAILED":
+            return str(self._state.get("outcome") or "")
+        return "\n".join(filter(None, [waiting_words(self._state), *barred_words(self._state)]))
 
     def _speed(self) -> Text:
         rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")

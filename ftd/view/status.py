@@ -27,7 +27,7 @@ _MEANINGS = {
     "PAUSED": "too few nodes; the survivors hold their state and wait",
     "FINISHED": "all steps are done",
     "FAILED": "the job cannot go on",
-    "UNREACHABLE": "the coordinator is away; trainers go on by themselves",
+    "UNREACHABLE": "no coordinator; trainers go on by themselves",
 }
 _BAR_WIDTH = 24
 MOST = 10_000
@@ -44,7 +44,7 @@ def render_status(state: JsonMap) -> RenderableType:
     grid.add_column()
     grid.add_row(
         "cluster",
-        Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_MEANINGS.get(phase, '')}"),
+        Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_meaning(state, phase)}"),
     )
     if waiting := waiting_words(state):
         head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("because", "", waiting)
@@ -76,6 +76,16 @@ def render_status(state: JsonMap) -> RenderableType:
     if state.get("pipelines"):
         parts += ["", PipelineBars(state["pipelines"], colours, most=MOST)]
     return Group(*parts)
+
+
+def _meaning(state: JsonMap, phase: str) -> str:
+    """Of a job that is over, how it ended; of a cluster that nobody leads, why."""
+    meaning = _MEANINGS.get(phase, "")
+    if said := str(state.get("outcome") or state.get("reason") or ""):
+        return {"FINISHED": said, "FAILED": f"{meaning}: {said}", "UNREACHABLE": f"{said}; {meaning}"}.get(
+            phase, meaning
+        )
+    return meaning
 
 
 def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:

@@ -160,15 +160,22 @@ def planning_words(state: JsonMap) -> str:
     return f"planning {planning['done']} of {planning['total']}" if planning else ""
 
 
-def leader_words(state: JsonMap) -> str:
-    """Which coordinator leads, and who would next; empty where nobody does."""
+def leader_words(state: JsonMap, most: int = 10_000) -> str:
+    """Which coordinator leads, and who would next; empty where nobody does.
+
+    :param most: characters; where names do not fit, numbers stand for them.
+    """
     if not (leader := state.get("leader")):
         return ""
     standbys = [str(name) for name in state.get("standbys") or ()]
     behind = f"standing by: {', '.join(standbys)}" if standbys else "nobody stands by"
     barred = state.get("barred") or {}
     beside = f"; not able to take over: {', '.join(map(str, barred))}" if barred else ""
-    return f"{leader} leads, {behind}{beside}"
+    told = f"{leader} leads, {behind}{beside}"
+    if len(told) > most:
+        told = f"{leader} leads, standing by: {len(standbys)}"
+        told += f"; not able to take over: {len(barred)}" if barred else ""
+    return told if len(told) <= most else f"{told[: most - 1]}…"
 
 
 def barred_words(state: JsonMap) -> list[str]:

@@ -1,5 +1,6 @@
 """The command line: help, exit codes, messages, JSON; and that torch stays out of our processes."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -10,11 +11,16 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ftd.client import ClusterClient
+from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.profile_file import profile_document, save_profile
+from ftd.errors import Unreachable
 from ftd.mqtt.mosquitto import free_port
+from ftd.wire.public import StatusRequest
 from planner.values import LayerProfile, ModelProfile
 from tests.commands import ftd_here
 from tests.ftd.conftest import RunningBroker
@@ -124,6 +130,25 @@ def test_a_broker_without_a_coordinator_is_exit_code_3(tmp_path: Path, mosquitto
     done = ftd("status", "--json", directory=tmp_path, FTD_BROKER=mosquitto.address.url, FTD_CLUSTER="lab")
     assert done.returncode == 3
     assert "no coordinator answers" in done.stderr and "'lab'" in done.stderr
+
+
+def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
+    """Three things look alike from here: nobody is there, nobody leads, the broker hands nothing on."""
+
+    async def said(state: dict[str, Any], topic: str | None = None) -> str:
+        broker = BrokerAddress(host="h", port=1, username="grafana", password="x")
+        client = ClusterClient(ClusterAddress(broker=broker, cluster="lab"))
+        if state:
+            client._on_message(client.topics.cluster_state, json.dumps(state).encode(), True)
+        with pytest.raises(Unreachable) as caught:
+            await client.request(StatusRequest(**client.envelope()), topic=topic, timeout_s=0.01)
+        return str(caught.value)
+
+    assert "is it running" in asyncio.run(said({}))
+    assert "host-a leads" in asyncio.run(said({"leader": "host-a"}))
+    assert "may grafana write there (ftd acl)" in asyncio.run(said({"leader": "host-a"}))
+    assert "it was stopped" in asyncio.run(said({"phase": "UNREACHABLE", "reason": "it was stopped"}))
+    assert "is the node up, and may grafana" in asyncio.run(said({}, "ftd/v1/lab/chaos/host-a"))
 
 
 @pytest.fixture

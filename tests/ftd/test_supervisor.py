@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 from ftd.node import zygote
-from ftd.node.processes import alive
+from ftd.node.processes import alive, tail
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
@@ -326,3 +326,11 @@ def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: py
         await one.close()
 
     asyncio.run(body())
+
+
+def test_the_end_of_a_log_begins_with_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tail(log) == ""
+    log.write_text("the first line\nthe second\nthe third\n")
+    assert tail(log, 100) == "the first line\nthe second\nthe third"
+    assert tail(log, 20) == "the third" and tail(log, 4) == "ird"

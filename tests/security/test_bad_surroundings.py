@@ -226,7 +226,7 @@ def test_a_broker_that_refuses_or_cannot_be_believed_is_told_once_and_tried_on(
         foreign = secure.start("other.example")
         password, authority = "rotanidrooc", f'ca_file = "{secure.directory}/ca.pem"\n'
         cases = {
-            "refused": (sound, "wrong", authority, "Not authorized"),
+            "refused": (sound, "wrong", authority, "let the user coordinator with this password in"),
             "expired": (expired, password, authority, "renew the broker's certificate"),
             "foreign": (foreign, password, authority, "use the name that the certificate is for"),
             "unknown": (sound, password, "", "name the certificate of its authority in broker.ca_file"),

@@ -1,6 +1,7 @@
 """The live view: a frame on a terminal, lines in a pipe."""
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,39 @@ def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> Non
     later.see_event(event("LeaderElected", 3.0, leader="host-b", term=2, took_s=0.1))
     for each in (picture, later):
         assert "host-b leads, nobody stands by" in shown(each)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_coordinator_that_would_not_take_over_is_said_with_the_reason(state: Json, width: int) -> None:
+    picture = Picture(120)
+    why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same on this host"
+    others = {"leader": "a-host-with-a-name", "standbys": ["another-host"], "barred": {"an-old-host": why}}
+    picture.see_state(state | others)
+    lines = frame(picture, width, 24)
+    text = " ".join(line.strip("│ ") for line in lines)
+    assert f"an-old-host will not take over: {why}" in re.sub(r"\s+", " ", text)
+    assert f"not able to take over: {'1' if width == 80 else 'an-old-host'} " in text
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_that_the_broker_is_away_is_said_whatever_the_coordinator_said_last(state: Json) -> None:
+    picture = Picture(120)
+    picture.see_state(state)
+    picture.see_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
+    assert "no coordinator: the coordinator vanished" in "".join(frame(picture, 80, 24))
+    picture.see_broker(there=False)
+    assert "the broker is away: this is as of " in "".join(frame(picture, 80, 24))
+    picture.see_broker(there=True)
+    assert "the broker is away" not in "".join(frame(picture, 80, 24))
+
+
+@pytest.mark.parametrize(("width", "ends"), [(80, "at 56% speed"), (96, "…"), (120, "at 56% speed")])
+def test_what_does_not_fit_beside_a_node_ends_in_an_ellipsis(state: Json, width: int, ends: str) -> None:
+    picture = Picture(120)
+    slow = state["nodes"]["node-0"] | {"speed": 0.56}
+    picture.see_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
+    [line] = [line for line in frame(picture, width, 24) if line.startswith("│ node-0")]
+    assert line.split("│")[1].rstrip().endswith(ends)
 
 
 def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json) -> None:

@@ -127,6 +127,15 @@ def test_the_status_of_a_cluster_without_a_job_and_of_one_that_waits(state: Json
     assert "PAUSED" in text and "because  no node is ready" in text
 
 
+def test_the_status_says_how_a_job_ended_and_why_nobody_leads(state: Json) -> None:
+    def said(**other: object) -> str:
+        return printed(render_status(state | other))
+
+    assert "FINISHED  stopped by a user" in said(phase="FINISHED", outcome="stopped by a user")
+    assert "FAILED  the job cannot go on: layer 3 is lost" in said(phase="FAILED", outcome="layer 3 is lost")
+    assert "UNREACHABLE  it vanished; no coordinator" in said(phase="UNREACHABLE", reason="it vanished")
+
+
 def test_the_status_shows_how_far_planning_is(state: Json) -> None:
     text = printed(render_status(state | {"planning": {"done": 16, "total": 64}}))
     assert "16 of 64 numbers of nodes" in text and "━" * 24 in text
