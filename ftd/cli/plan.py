@@ -20,9 +20,9 @@ from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ftd.protection import SnapshotProtection
+    from planner.crosscheck import CrossCheck
     from planner.describe import Description, PipelineRow, TemplateRow
     from planner.errors import SolverError
-    from planner.pipelines.crosscheck import CrossCheck
     from planner.preview import Preview
 
 SCHEMA_VERSION = 2
@@ -226,8 +226,8 @@ def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None
 
 
 def _checked(seen: "Preview") -> "CrossCheck | SolverError":
+    from planner.crosscheck import cross_check
     from planner.errors import SolverError
-    from planner.pipelines.crosscheck import cross_check
 
     try:
         return cross_check(seen)

@@ -12,7 +12,7 @@ from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
 
 if TYPE_CHECKING:
-    from planner.pipelines.crosscheck import CrossCheck
+    from planner.crosscheck import CrossCheck
 
 MOST_TEMPLATES = 30
 MOST_STAGES = 24

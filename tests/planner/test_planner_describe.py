@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from oracles import profile_of
 
+from planner.crosscheck import cross_check
 from planner.describe import describe, timeline_of
 from planner.errors import BatchError, InfeasibleError
-from planner.pipelines.crosscheck import cross_check
 from planner.planner import Planner
 from planner.preview import Preview, preview
 from planner.values import Policy

@@ -14,9 +14,9 @@ from ftd.errors import ConfigurationError
 from ftd.view import plan_plot
 from ftd.view.plan import MOST_STAGES, MOST_TEMPLATES, elapsed, render_plan
 from ftd.view.plan_plot import draw_plan, drawn_svg, plot_plan
+from planner.crosscheck import CrossCheck
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
-from planner.pipelines.crosscheck import CrossCheck
 from planner.timeline import timeline
 from planner.values import Policy
 
