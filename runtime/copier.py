@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.plain_state import SnapshotError
 from runtime.side_stream import SideStreams, copy_piece
 from runtime.tensor_image import Source, Unit
 from storage.arena import Slot
@@ -33,6 +34,11 @@ _EXIT_S = 60.0
 def part_name(rank: int, what: str, number: int | None = None) -> str:
     """Of a part of a rank's snapshot; unlike those of other ranks, with which it may lie side by side."""
     return f"rank-{rank}/{what}" if number is None else f"rank-{rank}/{what}-{number:05d}"
+
+
+class _Interrupted(SnapshotError):
+    def __init__(self, by: str) -> None:
+        super().__init__(f"it was not copied to its end: {by}")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,8 @@ class Capture:
     slot: Slot | None = None
     taken: int = 0
     copied: int = 0
+    helpers: int = 0
+    """Threads at ``finish`` that may be copying a unit."""
     failed: bool = False
     """Nobody needs to wait for it any more."""
     error: Exception | None = None
@@ -64,6 +72,11 @@ class Capture:
     def done(self) -> bool:
         """What it copies may be changed; on a device, behind the copies (``SideStreams.hold``)."""
         return self.failed or self.copied == len(self.units)
+
+    @property
+    def still(self) -> bool:
+        """Nobody writes into the slot any more; what a helper took who was interrupted is not copied."""
+        return self.helpers == 0 or self.copied == self.taken
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +164,7 @@ class Copier:
     def _drop(self, capture: Capture, error: Exception) -> None:
         # A helper may still write into the slot: it must not be given to the next snapshot before.
         with self._changed:
-            self._changed.wait_for(lambda: capture.copied == capture.taken)
+            self._changed.wait_for(lambda: capture.still)
         with contextlib.suppress(Exception):  # Of a device that failed there is nothing to wait for.
             self.side.finish(capture.devices)
         self.failed(capture.step, error)
@@ -168,7 +181,7 @@ class Copier:
         while (number := self._take(capture)) is not None:
             self._copy(capture, number, self._copy_hashed)
         with self._changed:
-            self._changed.wait_for(lambda: capture.copied == capture.taken)
+            self._changed.wait_for(lambda: capture.still)
         if capture.error is not None:
             raise capture.error
         self.side.finish(capture.devices)
@@ -202,8 +215,19 @@ class Copier:
     def _help(self, capture: Capture) -> None:
         with self._changed:
             self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
-        while (number := self._take(capture)) is not None:
-            self._copy(capture, number, self._copy_plainly)
+            capture.helpers += 1
+        try:
+            while (number := self._take(capture)) is not None:
+                self._copy(capture, number, self._copy_plainly)
+        except BaseException as error:
+            # Ctrl-C, or a signal's handler that ends the script: whatever was taken may be half copied.
+            with self._changed:
+                capture.error, capture.failed = _Interrupted(type(error).__name__), True
+            raise
+        finally:
+            with self._changed:
+                capture.helpers -= 1
+                self._changed.notify_all()
         with self._changed:
             self._changed.wait_for(lambda: capture.done)
 
@@ -225,10 +249,9 @@ class Copier:
             # Maybe on the training thread, whose step is none the worse for it.
             with self._changed:
                 capture.error, capture.failed = error, True
-        finally:
-            with self._changed:
-                capture.copied += 1
-                self._changed.notify_all()
+        with self._changed:
+            capture.copied += 1
+            self._changed.notify_all()
 
     def _copy_hashed(self, capture: Capture, number: int, view: Bytes) -> None:
         """With its digest, unless somebody waits, or it comes from a device. Parity's is made behind it."""

@@ -5,7 +5,7 @@ step, which waits for the copy), whether a saved state is one of its own, and ho
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -113,8 +113,7 @@ class Registered:
         if self.kind == "module":
             return _module_refuses(self.thing, saved, entries)
         if self.kind == "optimizer":
-            here = _shapes(self.thing)
-            return "" if saved["shapes"] == here else "its parameters have other shapes or groups"
+            return _optimizer_refuses(self.thing, saved)
         return ""
 
     def prepare(self, saved: Any, place: Place) -> Callable[[], None]:
@@ -155,8 +154,8 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
 def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entry]) -> str:
     here = module.state_dict(keep_vars=True)
     if saved.keys() != here.keys():
-        other = sorted(saved.keys() ^ here.keys())
-        return f"it has other parameters or buffers: {', '.join(other[:3])}"
+        sides = {"there": saved.keys() - here.keys(), "here": here.keys() - saved.keys()}
+        return "; ".join(f"{_some(names)}: only {side}" for side, names in sides.items() if names)
     for name, value in here.items():
         ref = saved[name]
         if isinstance(value, Tensor) != isinstance(ref, Ref):
@@ -168,6 +167,11 @@ def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entr
                 there = f"{entry.dtype} {list(entry.shape)}"
                 return f"{name} is {there} there, and {dtype} {list(shape)} here"
     return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 def _prepare_module(module: nn.Module, saved: dict[str, Any], place: Place) -> Callable[[], None]:
@@ -199,6 +203,25 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     return [[list(local(p).shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer_refuses(optimizer: Optimizer, saved: dict[str, Any]) -> str:
+    there, here = saved["shapes"], _shapes(optimizer)
+    if len(there) != len(here):
+        return f"it has {len(there)} parameter groups there, and {len(here)} here"
+    for number, (before, now) in enumerate(zip(there, here, strict=True)):
+        if len(before) != len(now):
+            return f"group {number} has {len(before)} parameters there, and {len(now)} here"
+        for index, (shape, wanted) in enumerate(zip(before, now, strict=True)):
+            if shape != wanted:
+                return f"parameter {index} of group {number} is {shape} there, and {wanted} here"
+    # A version of torch may add an option, a scheduler does; another optimizer has others and lacks some.
+    options, known = saved["groups"], optimizer.param_groups
+    missing = {key for group in options for key in optimizer.defaults.keys() - group.keys()}
+    surplus = {key for group, own in zip(options, known, strict=True) for key in group.keys() - own.keys()}
+    if missing and surplus:
+        return f"it is of another optimizer: its groups have {_some(surplus)}, and not {_some(missing)}"
+    return ""
 
 
 def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place) -> Callable[[], None]:

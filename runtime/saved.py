@@ -47,10 +47,11 @@ class Saved:
         here = {name: registered.kind for name, registered in things.items()}
         if saved != here:
             return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
-        for name, registered in things.items():
-            why = registered.refuses(self.content["things"][name]["state"], self.entries)
+        # Modules first: they know their tensors' names.
+        for registered in sorted(things.values(), key=lambda r: r.kind != "module"):
+            why = registered.refuses(self.content["things"][registered.name]["state"], self.entries)
             if why:
-                return f"{name}: {why}"
+                return f"{registered.name}: {why}"
         return ""
 
     def prepare(self, things: Mapping[str, Registered], *, random: bool) -> "Prepared":

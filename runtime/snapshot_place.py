@@ -70,7 +70,7 @@ class Place:
     protected: bool = False
     """A keeper says what must stay; and ``restored`` stays until it has newer ones everywhere."""
     restored: Key | None = None
-    _closed: bool = False
+    closed: bool = False
 
     @classmethod
     def open(cls, name: str, rank: int, directory: Path | None, limit_bytes: int | None) -> "Place":
@@ -142,8 +142,8 @@ class Place:
         self.arena.release([m.step for m in self.arena.snapshots if key_of(m) not in keys])
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self.arena.close()
             _unlock(self.arena.directory.resolve(), self._lock)
 

@@ -121,6 +121,7 @@ class Snapshotter:
         :raises SnapshotError: the name is taken, or there is something in it that cannot be kept.
         :raises ArenaFullError: there is too little memory.
         """
+        self._check()
         self._add(name, thing, guarded=guarded)
         try:
             self._reserve()
@@ -157,9 +158,10 @@ class Snapshotter:
         Returns at once. What cannot be kept now (no memory, a value that became something else) is logged
         and counted, and training goes on.
 
-        :raises SnapshotError: ``step`` is no whole number, steps do not grow, or there is a former
-            run's state that was not restored.
+        :raises SnapshotError: ``step`` is no whole number, steps do not grow, there is a former run's state
+            that was not restored, or this was closed.
         """
+        self._check()
         try:
             step = operator.index(step)
         except TypeError:
@@ -189,7 +191,8 @@ class Snapshotter:
 
     def wait(self) -> None:
         """Until all that was begun is complete, or was dropped."""
-        self._copier.settle()
+        if self._own_process:
+            self._copier.settle()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -198,6 +201,8 @@ class Snapshotter:
         yield
 
     def _before_step(self, *_: Any) -> None:
+        if not self._own_process:
+            return  # A child that trains on has its own memory, and nobody who copies it.
         began = time.perf_counter()
         self._copier.finish()
         self.counts.stall_s += time.perf_counter() - began
@@ -219,8 +224,10 @@ class Snapshotter:
         Every rank calls it, after ``init_process_group`` where there are several. What is damaged, or of
         another job, is named in the log and passed over, and nothing is loaded by halves.
 
-        :raises SnapshotError: torch.distributed is not initialised, and there are several ranks.
+        :raises SnapshotError: torch.distributed is not initialised, and there are several ranks; or this was
+            closed.
         """
+        self._check()
         self.wait()
         self._foreign = ""
         own = self._own()
@@ -364,7 +371,7 @@ class Snapshotter:
 
     def close(self) -> None:
         """Complete what was begun and let go; what is kept stays for the next process."""
-        if os.getpid() != self._process:
+        if not self._own_process:
             return  # a forked child, which has neither the thread nor the lock
         atexit.unregister(self.close)
         for handle in self._hooks:
@@ -375,6 +382,21 @@ class Snapshotter:
 
     def remove(self) -> None:
         """Close, and give the memory back: nothing of this rank can be restored any more."""
-        self.close()
-        self._place.remove()
-        self._protection.remove()
+        if self._own_process:
+            self.close()
+            self._place.remove()
+            self._protection.remove()
+
+    @property
+    def _own_process(self) -> bool:
+        return os.getpid() == self._process
+
+    def _check(self) -> None:
+        """:raises SnapshotError: nothing can be kept or restored here any more."""
+        if not self._own_process:
+            raise SnapshotError(
+                f"{self._name}: this Snapshotter is of the process that forked this one: make another here, "
+                "with another name"
+            )
+        if self._place.closed:
+            raise SnapshotError(f"{self._name}: this Snapshotter is closed: make a new one")

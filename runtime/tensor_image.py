@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from runtime.plain_state import SnapshotError
 from storage.shards import Piece as Kept
@@ -241,6 +242,8 @@ def _gaps(row: _Row, end: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def _address(tensor: Tensor, where: str) -> int:
+    if is_lazy(tensor):
+        raise SnapshotError(f"{where} has no shape yet: call the lazy module once, then register it")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise SnapshotError(
             f"{where} is a {tensor.layout} tensor on {tensor.device}: only dense tensors that have memory "

@@ -10,7 +10,7 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -415,17 +415,80 @@ def test_a_unit_that_cannot_be_copied_stops_neither_the_step_nor_the_next_snapsh
     script.leave()
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_step_that_is_interrupted_while_it_helps_costs_that_snapshot(
+    place: Path, end: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C in the middle of a copy: its bytes are not the step's, and nobody waits for them for ever."""
+
+    class Struck(np.ndarray):  # type: ignore[type-arg]
+        """Interrupts the training thread when it is about to copy."""
+
+        def __getitem__(self, key: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                raise end
+            assert gate.wait(60)
+            return super().__getitem__(key)
+
+    model = nn.Linear(1024, 3 * UNIT_BYTES // 4096, bias=False)  # three units, for both threads
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
+    snapshots.snapshot(1)
+    snapshots.wait()
+    gate, capture = threading.Event(), snapshots._contents.capture(2)
+    capture.sources[:] = [source.view(Struck) for source in capture.sources]
+    snapshots._copier.begin(capture)
+    with pytest.raises(end):
+        optimizer.step()
+    gate.set()
+    snapshots.wait()
+    assert snapshots.counts.failed == 1 and f"to its end: {end.__name__}" in caplog.text
+    assert snapshots.restore() == 1
+    snapshots.snapshot(3)
+    assert snapshots.restore() == 3
+    snapshots.close()
+
+
 def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
+    """It may step and end, also while the parent's copy is under way."""
     script = Script(place)
     script.run(1, 2)
+    script.snapshots.wait()
+    gate, slot = threading.Event(), script.snapshots._place.slot
+    script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
+    script.snapshots.snapshot(3)
     child = os.fork()
     if child == 0:
-        script.snapshots.close()
-        os._exit(0)
+        with contextlib.suppress(BaseException):
+            script.optimizer.step()
+            script.snapshots.wait()
+            with pytest.raises(SnapshotError, match="make another here"):
+                script.snapshots.snapshot(4)
+            script.snapshots.remove()
+            script.snapshots.close()
+            os._exit(0)
+        os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    script.run(3, 4)
-    assert script.snapshots.restore() == 4
+    gate.set()
+    script.run(4, 5)
+    assert script.snapshots.restore() == 5
     script.leave()
+
+
+def test_what_is_closed_is_not_used(place: Path) -> None:
+    script = Script(place)
+    script.run(1, 1)
+    script.leave()
+    for use in (lambda: script.snapshots.snapshot(2), script.snapshots.restore):
+        with pytest.raises(SnapshotError, match="is closed: make a new one"):
+            use()
+    with pytest.raises(SnapshotError, match="is closed"):
+        script.snapshots.register("more", {"epoch": 1})
+    script.step()
+    script.snapshots.wait()
+    again = Script(place)
+    assert again.snapshots.restore() == 1
+    again.snapshots.remove()
 
 
 # --- damage and strangers ------------------------------------------------------------------------
@@ -492,6 +555,51 @@ def test_another_models_snapshot_is_passed_over_and_not_overwritten(
     again = Script(place, seed=2)
     assert again.snapshots.restore() == 2
     again.leave()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: (m[:3], torch.optim.AdamW), "model: 3.bias, 3.weight: only there"),
+        (lambda m: (nn.Sequential(*m, nn.Linear(1, 1)), torch.optim.AdamW), "4.bias, 4.weight: only here"),
+        (lambda m: (m, torch.optim.SGD), "optimizer: it is of another optimizer: its groups have amsgrad, "),
+    ],
+)
+def test_what_changed_between_two_runs_is_named(
+    place: Path, change: Callable[[nn.Sequential], tuple[nn.Module, type]], why: str, caplog: Any
+) -> None:
+    script = Script(place)
+    script.snapshots.remove()
+    first = Snapshotter("job", directory=place, optimizer=script.optimizer, model=script.model)
+    script.step()
+    first.snapshot(1)
+    first.close()
+    model, kind = change(script.model)
+    optimizer = kind(model.parameters(), lr=1.0)
+    again = Snapshotter("job", directory=place, optimizer=optimizer, model=model)
+    assert again.restore() is None and why in caplog.text
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    again.close()
+
+
+def test_groups_and_shapes_of_an_optimizer_are_named(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By number, where no module was registered that knows names."""
+
+    def kept(*groups: list[int]) -> Snapshotter:
+        made = [{"params": [nn.Parameter(torch.ones(size)) for size in sizes]} for sizes in groups]
+        return Snapshotter("job", directory=place, optimizer=torch.optim.SGD(made, lr=0.1))
+
+    first = kept([2, 3], [4])
+    first.snapshot(1)
+    first.close()
+    for groups, why in (
+        ([[2, 3, 4]], "it has 2 parameter groups there, and 1 here"),
+        ([[2, 3], [4, 5]], "group 1 has 1 parameters there, and 2 here"),
+        ([[2, 7], [4]], r"parameter 1 of group 0 is [3] there, and [7] here"),
+    ):
+        again = kept(*groups)
+        assert again.restore() is None and why in caplog.text
+        again.close()
 
 
 def test_another_jobs_snapshot_is_passed_over(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -587,6 +695,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         ({"x": np.array([object()])}, "is a ndarray"),
         ({"sparse": torch.eye(2).to_sparse()}, "only dense tensors"),
         ({"meta": torch.empty(2, device="meta")}, "only dense tensors"),
+        (nn.LazyLinear(2), r"state\['weight'\] has no shape yet: call the lazy module once"),
         (5, r"register .* \{'epoch': 3\}"),
     ],
 )
