@@ -55,11 +55,11 @@ def restorable(held: Sequence[Held], ranks: int) -> tuple[list[Restorable], list
 
 
 def other_ranks(written: int, ranks: int) -> str:
-    """Why shards of so many ranks are not restored on another number."""
+    """Why what so many ranks kept is not restored on another number."""
     return (
-        f"it is of {written} ranks, and there are {ranks}: each rank kept a shard of its own, and shards are "
-        f"not cut anew; start with {written} ranks again, or load a checkpoint that can be resharded "
-        "(torch.distributed.checkpoint)"
+        f"it is of {written} ranks, and there are {ranks}: what each rank kept for itself is not cut anew; "
+        f"start with {written} ranks again. Another number can go on where DDP's ranks of several hosts were "
+        "protected (protection=), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
     )
 
 

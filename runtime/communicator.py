@@ -5,7 +5,7 @@ No default group, no global state: a communicator belongs to one generation and 
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -18,6 +18,8 @@ Channel = Literal["activation", "gradient", "state"]
 GROUP_TIMEOUT_S = 60.0
 """Of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
 held for as long. Not how failures are noticed: the control plane does that."""
+Talk = tuple[Channel, int, int]
+"""Two ranks, ascending, that will send to each other on a channel."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
 """A process group of torch: its stubs know neither the operations nor the options of the backends."""
@@ -67,10 +69,12 @@ class Communicator(ABC):
         self._aborted = False
 
     @abstractmethod
-    def form(self, groups: Sequence[Members]) -> None:
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         """Meet the other ranks; ``groups`` are all groups of the generation, the same list everywhere.
 
         The whole world is always formed. Groups of one rank need nothing; duplicates are formed once.
+
+        :param talks: the same everywhere, too: whatever two ranks need for themselves is made now.
 
         :raises Aborted: as everything below.
         :raises PeerLost: somebody did not come, or the rendezvous is gone.
@@ -161,7 +165,7 @@ class SoloCommunicator(Communicator):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def form(self, groups: Sequence[Members]) -> None:
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         self.check()
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:

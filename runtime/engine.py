@@ -38,7 +38,7 @@ from runtime.staged_state import SpoiledError, StagedState
 from runtime.state import LayerStates, StateError
 from runtime.training import load_training
 from runtime.transfer import Exchange, WholeLayers
-from runtime.world import check_world, owners_of_layer, seat_of
+from runtime.world import check_world, owners_of_layer, seat_of, talks_of
 from storage.buckets import derive_buckets
 
 
@@ -168,7 +168,9 @@ class Engine:
         )
         started = time.monotonic()
         with self.pace.idle():
-            communicator.form(sorted({bucket.owners for bucket in buckets}))
+            communicator.form(
+                sorted({bucket.owners for bucket in buckets}), talks_of(world, self.data.microbatch_rows)
+            )
         formed = time.monotonic()
         if self.sharding is not None:
             received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)

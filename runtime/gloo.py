@@ -8,7 +8,7 @@ holds the buffers and the group until then, so neither may be used again: take f
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +26,7 @@ from runtime.communicator import (
     Members,
     PeerLost,
     Pending,
+    Talk,
     plain_words,
 )
 from runtime.store import Rendezvous, RendezvousStore
@@ -88,7 +89,7 @@ class GlooCommunicator(Communicator):
         self._stores: list[RendezvousStore] = []
         self._lanes: dict[tuple[str, int], _Lane] = {}
 
-    def form(self, groups: Sequence[Members]) -> None:
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
         formed: dict[Members, Group] = {}
         forming = [self._start_forming(members, formed) for members in wanted]

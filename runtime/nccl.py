@@ -16,7 +16,7 @@ an abort takes long. Here others decide that: it is told to leave errors alone, 
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from runtime.communicator import (
     Members,
     PeerLost,
     Pending,
+    Talk,
     plain_words,
 )
 from runtime.store import Rendezvous, RendezvousStore
@@ -74,13 +75,14 @@ class NcclCommunicator(Communicator):
         self._groups: dict[str | Members, Group] = {}
         self._store: RendezvousStore | None = None
 
-    def form(self, groups: Sequence[Members]) -> None:
-        """NCCL forms its communicators at the first operation; a first all-reduce does it here, abortable."""
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+        """NCCL forms its communicators at the first operation, on the thread that asks for it, where no abort
+        reaches. A first all-reduce and a first send do it here, on a thread that an abort leaves behind."""
         forming = Pending()
 
         def run() -> None:
             try:
-                self._form(groups)
+                self._form(groups, talks)
             except (RuntimeError, OSError) as error:
                 self._finish(forming, error)
             else:
@@ -89,7 +91,7 @@ class NcclCommunicator(Communicator):
         threading.Thread(target=run, name="communication-form", daemon=True).start()
         super().wait(forming)
 
-    def _form(self, groups: Sequence[Members]) -> None:
+    def _form(self, groups: Sequence[Members], talks: Collection[Talk]) -> None:
         torch.cuda.set_device(self._device)
         os.environ.update(_WATCHDOG)
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
@@ -102,7 +104,21 @@ class NcclCommunicator(Communicator):
                 group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
                 self.check()  # An abort ends the groups that it knows: those that are here by then.
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
+        self._introduce(talks)
         torch.cuda.current_stream().synchronize()
+
+    def _introduce(self, talks: Collection[Talk]) -> None:
+        """Two ranks that send to each other have a communicator of their own, for each channel.
+
+        All ranks go by the same order, so nobody waits in a circle; every other pair of neighbours comes
+        first, so a long pipeline takes two turns and not as many as it has stages.
+        """
+        for channel, one, other in sorted(set(talks), key=lambda talk: (talk[0], talk[1] % 2, *talk[1:])):
+            if self.rank in (one, other):
+                self.check()
+                token, group = torch.zeros(1, device=self._device), self._groups[channel]
+                first = self.rank == one
+                (group.send([token], other, 0) if first else group.recv([token], one, 0)).wait()
 
     def _make(self, store: RendezvousStore, name: str, members: Members) -> Group:
         self.check()

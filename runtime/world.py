@@ -5,7 +5,9 @@ Pure functions of the plan (``WorldData``), so every rank derives the same group
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from runtime.communicator import Talk
 from runtime.protocol import StageData, WorldData
 
 
@@ -94,6 +96,22 @@ def _routes(neighbour: StageData | None, start: int, end: int, microbatch_rows: 
         if first < last:
             routes.append(Route(peer=peer, start=first - start, end=last - start))
     return tuple(routes)
+
+
+def talks_of(world: WorldData, microbatch_rows: int) -> frozenset[Talk]:
+    """Who passes rows to whom, and who sends layers to whom before the first step."""
+    talks: set[Talk] = set()
+    for pipeline in world.pipelines:
+        for stage, behind in pairwise(pipeline.stages):
+            for index, rank in enumerate(stage.ranks):
+                start, end = rows_of(microbatch_rows, index, len(stage.ranks))
+                for route in _routes(behind, start, end, microbatch_rows):
+                    one, other = sorted((rank, route.peer))
+                    talks |= {("activation", one, other), ("gradient", one, other)}
+    for transfer in world.transfers:
+        one, other = sorted((transfer.source, transfer.target))
+        talks.add(("state", one, other))
+    return frozenset(talks)
 
 
 def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """Communicators over real gloo: what they carry, and that ``abort`` always frees the main thread."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,6 +306,73 @@ class WaitingGroup:
 
     def abort(self) -> None:
         self.aborted.set()
+
+
+class Acquainted:
+    """What forms a communicator of two at their first send, and waits there for the other, as NCCL does."""
+
+    def __init__(self, met: dict[tuple[int, int], threading.Barrier], rank: int, said: list[Any]) -> None:
+        self._met, self._rank, self._said = met, rank, said
+
+    def allreduce(self, _: list[torch.Tensor]) -> "Acquainted":
+        return self
+
+    def send(self, _: list[torch.Tensor], peer: int, tag: int) -> "Acquainted":
+        self._met[self._rank, peer].wait(FAR_S)
+        self._said.append((self._rank, peer))
+        return self
+
+    def recv(self, _: list[torch.Tensor], peer: int, tag: int) -> "Acquainted":
+        self._met[peer, self._rank].wait(FAR_S)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        for barrier in self._met.values():
+            barrier.abort()
+
+
+def acquainted(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, said: list[Any]
+) -> list[NcclCommunicator]:
+    pairs = itertools.combinations(range(size), 2)
+    met = {pair: threading.Barrier(2) for pair in pairs}
+    monkeypatch.setattr(NcclCommunicator, "_make", lambda self, *_: Acquainted(met, self.rank, said))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "1")
+    where = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
+    return [NcclCommunicator(where, rank, size, torch.device("cpu")) for rank in range(size)]
+
+
+def test_who_will_talk_is_introduced_at_the_rendezvous_and_nobody_waits_in_a_circle(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[int, int]] = []
+    ranks = acquainted(server, monkeypatch, 5, said)
+    ring = [("state", 0, 1), ("state", 1, 2), ("state", 2, 3), ("state", 3, 4), ("state", 0, 4)]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for future in [pool.submit(one.form, [], ring[n:] + ring[:n]) for n, one in enumerate(ranks)]:
+            future.result(60)
+    assert sorted(said) == sorted((one, other) for _, one, other in ring)
+    for one in ranks:
+        one.close()
+
+
+def test_an_abort_frees_who_waits_for_a_peer_that_is_never_introduced(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = acquainted(server, monkeypatch, 2, [])
+    blocked = start(lambda: one.form([], [("activation", 0, 1)]))
+    eventually(lambda: one._groups.keys() >= {"activation", "gradient", "state", (0, 1)})
+    assert not blocked.done()
+    one.abort()
+    with pytest.raises(Aborted):
+        blocked.result(30)
+    one.close()
 
 
 def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(

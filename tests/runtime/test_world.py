@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.protocol import PipelineData, TransferData, WorldData
-from runtime.world import WorldError, check_world, owners_of_layer, rows_of, seat_of
+from runtime.world import WorldError, check_world, owners_of_layer, rows_of, seat_of, talks_of
 from tests.runtime.harness import pipeline
 
 
@@ -33,6 +33,19 @@ def test_seats_and_owners() -> None:
     assert owners_of_layer(GOOD) == {0: (0, 3), 1: (1, 2, 3), 2: (1, 2, 3)}
     with pytest.raises(WorldError, match="rank 7 has no place"):
         seat_of(GOOD, 7, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_who_talks_to_whom_is_what_the_seats_say(rows: int) -> None:
+    moved = (TransferData(layer=1, source=3, target=1), TransferData(layer=2, source=3, target=1))
+    plan = world(*GOOD.pipelines, size=4, transfers=moved)
+    met = {(rank, route.peer) for rank in range(4) for route in seat_of(plan, rank, rows).following}
+    told = talks_of(plan, rows)
+    assert {(one, other) for channel, one, other in told if channel == "activation"} == met
+    assert {talk for talk in told if talk[0] != "activation"} == {
+        ("state", 1, 3),
+        *(("gradient", one, other) for one, other in met),
+    }
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
