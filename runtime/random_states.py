@@ -1,10 +1,42 @@
-"""The states of the random numbers that a script draws from: torch's, numpy's and Python's."""
+"""The states of the random numbers that a script draws from: torch's, numpy's and Python's, and its own."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGenerator:
+    """One that the script made for itself, as what has ``state_dict``."""
+
+    generator: Generator
+
+    def state_dict(self) -> dict[str, Any]:
+        match self.generator:
+            case torch.Generator() as made:
+                return {"torch": made.get_state()}
+            case np.random.Generator() as made:
+                return {"numpy": made.bit_generator.state}
+            case np.random.RandomState() as made:
+                return {"numpy": made.get_state(legacy=False)}
+            case made:
+                return {"python": made.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        match self.generator:
+            case torch.Generator() as made:
+                made.set_state(state["torch"])
+            case np.random.Generator() as made:
+                made.bit_generator.state = state["numpy"]
+            case np.random.RandomState() as made:
+                made.set_state(state["numpy"])
+            case made:
+                made.setstate(state["python"])
 
 
 def random_states() -> dict[str, Any]:

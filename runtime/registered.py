@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runtime.plain_state import Ref, SnapshotError, rebuild
+from runtime.random_states import Generator, OwnGenerator
 from runtime.tensor_image import Entry, local
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
@@ -47,15 +48,17 @@ class Registered:
             kind = "dict"
         elif isinstance(thing, list):
             kind = "list"
+        elif isinstance(thing, Generator):
+            kind, thing = "object", OwnGenerator(thing)
         elif callable(getattr(thing, "state_dict", None)) and callable(
             getattr(thing, "load_state_dict", None)
         ):
             kind = "object"
         else:
             raise SnapshotError(
-                f"{name} is a {type(thing).__qualname__}: register a module, an optimizer, something with "
-                "state_dict() and load_state_dict(), or a dict or list of plain data (a number that changes: "
-                "{'epoch': 3})"
+                f"{name} is a {type(thing).__qualname__}: register a module, an optimizer, a random "
+                "generator, something with state_dict() and load_state_dict(), or a dict or list of plain "
+                "data (a number that changes: {'epoch': 3})"
             )
         return cls(name=name, thing=thing, kind=kind, guarded=guarded, replicated=replicated)
 

@@ -394,9 +394,6 @@ class Snapshotter:
     def _check(self) -> None:
         """:raises SnapshotError: nothing can be kept or restored here any more."""
         if not self._own_process:
-            raise SnapshotError(
-                f"{self._name}: this Snapshotter is of the process that forked this one: make another here, "
-                "with another name"
-            )
+            raise SnapshotError(f"{self._name} is of the process that forked this one: make another here")
         if self._place.closed:
             raise SnapshotError(f"{self._name}: this Snapshotter is closed: make a new one")

@@ -246,6 +246,31 @@ def test_plain_data_comes_back_as_it_was() -> None:
     assert isinstance(thawed[3]["nested"][0], Ref)
 
 
+def test_generators_of_ones_own_go_on(place: Path) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        return {
+            "torch_one": torch.Generator().manual_seed(seed),
+            "numpy_one": np.random.default_rng(seed),
+            "older": np.random.RandomState(seed),
+            "python_one": random.Random(seed),
+        }
+
+    def drawn(one: dict[str, Any]) -> list[float]:
+        first = torch.rand(1, generator=one["torch_one"]).item()
+        return [first, one["numpy_one"].random(), one["older"].rand(), one["python_one"].random()]
+
+    theirs = made(1)
+    snapshots = Snapshotter("job", directory=place, **theirs)
+    drawn(theirs)
+    snapshots.snapshot(1)
+    snapshots.close()
+    expected, again = drawn(theirs), made(2)
+    snapshots = Snapshotter("job", directory=place, **again)
+    assert snapshots.restore() == 1
+    assert drawn(again) == expected
+    snapshots.close()
+
+
 def test_the_units_of_an_image_are_its_bytes_each_once() -> None:
     sizes = [3, 0, UNIT_BYTES + 5, 64, 3 * UNIT_BYTES]
     ranges, end = [], 0
