@@ -289,6 +289,7 @@ class Copier:
                 with self.side.on(source.device):
                     copy_piece(target, source)
             elif piece.added:
+                self.side.finish(capture.devices)  # What it is added to may be on its way from a device.
                 xor_into(target, source)
             else:
                 target[:] = source

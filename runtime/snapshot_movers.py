@@ -66,13 +66,15 @@ class DeviceMover:
         self._own = threading.local()
 
     def copy(self, target: Bytes, source: Source) -> None:
-        assert isinstance(source, Tensor)
+        if not isinstance(source, Tensor):
+            target[:] = source  # Optimizers count their steps in host memory.
+            return
         with self._streams.on(self._device):
             copy_piece(target, source)
 
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
-        first, second, *rest = (source for source in sources if isinstance(source, Tensor))
         with self._streams.on(self._device):
+            first, second, *rest = map(self._brought, sources)
             # The stream's order keeps the scratch until its copy is done.
             result = self._scratch(len(target))
             torch.bitwise_xor(first, second, out=result)
@@ -82,6 +84,9 @@ class DeviceMover:
 
     def finish(self) -> None:
         self._streams.finish({self._device})
+
+    def _brought(self, source: Source) -> Tensor:
+        return source if isinstance(source, Tensor) else torch.from_numpy(source).to(self._device)
 
     def _scratch(self, size_bytes: int) -> Tensor:
         """On the device, this thread's own."""

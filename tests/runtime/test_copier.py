@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import runtime.copier
 from runtime.copier import Capture, Copier
 from runtime.side_stream import SideStreams
 from runtime.tensor_image import Piece, Unit
@@ -109,6 +110,34 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
     copier.begin(broken)
     copier.close()
     assert told == ["the device is through", "IndexError"]
+
+
+def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parity of a tensor on the device and one in host memory."""
+    asked: list[tuple[Any, torch.Tensor]] = []
+    monkeypatch.setattr(runtime.copier, "copy_piece", lambda target, source: asked.append((target, source)))
+
+    class Late(SlowStreams):
+        def finish(self, devices: set[torch.device]) -> None:
+            while asked:
+                target, source = asked.pop(0)
+                target[:] = source.numpy()
+
+    slot = np.full(64 + len(b"header"), 0xA5, dtype=np.uint8)
+    there, here = torch.arange(64, dtype=torch.uint8), np.full(64, 0x3C, dtype=np.uint8)
+    mixed = capture(there)
+    mixed.sources.append(here)
+    added = Piece(entry=1, start=0, offset=0, size_bytes=64, added=True)
+    mixed.units[0] = Unit(0, 64, (*mixed.units[0].pieces, added))
+    copier = Copier(
+        open_slot=lambda size: Slot(0, slot),
+        complete=lambda step, slot, parts, layout: None,
+        failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
+        side=Late(),
+    )
+    copier.begin(mixed)
+    copier.close()
+    assert (slot[:64] == there.numpy() ^ here).all()
 
 
 def test_memory_that_the_driver_refuses_is_nobody_else_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
