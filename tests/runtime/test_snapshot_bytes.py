@@ -140,7 +140,7 @@ def run(
     try:
         with formed_world(size, groups, timeout_s=60.0) as communicators, ThreadPoolExecutor(size) as pool:
             for communicator in communicators:
-                communicator.form = lambda groups: None  # type: ignore[method-assign]
+                communicator.form = lambda groups, talks: None  # type: ignore[method-assign]
             list(pool.map(work, range(size), communicators))
     finally:
         torch.set_num_threads(threads)
