@@ -191,7 +191,7 @@ class Coordinator:
             requests=self._requests,
             events=self._events,
             commands=self._commands,
-            unreachable=self._say_again,
+            unreachable=self._publish_state_soon,  # Somebody does lead.
             refused=self._refused,
         )
 
@@ -292,11 +292,6 @@ class Coordinator:
         self._emit(event)
         self._journal.flush()
 
-    def _say_again(self) -> None:
-        """That somebody leads."""
-        if not self._stopping:
-            self._publish_state_soon()
-
     # --- what the machine wants ----------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
@@ -360,7 +355,7 @@ class Coordinator:
 
     def _publish_state_soon(self) -> None:
         """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
-        if self._publish_timer is not None:
+        if self._stopping or self._publish_timer is not None:
             return
         loop = asyncio.get_running_loop()
         due = self._published_at + max(STATE_PERIOD_S, self._publish_took_s / STATE_SHARE)

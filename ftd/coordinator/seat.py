@@ -168,15 +168,13 @@ class Seat:
         elif keep:
             self._kept.append((topic, payload, retain, there))
 
-    async def flush(self, timeout_s: float = 1.0) -> None:
-        if self._chair is not None:
-            await self._chair.session.flush(timeout_s)
-
     async def say_goodbye(self, state: bytes, timeout_s: float) -> None:
         """Leave on purpose: the next one need not wait for anything. ``state``: of the cluster, if we led."""
-        if self.connected:
-            self.publish(self._topics.cluster_state, state, retain=True)
-            await self.flush(timeout_s)
+        chair = self._chair
+        if self.connected and chair is not None:
+            chair.session.publish(self._topics.cluster_state, state, retain=True)
+            chair.reigns = False  # A beat or a state behind it would say that somebody leads.
+            await chair.session.flush(timeout_s)
         await self._watch.leave(timeout_s)
 
     def replicate(self, state: bytes, at: float) -> tuple[int, int]:

@@ -34,6 +34,8 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 CONNECT_S = 3.0
 """For the connection itself and for each acknowledgement on the way to a usable session."""
+LEAVE_S = 3.0
+"""For the broker to read the goodbye."""
 MAX_KEPT = 10_000
 MAX_SENDING = 1024
 """Messages that wait for the broker's acknowledgement at once; further ones wait for their turn."""
@@ -125,8 +127,8 @@ class MqttSession:
         self._told = asyncio.Event()
         """Nothing is to be sent, and nothing to be acknowledged."""
         self._told.set()
-        self._held: list[tuple[str, bytes, bool]] | None = []
-        """What comes before ``on_connected`` was told, or behind the goodbye."""
+        self._held: deque[tuple[str, bytes, bool]] | None = deque()
+        """What comes before ``on_connected`` was told. Behind the goodbye nothing is held, nor delivered."""
         self._silent_until = 0.0
         self._heard_itself = False
 
@@ -203,33 +205,38 @@ class MqttSession:
     def interrupt(self, for_s: float = 0.0) -> None:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
-        if self._shortcut is not None and isinstance(self._shortcut.inner, socket.socket):
-            with contextlib.suppress(OSError):
-                self._shortcut.inner.shutdown(socket.SHUT_RDWR)
+        if self._shortcut is not None:
+            _break(self._shortcut)
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
         client = self._new_client()
         guard: asyncio.Task[None] | None = None
         echo: asyncio.TimerHandle | None = None
-        up, self._held = False, []
+        up = left = False
+        self._held = deque()
         try:
             async with client:
                 shortcut = self._take_shortcut(client)
                 guard = asyncio.create_task(_read_now_and_then(client))
-                if self._subscriptions:
-                    await client.subscribe(list(self._subscriptions))
-                self._shortcut = shortcut
-                up, self._heard_itself = True, False
-                if self._will is not None and (self._will.topic, 1) in self._subscriptions:
-                    echo = asyncio.get_running_loop().call_later(ECHO_S, self._miss_echo, self._will.topic)
-                self._announce_up()
                 try:
+                    if self._subscriptions:
+                        await client.subscribe(list(self._subscriptions))
+                    self._shortcut = shortcut
+                    up, self._heard_itself = True, False
+                    if self._will is not None and (self._will.topic, 1) in self._subscriptions:
+                        loop = asyncio.get_running_loop()
+                        echo = loop.call_later(ECHO_S, self._miss_echo, self._will.topic)
+                    self._announce_up()
                     async for _ in client.messages:
                         pass  # Never: see ``_take_shortcut``. This waits for the end of the connection.
-                finally:
-                    self._held = []
+                except asyncio.CancelledError:
+                    left = True
+                    await self._say_goodbye(client, shortcut)
+                    raise
         except (aiomqtt.MqttError, OSError) as error:
+            if left:  # aiomqtt's word for how that ended must not stand for the cancellation.
+                raise asyncio.CancelledError from None
             if not up:
                 raise
             self._note_problem(error)
@@ -243,6 +250,18 @@ class MqttSession:
             if echo is not None:
                 echo.cancel()
         return up
+
+    async def _say_goodbye(self, client: aiomqtt.Client, shortcut: Shortcut) -> None:
+        """Leave, and stay until the broker has read it and closes, for ``LEAVE_S``.
+
+        What it still sends to a socket that was closed breaks the connection for it; if it reads the goodbye
+        behind that, it has told the last will already: behind the last state, which was retained until then.
+        """
+        self._shortcut, self._held = None, deque(maxlen=0)
+        shortcut.leave()
+        _, frozen = await asyncio.wait([client._disconnected], timeout=LEAVE_S)
+        if frozen:
+            _break(shortcut)
 
     def _miss_echo(self, topic: str) -> None:
         if not self._heard_itself:
@@ -305,7 +324,7 @@ class MqttSession:
         for message in kept:
             topic, payload, retain, there = message.topic, message.payload, message.retain, message.there
             self.publish(topic, payload, retain=retain, qos=message.qos, keep=True, there=there)
-        held, self._held = self._held or [], None
+        held, self._held = self._held or (), None
         for arrived in held:
             self._deliver(*arrived)
 
@@ -368,6 +387,12 @@ def _hint(error: BaseException, broker: BrokerAddress) -> str:
     if isinstance(origin, socket.gaierror):
         return "; is the name in broker.url right, and does this host's DNS know it?"
     return ""
+
+
+def _break(shortcut: Shortcut) -> None:
+    if isinstance(shortcut.inner, socket.socket):
+        with contextlib.suppress(OSError):
+            shortcut.inner.shutdown(socket.SHUT_RDWR)
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

@@ -32,6 +32,7 @@ it can be written to, and that is paho."""
 _PUBLISH = 0x30
 _PUBACK = b"\x40\x02"
 _PINGREQ, _PINGRESP = b"\xc0\x00", b"\xd0\x00"
+_DISCONNECT = b"\xe0\x00"
 _MOST_LENGTH_BYTES = 4
 _MOST_BYTES = 128**_MOST_LENGTH_BYTES - 1
 _MOST_TOPIC_BYTES = 65_535
@@ -102,6 +103,10 @@ class Shortcut:
             head += number.to_bytes(2, "big")
         head += payload
         self._write(head)
+
+    def leave(self) -> None:
+        """Say goodbye behind all that was published: the broker forgets the last will, and closes."""
+        self._write(bytearray(_DISCONNECT))
 
     def recv(self, buffer_size: int) -> bytes:
         """At most ``buffer_size`` bytes of what is paho's; none at the end. :raises OSError: as ``sock``."""

@@ -532,10 +532,15 @@ def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tm
             with pytest.raises(Unreachable, match="no coordinator answers"):
                 await client.request(StatusRequest(**client.envelope()), timeout_s=0.3)
         daemon.start()
-        async with ClusterClient(daemon.address) as client:
+        told: asyncio.Queue[str] = asyncio.Queue()
+        async with ClusterClient(
+            daemon.address, on_state=lambda state: told.put_nowait(state["phase"])
+        ) as client:
             state = await state_when(client, lambda s: s["job"] is not None)
             assert state["job"]["id"] == job_id
-            assert (await client.state())["phase"] == "WAITING"
+            # A request that waited for the start is answered before the state is told to all.
+            assert await asyncio.wait_for(told.get(), PATIENCE_S) == "UNREACHABLE"
+            assert await asyncio.wait_for(told.get(), PATIENCE_S) == "WAITING"
 
     asyncio.run(scene())
 

@@ -121,6 +121,96 @@ def test_a_broken_connection_sends_the_will_and_a_goodbye_does_not(broker: Runni
     uvloop.run(scene())
 
 
+def test_a_goodbye_lasts_until_the_broker_has_read_it(
+    mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would still send to a closed socket breaks the connection for it: it would tell the will."""
+    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", PATIENCE_S)
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "w/#") as a:
+            async with Listener(mosquitto.address, "b", "w/#", will=Will(topic="w/b", payload=b"dead")) as b:
+                assert mosquitto.process is not None
+                mosquitto.process.send_signal(signal.SIGSTOP)
+                try:
+                    b.session.publish("w/b", b"bye", retain=True)
+                    await b.session.flush(0.1)
+                    b.task.cancel()
+                    await asyncio.sleep(0.1)
+                finally:
+                    mosquitto.process.send_signal(signal.SIGCONT)
+            assert await a.next() == ("w/b", b"bye", False)
+            assert await a.silent()
+            async with Listener(mosquitto.address, "late", "w/#") as late:
+                assert await late.next() == ("w/b", b"bye", True)
+
+    uvloop.run(scene())
+
+
+def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", PATIENCE_S)
+    message = b"\x32\x06\x00\x01t\x00\x01x"
+
+    async def scene() -> None:
+        left, close = asyncio.Event(), asyncio.Event()
+        said: list[bytes] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1000)
+            writer.write(b"\x20\x02\x00\x00")
+            while not (await reader.read(1000)).endswith(b"\xe0\x00"):
+                pass
+            left.set()
+            writer.write(message * 1000)
+            await close.wait()
+            writer.close()
+            said.append(await reader.read())
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        address = BrokerAddress(host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        async with Listener(address, "a") as a:
+            a.task.cancel()
+            await asyncio.wait_for(left.wait(), PATIENCE_S)
+            a.session.publish("t", b"too late", keep=True)
+            await asyncio.sleep(0.1)
+            assert not a.task.done() and a.heard.empty()
+            close.set()
+            await asyncio.wait([a.task], timeout=PATIENCE_S)
+            assert a.task.cancelled()
+        await until(lambda: bool(said))
+        assert b"too late" not in said[0]
+        server.close()
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_broker_that_reads_no_goodbye_keeps_nobody(
+    closes: bool, mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind more than the kernel takes: the session ends all the same, and does not begin again. Not when
+    aiomqtt has another word for that end, either: it has, where the socket does not close."""
+    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", 0.1)
+    if not closes:
+        monkeypatch.setattr("ftd.mqtt.session._break", lambda shortcut: None)
+        monkeypatch.setattr("ftd.mqtt.session.CONNECT_S", 1.0)
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "b") as b:
+            assert mosquitto.process is not None
+            mosquitto.process.send_signal(signal.SIGSTOP)
+            try:
+                for _ in range(40):
+                    b.session.publish("t", bytes(400_000))
+                b.task.cancel()
+                await asyncio.wait([b.task], timeout=PATIENCE_S)
+                assert b.task.cancelled()
+            finally:
+                mosquitto.process.send_signal(signal.SIGCONT)
+
+    uvloop.run(scene())
+
+
 def test_an_interrupted_session_stays_away_for_as_long_as_asked(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "b") as b:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -186,6 +187,41 @@ def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> N
             assert copy is not None and copy.state == b"19" and copy.position == (1, 21)
             assert leader.term == 2 and bert.events == ["LeaderLost", "LeaderElected"]
             await bert.end()
+
+    run(play())
+
+
+def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
+    """Not the beats, either, while the broker takes its time."""
+    heard: list[tuple[str, bytes]] = []
+
+    async def play() -> None:
+        watching = MqttSession(
+            mosquitto.address,
+            client_id="watching",
+            subscriptions=[TOPICS.cluster_state, TOPICS.leader_beat],
+            on_message=lambda topic, payload, retained: heard.append((topic, payload)),
+        )
+        task = asyncio.ensure_future(watching.run())
+        await watching.wait_connected(PATIENCE_S)
+        anna = Coordinator("anna", 1, mosquitto.address)
+        anna.start()
+        await until(lambda: any(topic == TOPICS.leader_beat for topic, _ in heard), "anna leads")
+        assert mosquitto.process is not None
+        mosquitto.process.send_signal(signal.SIGSTOP)
+        leaving = asyncio.ensure_future(anna.seat.say_goodbye(b"{}", PATIENCE_S))
+        try:
+            await asyncio.sleep(3 * TIMING.leader_beat_s)
+            anna.seat.publish(TOPICS.cluster_state, b"leads", retain=True)
+        finally:
+            mosquitto.process.send_signal(signal.SIGCONT)
+        await leaving
+        await anna.end()
+        await until(lambda: (TOPICS.cluster_state, b"{}") in heard, "the goodbye is heard")
+        await asyncio.sleep(0.1)
+        assert heard[-1] == (TOPICS.cluster_state, b"{}")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     run(play())
 
