@@ -42,6 +42,7 @@ from statemachine.agent_events import (
     TrainerSnapped,
     TrainerSnapping,
     TrainerSnapshotFailed,
+    TrainerStarved,
     TrainerStepped,
     TrainerSuspectedPeer,
     TrainerUp,
@@ -69,7 +70,7 @@ from statemachine.messages import (
 )
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, FailureCause, NodeState
-from statemachine.watch import beat, look
+from statemachine.watch import hear, look
 
 AgentEvent = (
     AgentStarted
@@ -83,6 +84,7 @@ AgentEvent = (
     | TrainerResumed
     | TrainerStepped
     | TrainerBeat
+    | TrainerStarved
     | TrainerSuspectedPeer
     | TrainerReplicaDiverged
     | TrainerDone
@@ -220,6 +222,7 @@ class AgentMachine:
         | TrainerResumed
         | TrainerStepped
         | TrainerBeat
+        | TrainerStarved
         | TrainerSuspectedPeer
         | TrainerDone
         | TrainerSnapping
@@ -241,8 +244,8 @@ class AgentMachine:
                     prepare_trainer(a, device)
             case _ if not alive:
                 pass
-            case TrainerBeat():
-                beat(a, event)
+            case TrainerBeat() | TrainerStarved():
+                hear(a, event)
             case TrainerPrepared():
                 self._trainer_prepared(event, trainer)
             case TrainerQuiesced():

@@ -74,6 +74,14 @@ class TrainerBeat(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStarved(Event):
+    """It wanted to run for so long, since this was last said, and its host let others run."""
+
+    device: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSuspectedPeer(Event):
     device: int
     generation: int

@@ -83,6 +83,8 @@ class Trainer:
     """Computing one microbatch, in the last steps of the present group."""
     # --- hang detection ---
     beat_at: float = 0.0
+    starved_s: float = 0.0
+    """Since its last beat it could not run for so long, which does not count."""
     progress: int = -1
     moved_at: float = 0.0
     """When it last made progress, or was waiting."""

@@ -126,7 +126,8 @@ class Timing:
     """Period of the agent's look at its trainers."""
     hang_floor_s: float = 0.6
     hang_steps: float = 4.0
-    """While steps commit: no beat, or no progress without waiting, for max(floor, this many median steps)."""
+    """While steps commit: no beat, or no progress without waiting, for max(floor, this many median steps).
+    What a silent trainer waits for a processor of its host does not count, up to ``idle_beat_s``."""
     reading_s: float = 60.0
     """… but for this long while it reads samples: a file server that stalls must not end all trainers at
     once, and the state with them."""

@@ -3,21 +3,40 @@
 The beat comes from the trainer's control thread and says whether the main thread moved (a counter of
 operations) or has nothing to do but wait for others. While steps commit, a few median steps without either
 is a hang; without steps (model build, rendezvous, state transfer) patience is long.
+
+A busy host is none: while threads of the trainer wait for a processor, time stands still for it. For
+``idle_beat_s`` at most: a group does not wait for longer for one whose host has no time for it.
 """
 
 from statistics import median
 
-from statemachine.agent_events import TrainerBeat
+from statemachine.agent_events import TrainerBeat, TrainerStarved
 from statemachine.agent_state import WATCH, Agent, Trainer, TrainerPhase
 
 
-def beat(a: Agent, event: TrainerBeat) -> None:
+def hear(a: Agent, event: TrainerBeat | TrainerStarved) -> None:
+    if isinstance(event, TrainerBeat):
+        _beat(a, event)
+    else:
+        _starve(a, event)
+
+
+def _beat(a: Agent, event: TrainerBeat) -> None:
     trainer = a.trainers[event.device]
     trainer.beat_at = a.at
+    trainer.starved_s = 0.0
     trainer.reading = event.reading
     if event.waiting or event.progress != trainer.progress:
         trainer.moved_at = a.at
         trainer.progress = event.progress
+
+
+def _starve(a: Agent, event: TrainerStarved) -> None:
+    trainer = a.trainers[event.device]
+    excused_s = max(0.0, min(event.for_s, a.timing.idle_beat_s - trainer.starved_s))
+    trainer.starved_s += excused_s
+    trainer.beat_at = min(a.at, trainer.beat_at + excused_s)
+    trainer.moved_at = min(a.at, trainer.moved_at + excused_s)
 
 
 def look(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
@@ -52,7 +71,8 @@ def _hangs(a: Agent, trainer: Trainer) -> str | None:
             (timing.idle_progress_s, "idle_progress_s"),
         )
     if silent_s > beat_limit[0]:
-        return f"no sign of life for {silent_s:.2f} s; limit {_limit(*beat_limit)}"
+        starved = f" in which it could run (and {trainer.starved_s:.2f} s more)" if trainer.starved_s else ""
+        return f"no sign of life for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}"
     if trainer.reading:
         progress_limit = max(progress_limit, (timing.reading_s, "reading_s"))
     if still_s <= progress_limit[0]:

@@ -25,6 +25,7 @@ from ftd.node.hearing import Hearing
 from ftd.node.processes import adopt_orphans, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots import Snapshots
+from ftd.node.starving import Starving
 from ftd.node.supervisor import Supervisor
 from ftd.node.traces import Traces
 from ftd.node.translation import prepare_frame, resume_frame
@@ -41,6 +42,7 @@ from statemachine.agent_events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
+    TrainerBeat,
     TrainerResumed,
     TrainerUp,
 )
@@ -128,6 +130,7 @@ class NodeDaemon:
             environment=trainer_environment,
             aside=self._on_aside,
         )
+        self._starving = Starving(self._supervisor.pids, self._driver.feed, self._stamp)
         try:
             await self._listen()
             await self._metrics_server.start()
@@ -145,9 +148,9 @@ class NodeDaemon:
             await self._end()
 
     async def _serve(self) -> int:
-        """Run the machine, and the watchdog beside it, until the machine or a signal ends the daemon."""
+        """Run the machine, and others beside it, until the machine or a signal ends the daemon."""
         driving = asyncio.ensure_future(self._driver.run())
-        watchdog = asyncio.ensure_future(systemd.watchdog())
+        beside = [asyncio.ensure_future(work) for work in (systemd.watchdog(), self._starving.run())]
         ending: list[asyncio.Future[Any]] = [self._exit, driving]
         try:
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
@@ -155,9 +158,9 @@ class NodeDaemon:
                 driving.result()  # Only an error ends the driver: hand it on.
             return self._exit.result()
         finally:
-            for task in (driving, watchdog):
+            for task in (driving, *beside):
                 task.cancel()
-            await asyncio.gather(driving, watchdog, return_exceptions=True)
+            await asyncio.gather(driving, *beside, return_exceptions=True)
 
     async def _end(self) -> None:
         """Leave nothing behind: trainers, connection, sockets, files."""
@@ -244,7 +247,9 @@ class NodeDaemon:
         self.leave(signal.Signals(number).name)
 
     def _on_trainer(self, event: Event) -> None:
-        if isinstance(event, TrainerUp):
+        if isinstance(event, TrainerBeat):
+            self._starving.heard(event.device, event.at)
+        elif isinstance(event, TrainerUp):
             self.announce(
                 "TrainerStarted",
                 f"process {event.pid}",

@@ -18,6 +18,7 @@ from statemachine.agent_events import (
     TrainerQuiesced,
     TrainerReplicaDiverged,
     TrainerResumed,
+    TrainerStarved,
     TrainerStepped,
     TrainerSuspectedPeer,
     TrainerUp,
@@ -449,6 +450,36 @@ def test_a_trainer_that_waits_for_others_does_not_hang() -> None:
     d = running()
     d.stepped(1)
     assert not watch(d, 20.0, progress=5, waiting=True)
+
+
+def test_a_trainer_whose_host_is_busy_does_not_hang() -> None:
+    """What it waits for a processor is no silence of its own; it is not waited for without end, though."""
+
+    def starving(d: Daemon, seconds: float, share: float) -> list[TrainerLost]:
+        for _ in range(round(seconds / 0.1)):
+            d.wait(0.1)
+            d.feed(TrainerStarved, device=0, for_s=0.1 * share)
+            d.fire("watch")
+            if d.signals(TrainerLost):
+                return d.signals(TrainerLost)
+        return []
+
+    d = running()
+    d.stepped(1)
+    for progress in (2, 3):
+        assert not starving(d, 5.0, 0.9)
+        d.beat(progress=progress)
+    [lost] = starving(d, 20.0, 1.0)
+    assert 20.5 < d.now < 21.0 and "in which it could run (and 10.00 s more)" in lost.detail
+    d = running()
+    d.stepped(1)
+    [lost] = starving(d, 5.0, 0.5)
+    assert 1.2 < d.now < 1.7, "half of the time it could run, and said nothing"
+    d = running()
+    d.stepped(1)
+    d.feed(TrainerStarved, device=0, for_s=100.0)  # More than it was silent: all of that, and no more.
+    [lost] = watch(d, 2.0)
+    assert d.now < 0.85
 
 
 def test_long_steps_get_long_patience() -> None:
