@@ -330,8 +330,9 @@ def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemo
             async with ClusterClient(daemon.address) as client:
                 state = await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 8)
                 assert state["generation"] == generation
-                await asyncio.sleep(0.2)
-                steps = await client.history(what="steps")
+                async with asyncio.timeout(PATIENCE_S):
+                    while len(steps := await client.history(what="steps")) < 8:  # noqa: ASYNC110  # no event
+                        await asyncio.sleep(0.02)
                 assert [s["step"] for s in steps] == list(range(1, 9))
                 assert "GenerationStarted" in await events_of(client)
 
