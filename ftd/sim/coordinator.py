@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.coordinator.restoring import check_restore
 from ftd.sim.checkpoints import CheckpointWork
-from ftd.sim.churn import forgets
 from ftd.sim.disk import Copy, Disk
+from ftd.sim.forgotten import forgets
 from ftd.sim.losses import Written
 from ftd.sim.network import Network
 from ftd.sim.plans import plan_event, planner_for

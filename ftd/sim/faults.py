@@ -1,23 +1,13 @@
-"""What can go wrong, drawn by the seed: at random times, and in reaction to phases of a recovery."""
+"""What can go wrong with nodes, trainers, links, the broker and coordinators, and what users may want."""
 
 from collections.abc import Callable
-from random import Random
 from typing import TYPE_CHECKING
-
-from ftd.sim import damage
-from statemachine.effects import EmitEvent
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode
     from ftd.sim.run import Simulation
 
 Fault = Callable[["Simulation"], None]
-
-PHASES = (
-    "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
-    "SnapshotCompleted", "SnapshotGivenUp",
-)  # fmt: skip
-"""Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
 
 def protections(*, sharded: bool) -> tuple[str, ...]:
@@ -273,123 +263,3 @@ def change_interval(sim: "Simulation") -> None:
     every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
     sim.log(f"snapshots every {every}")
     sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
-
-
-FAULTS: tuple[tuple[int, Fault], ...] = (
-    (6, crash_node),
-    (3, crash_two),
-    (4, exit_trainer),
-    (2, raise_in_trainer),
-    (2, fail_all_trainers),
-    (3, hang_trainer),
-    (4, cut_node),
-    (2, cut_several),
-    (2, break_connection),
-    (2, reset_session),
-    (1, reset_coordinator),
-    (1, cut_coordinator),
-    (4, crash_coordinator),
-    (1, freeze_coordinator),
-    (2, freeze_daemon),
-    (3, restart_broker),
-    (2, drain_node),
-    (2, terminate_node),
-    (1, unbuildable),
-    (5, slow_node),
-    (3, add_node),
-    (2, restart_node),
-    (1, stop_job),
-    (4, switch_protection),
-    (2, change_interval),
-)
-"""With weights."""
-
-_KINDS = [fault for _, fault in FAULTS]
-_WEIGHTS = [weight for weight, _ in FAULTS]
-
-
-_DURING_A_ROLLBACK: tuple[Fault, ...] = (
-    exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
-    fail_all_trainers, switch_protection,
-)  # fmt: skip
-
-
-def _draw_rollback(sim: "Simulation") -> list[tuple[str, Fault, int]]:
-    """Enough dies behind a snapshot that it is needed, and more while it is read."""
-    rng = sim.world.rng
-    if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
-        return []
-    losses = [fail_all_trainers, fail_all_trainers, crash_two]
-    drawn: list[tuple[str, Fault, int]] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
-    for _ in range(rng.randrange(3)):
-        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
-    return drawn
-
-
-def _draw_going_back(sim: "Simulation") -> list[tuple[str, Fault, int]]:
-    """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
-    rng = sim.world.rng
-    if not sim.checkpoint.url or not sim.world.chance(0.7):
-        return []
-    drawn: list[tuple[str, Fault, int]] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
-    if sim.world.chance(0.5):
-        drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
-    if sim.world.chance(0.3):
-        drawn.append(("CheckpointCompleted", damage_checkpoint, rng.randrange(3)))
-    for _ in range(rng.randrange(3)):
-        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
-    return drawn
-
-
-def _draw_place(sim: "Simulation") -> list[tuple[str, Fault, int]]:
-    """The place itself fails, while something is written there or is to be read."""
-    rng = Random(f"place {sim.world.seed}")  # of its own, so that the other draws are as they were
-    if not sim.checkpoint.url or rng.random() < 0.4:
-        return []
-    moments = ("CheckpointStarted", "CheckpointCompleted", "RolledBack", "NodeLost", "JobSubmitted")
-    count = rng.randrange(1, 4)
-    return [
-        (rng.choice(moments), rng.choice((close_place, hang_place)), rng.randrange(3)) for _ in range(count)
-    ]
-
-
-def draw(sim: "Simulation", until_s: float) -> None:
-    """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
-    rng = sim.world.rng
-    for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(1, 6)):
-        sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
-    reactions = rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 6))
-    pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
-    pending += _draw_rollback(sim) + _draw_going_back(sim)
-    if sim.world.chance(0.3):
-        pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
-    commits = [
-        (rng.randrange(1, 80), fault) for fault in rng.choices(_KINDS, _WEIGHTS, k=rng.randrange(0, 4))
-    ]
-
-    pending += _draw_place(sim) + damage.draw(sim)
-    pending += sim.leaning.strikes
-    commits += sim.leaning.at_commits
-
-    def react(event: EmitEvent) -> None:
-        for index, (name, fault, skip) in enumerate(pending):
-            if name == event.name and skip > 0:
-                pending[index] = (name, fault, skip - 1)
-            elif name == event.name:
-                del pending[index]
-                longest_s = 0.5 if name in ("RolledBack", "SnapshotCompleted") else 0.1
-                sim.world.at(sim.world.between(0.0, longest_s), sim.strike, fault)
-                return
-
-    count = 0
-
-    def on_commit() -> None:
-        nonlocal count
-        count += 1
-        for number, fault in commits:
-            if number == count:
-                sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
-
-    for coordinator in sim.coordinators:
-        coordinator.on_event = react
-    sim.invariants.on_commit = on_commit

@@ -4,8 +4,9 @@ import traceback
 from dataclasses import dataclass
 from random import Random
 
-from ftd.sim import churn, faults, power, upgrades
+from ftd.sim import drawing, faults, upgrades
 from ftd.sim.coordinator import SimCoordinator, leader_of
+from ftd.sim.forgotten import Listed
 from ftd.sim.invariants import Invariants
 from ftd.sim.network import Network
 from ftd.sim.node import Pace, SimNode
@@ -66,8 +67,7 @@ class Leaning:
     """Nodes go for good, and others come under new names."""
     late_wills: bool | None = None
     """Hosts lose power, and their last wills come when the keep-alive is over."""
-    strikes: tuple[tuple[str, faults.Fault, int], ...] = ()
-    """Shortly behind an event of this name, so many of which are passed over."""
+    strikes: tuple[drawing.Strike, ...] = ()
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
     """With the so manieth commit of a rank."""
 
@@ -191,11 +191,8 @@ class Simulation:
         for _ in range(world.rng.randint(*self.shape.nodes)):
             self.add_node()
         world.at(world.between(0.1, 1.0), self.submit)
-        faults.draw(self, CHAOS_S)
-        upgrades.draw(self, CHAOS_S)
-        churn.draw(self, CHAOS_S)
-        power.draw(self, CHAOS_S)
-        churn.Listed(self)
+        drawing.draw(self, CHAOS_S)
+        Listed(self)
         world.at(HEAL_S, self.heal)
 
     def add_node(self) -> None:

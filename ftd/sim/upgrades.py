@@ -1,7 +1,4 @@
-"""Coordinators whose program is replaced while the cluster runs, one after the other, in any order.
-
-Drawn from a source of its own, so that whatever else happens in a seed stays as it is.
-"""
+"""Coordinators whose program is replaced while the cluster runs, one after the other, in any order."""
 
 from random import Random
 from typing import TYPE_CHECKING
@@ -15,11 +12,9 @@ NEW = 1
 """The edition that comes; all begin with the one before it."""
 
 
-def draw(sim: "Simulation", until_s: float) -> None:
-    """In some seeds with several coordinators, or in all that lean to it."""
-    rng = Random(f"{sim.world.seed} upgrades")
-    wanted = rng.random() < 0.3 if sim.leaning.upgrades is None else sim.leaning.upgrades
-    if len(sim.coordinators) < 2 or not wanted:
+def draw(sim: "Simulation", rng: Random | None, until_s: float) -> None:
+    """Where there are several coordinators."""
+    if len(sim.coordinators) < 2 or rng is None:
         return
     for coordinator in rng.sample(sim.coordinators, rng.randint(1, len(sim.coordinators))):
         sim.world.at(rng.uniform(0.0, until_s), _upgrade, sim, coordinator, rng.uniform(0.1, 3.0))

@@ -1,10 +1,5 @@
-"""Nodes that never come back, and others in their place under new names: pods, machines that are rented.
+"""Who is forgotten, of those that are gone for good: everybody in the end, and nobody whom the job needs."""
 
-What is remembered of those that are gone is bounded, and nobody is forgotten whom the job needs. Drawn from a
-source of its own, so that whatever else happens in a seed stays as it is.
-"""
-
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim import losses
@@ -19,30 +14,7 @@ if TYPE_CHECKING:
 
 _LATE_S = 6.0
 """So much later, at most: what comes twice may come so long after who sent it is gone."""
-
-
 _LOOKS = 3
-
-
-def draw(sim: "Simulation", until_s: float) -> None:
-    """In some seeds, or in all that lean to it."""
-    rng = Random(f"{sim.world.seed} churn")
-    wanted = rng.random() < 0.25 if sim.leaning.churn is None else sim.leaning.churn
-    if wanted:
-        for _ in range(rng.randint(1, 4)):
-            sim.world.at(rng.uniform(0.5, until_s), _replace, sim, rng.random(), rng.uniform(0.1, 3.0))
-
-
-def _replace(sim: "Simulation", which: float, after_s: float) -> None:
-    """A host is gone for good; another one comes in its place, under a new name."""
-    there = [node for node in sim.nodes.values() if node.gone_at is None]
-    if sim.healed or not there:
-        return
-    node = there[int(which * len(there))]
-    sim.log(f"{node.name} is gone for good")
-    node.crash(host=True)
-    node.gone_at = sim.world.now
-    sim.world.at(after_s, sim.add_node)
 
 
 def forgets(truth: "Invariants", network: "Network", name: str) -> None:

@@ -1,10 +1,10 @@
-"""Hosts that lose power: nobody closes their connections, so the broker publishes the last will when the
-keep-alive is over. By then the host may be back, under a new incarnation, or be forgotten.
+"""Hosts that go: for good, with another one in their place under a new name (pods, machines that are rented);
+or for as long as they have no power.
 
-Drawn from a source of its own, so that whatever else happens in a seed stays as it is.
+Nobody closes the connections of a host without power, so the broker publishes its last will when the
+keep-alive is over. By then it may be back, under a new incarnation, or be forgotten.
 """
 
-from random import Random
 from typing import TYPE_CHECKING
 
 from ftd.sim.network import KEEP_ALIVE_S
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from ftd.sim.run import Simulation
 
 
-def draw(sim: "Simulation", until_s: float) -> None:
-    """In some seeds, or in all that lean to it."""
-    rng = Random(f"{sim.world.seed} power")
-    wanted = rng.random() < 0.2 if sim.leaning.late_wills is None else sim.leaning.late_wills
-    if wanted:
-        for _ in range(rng.randint(1, 3)):
-            sim.world.at(rng.uniform(0.5, until_s), _strike, sim, rng.random(), rng.uniform(0.1, 8.0))
+def replace_host(sim: "Simulation", which: float, after_s: float) -> None:
+    """It is gone for good; ``after_s`` another one comes."""
+    there = [node for node in sim.nodes.values() if node.gone_at is None]
+    if sim.healed or not there:
+        return
+    node = there[int(which * len(there))]
+    sim.log(f"{node.name} is gone for good")
+    node.crash(host=True)
+    node.gone_at = sim.world.now
+    sim.world.at(after_s, sim.add_node)
 
 
-def _strike(sim: "Simulation", which: float, back_s: float) -> None:
+def lose_power(sim: "Simulation", which: float, back_s: float) -> None:
     live = [node for node in sim.nodes.values() if node.up and sim.network.sessions[node.name].open]
     if sim.healed or not live:
         return
