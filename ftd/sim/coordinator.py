@@ -6,19 +6,16 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
-from ftd.coordinator.restoring import check_restore
 from ftd.sim.checkpoints import CheckpointWork
 from ftd.sim.disk import Copy, Disk
 from ftd.sim.forgotten import forgets
 from ftd.sim.losses import Written
 from ftd.sim.network import Network
-from ftd.sim.plans import plan_event, planner_for
+from ftd.sim.planning import PlanningWork
 from ftd.sim.seat import SimSeat
 from ftd.sim.succession import begins
 from ftd.sim.voice import Voice
 from ftd.sim.world import World
-from planner.errors import PlanningError
-from planner.planner import Planner
 from statemachine.cluster import ClusterEvent, ClusterMachine
 from statemachine.durable import unseen
 from statemachine.effects import (
@@ -49,11 +46,9 @@ from statemachine.events import (
     DrainRequested,
     JobSubmitted,
     NodeVanished,
-    PlanWeighed,
     SignalArrived,
     SnapshotRequested,
     StopRequested,
-    TemplatesReady,
     TimerFired,
 )
 from statemachine.untold import UNTOLD
@@ -69,7 +64,7 @@ ClusterEffect = (
 )  # fmt: skip
 
 
-class SimCoordinator(CheckpointWork):
+class SimCoordinator(CheckpointWork, PlanningWork):
     """A coordinator's process: what it knows is lost when it is killed, except for its journal."""
 
     def __init__(self, world: World, network: Network, invariants: "Invariants", name: str) -> None:
@@ -86,7 +81,6 @@ class SimCoordinator(CheckpointWork):
         """Effects until it is killed in the middle of carrying them out."""
         self.on_event: Any = None
         """Called with each public event's name."""
-        self.planner: Planner | None = None
         self._life = 0
         self._timers: dict[str, int] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -309,14 +303,8 @@ class SimCoordinator(CheckpointWork):
                 world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self._life)
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
-            case BuildTemplates():
-                world.at(world.between(0.01, 0.5), self._built, effect, self._life)
-            case ComputePlan():
-                world.at(world.between(0.001, 0.1), self._planned, effect, self._life)
-            case WeighPlan():
-                world.at(world.between(0.001, 0.1), self._weighed, effect, self._life)
-            case CheckRestore():
-                world.at(world.between(0.001, 0.1), self._checked, effect, self._life)
+            case BuildTemplates() | ComputePlan() | WeighPlan() | CheckRestore():
+                self._reckon(effect)
             case CommitCheckpoint():
                 world.at(world.between(0.001, 0.2), self._commit, effect, self._life)
             case AbandonCheckpoint():
@@ -340,41 +328,6 @@ class SimCoordinator(CheckpointWork):
     def _fire(self, name: str, token: int, cause: str, life: int) -> None:
         if life == self._life and self._timers.get(name) == token:
             self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
-
-    def _built(self, effect: BuildTemplates, life: int) -> None:
-        if life != self._life:
-            return
-        job = effect.profiled.job
-        self.planner = planner_for(effect.profiled.profile, job.policy)
-        self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
-
-    def _checked(self, effect: CheckRestore, life: int) -> None:
-        if life == self._life:
-            self.feed(check_restore(effect, self.world.now))
-
-    def _weighed(self, effect: WeighPlan, life: int) -> None:
-        if life != self._life:
-            return
-        assert self.planner is not None, "there is a plan to compare with"
-        try:
-            present_s, possible_s = self.planner.weigh(effect.situation)
-        except PlanningError:
-            present_s = possible_s = 0.0
-        self.feed(
-            PlanWeighed(
-                at=self.world.now,
-                cause=effect.cause,
-                generation=effect.generation,
-                present_s=present_s,
-                possible_s=possible_s,
-            )
-        )
-
-    def _planned(self, effect: ComputePlan, life: int) -> None:
-        if life != self._life:
-            return
-        assert self.planner is not None, "a plan is asked for after TemplatesReady"
-        self.feed(plan_event(self.planner, effect, self.world.now))
 
 
 def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:

@@ -4,20 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never, cast
 
-from ftd.sim.arena import SimArena, restored
+from ftd.sim.arena import SimArena
 from ftd.sim.copies import SimCopies
 from ftd.sim.damage import SimScrubber
 from ftd.sim.network import Network
+from ftd.sim.staging import SimStager
 from ftd.sim.trainers import SimTrainer, Versions
 from ftd.sim.world import World
 from ftd.sim.writer import SimWriter
-from planner.values import Device, ModelProfile
+from planner.values import ModelProfile
 from statemachine.agent import AgentEvent, AgentMachine
 from statemachine.agent_events import (
     AgentStarted,
     CommandArrived,
     HeldSnapshots,
-    RestoringFailed,
     TerminationRequested,
     TrainerBeat,
     TrainerFailed,
@@ -49,8 +49,7 @@ from statemachine.effects import (
 from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.events import BrokerConnected, BrokerLost, TimerFired
 from statemachine.messages import Fence
-from statemachine.rules import owned_layers
-from statemachine.values import FailureCause, NodeFacts, NodeState, Restore
+from statemachine.values import FailureCause, NodeFacts, NodeState
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -109,6 +108,7 @@ class SimNode:
         self.writer = SimWriter(self)
         self.copies = SimCopies(self)
         self.scrubber = SimScrubber(self)
+        self.stager = SimStager(self)
         self.life = 0
         """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
         self._timers: dict[str, int] = {}
@@ -239,7 +239,7 @@ class SimNode:
                 self._instruct(effect.device, self._quiesce, effect, 0.0005, 0.005)
             case TrainerResume():
                 staging = 0.4 if effect.resume.restore is not None else 0.0005
-                self._instruct(effect.device, self._resume, effect, staging / 4, staging + 0.005)
+                self._instruct(effect.device, self.stager.stage, effect, staging / 4, staging + 0.005)
             case TrainerSnap():
                 self._instruct(effect.device, self._snap, effect, 0.0005, 0.005)
             case TrainerKeepSnapshot():
@@ -327,42 +327,6 @@ class SimNode:
 
     def _quiesce(self, trainer: SimTrainer, effect: TrainerQuiesce) -> None:
         trainer.quiesce(effect.generation, effect.mode)
-
-    def _resume(self, trainer: SimTrainer, effect: TrainerResume, tries: int = 6) -> None:
-        """The daemon stages what the device needs of a snapshot, then tells the trainer."""
-        resume = effect.resume
-        layers = owned_layers(resume.plan).get(Device(node=self.name, index=trainer.device))
-        if resume.restore is None or layers is None:
-            trainer.resume(resume)
-            return
-        if not self.up or self.agent.generation != resume.generation:
-            return
-        place = self.invariants.place
-        if resume.restore.url and place.hangs_s:
-            self.world.at(place.hangs_s, self._resume, trainer, effect, tries)
-            return
-        staged, bad = self._staged(resume.restore, set(layers))
-        if bad and tries:
-            self.world.at(0.5, self._resume, trainer, effect, tries - 1)
-        elif bad or not staged:
-            self.feed(
-                RestoringFailed(
-                    at=self.world.now,
-                    cause=effect.cause,
-                    generation=resume.generation,
-                    detail="it cannot be had",
-                    bad=bad,
-                    damaged=bool(resume.restore.url) and not place.closed,
-                )
-            )
-        else:
-            trainer.resume(resume, staged)
-            self.scrubber.watch(resume.restore, at_once=True)
-
-    def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
-        if restore.url:
-            return self.invariants.place.read(restore, layers), ()
-        return restored(restore, layers, self.invariants.nodes, self.invariants)
 
     def _snap(self, trainer: SimTrainer, effect: TrainerSnap) -> None:
         if effect.last:
