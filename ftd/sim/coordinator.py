@@ -318,7 +318,7 @@ class SimCoordinator(CheckpointWork, PlanningWork):
 
     def _command(self, message: ToNode | ToNodes) -> None:
         """At the broker, at once for all whom it is for."""
-        copy = self.network.journal
+        copy = self.network.retained.journal
         self.invariants.commands(message.command, copy.journal if copy is not None else None)
         if isinstance(message, ToNode):
             self.network.command(message)

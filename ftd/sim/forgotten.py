@@ -20,8 +20,8 @@ _LOOKS = 3
 def forgets(truth: "Invariants", network: "Network", name: str) -> None:
     """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
     else has."""
-    network.retained.pop(name, None)
-    journal = put_together(network.journal.journal) if network.journal is not None else None
+    network.retained.nodes.pop(name, None)
+    journal = put_together(network.retained.journal.journal) if network.retained.journal is not None else None
     if journal is None or _over(journal):
         return
     if name in _named(journal):
@@ -65,7 +65,7 @@ class Listed:
         """It may have been named until just now."""
         quiet = journal["phase"] == "RUNNING" and journal.get("recovery") is None
         free = gone if _over(journal) else gone - _named(journal) if quiet else set()
-        left = free & {*journal["nodes"], *self._sim.network.retained}
+        left = free & {*journal["nodes"], *self._sim.network.retained.nodes}
         self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(left)}
         for name in (name for name, looks in self._seen.items() if looks > _LOOKS):
             what = "is listed" if name in journal["nodes"] else "its state is retained"

@@ -7,7 +7,8 @@ from ftd.sim import bugs, losses
 from ftd.sim.group import Group
 from ftd.sim.place import SimPlace
 from ftd.sim.telling import Telling
-from ftd.sim.trainers import SimTrainer, Versions
+from ftd.sim.trainers import SimTrainer
+from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.checking import problem_of_details
 from ftd.wire.public import encode_json
@@ -145,7 +146,8 @@ class Invariants:
     def commands(self, command: Command, journal: dict[str, Any] | None) -> None:
         if isinstance(command, KeepSnapshot):
             durable = (journal or {}).get("snapshot")
-            if durable is None or durable["step"] != command.step:
+            # It may name a newer one, whose own order follows: nothing goes but what is older than both.
+            if durable is None or durable["step"] < command.step:
                 self.broken(f"step {command.step} is to be kept, and the journal names {durable}")
         if not isinstance(command, Quiesce | Resume):
             return

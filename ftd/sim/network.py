@@ -7,13 +7,14 @@ an abnormal end publishes the last will; a restarted broker has forgotten everyt
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ftd.sim.disk import Copy
+from ftd.sim.retained import Retained
+from ftd.sim.sessions import COORDINATOR, Client, Line, Session, Vacant
 from ftd.sim.world import World
 from statemachine.envelopes import FromNode, ToNode, ToNodes
-from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, Peer, PeerSeen, PeerVanished
+from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen, PeerVanished
 
 if TYPE_CHECKING:
     from ftd.sim.seat import SimSeat
@@ -26,44 +27,6 @@ TO_ALL = "coordinator to all"
 
 _NOTICE_S = 0.25
 """Who was cut off when its session ended finds out so long after the link is back, at most."""
-COORDINATOR = "coordinator"
-"""The seat: the session of whichever coordinator leads."""
-
-
-class Client(Protocol):
-    """Who has a session: a coordinator's watch or a node's daemon."""
-
-    name: str
-    incarnation: int
-
-    def connected(self) -> None: ...
-
-    def disconnected(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """What becomes of messages between a node and the coordinator."""
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    late_s: float = 0.0
-    """At most so much later."""
-
-
-class Session:
-    """One client's connection to the broker, over all of its reconnections."""
-
-    __slots__ = ("client", "cut", "epoch", "held", "open")
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.open = False
-        self.epoch = 0
-        """Counts connections: a message belongs to the connection it was sent on."""
-        self.cut = False
-        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What waits for a cut link to heal, in order."""
 
 
 class Network:
@@ -72,29 +35,23 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.up = True
-        self.sessions: dict[str, Session] = {COORDINATOR: Session(_Vacant())}
+        self.sessions: dict[str, Session] = {COORDINATOR: Session(Vacant())}
         self.seat: SimSeat | None = None
         """Who has the session under the leader's client id."""
         self.watches: dict[str, SimSeat] = {}
         """By name: whose presence is retained."""
-        self.remains: list[Peer] = []
-        """Of watches whose processes died: their last wills are retained, until a leader removes them."""
-        self.leader: Leader | None = None
-        self.gone = 0
-        """The leader whose last will is retained as the cluster's state; 0: none."""
-        self.journal: Copy | None = None
-        """All three retained."""
+        self.retained = Retained()
         self.forgot_at = 0.0  # Everything, last.
         self.fences = True
         """Off only for a planted bug: an old seat's messages go through."""
-        self.retained: dict[str, tuple[bool, int]] = {}
-        """Per node: (OFFLINE, incarnation) of its retained state."""
         self.duplicates = 0.0
         """Probability that a message comes again."""
         self.slow = 0.0
         """Probability that a message takes long."""
         self.lines: dict[str, Line] = {}
         """Nodes whose line to the coordinator is bad."""
+        self.apart: set[frozenset[str]] = set()
+        """Pairs of nodes that do not reach each other."""
         self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
         """By the node of that name."""
         self._last: dict[tuple[str, str], float] = {}
@@ -132,7 +89,7 @@ class Network:
             self.tell_state(node, offline, incarnation, False)
 
     def tell_state(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
-        self.retained[node] = (offline, incarnation)
+        self.retained.nodes[node] = (offline, incarnation)
         there = self.sessions[COORDINATOR]
         if offline and there.open:
             self._pass("broker", there, self._to_seat, ("will", node, incarnation, graceful))
@@ -210,7 +167,7 @@ class Network:
         self._lose(session)
         if was_open and self.up:
             if (watch := self.watches.get(name)) is not None:
-                self.remains.append(watch.peer)
+                self.retained.remains.append(watch.peer)
                 self._tell_watches("parted", session.client.incarnation)
             else:
                 self.tell_state(name, True, session.client.incarnation, graceful)
@@ -253,7 +210,8 @@ class Network:
         for action, arguments in sorted(held, key=lambda one: one[0] != self.from_seat):
             action(*arguments)  # What it sent, it sent before it hears.
 
-    def stop_broker(self, for_s: float) -> None:
+    def stop_broker(self, for_s: float, left: Retained | None = None) -> None:
+        """:param left: what it finds of all that it retained; nothing, where that is not said."""
         if not self.up:
             return
         for session in self.sessions.values():
@@ -267,9 +225,7 @@ class Network:
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
         self.up = False
         self.end_seat()
-        self.retained.clear()
-        self.remains.clear()
-        self.leader, self.journal, self.gone = None, None, 0
+        self.retained = left or Retained()
         self.forgot_at = self.world.now
         self.world.at(for_s, self.start_broker)
 
@@ -292,8 +248,8 @@ class Network:
         session.open, session.cut = True, False
         session.held.clear()
         self.seat = seat
-        self._pass("broker", session, seat.seated, (attempt, self.leader, self.journal))
-        for node, (offline, incarnation) in sorted(self.retained.items()):
+        self._pass("broker", session, seat.seated, (attempt, self.retained.leader, self.retained.journal))
+        for node, (offline, incarnation) in sorted(self.retained.nodes.items()):
             if offline:
                 self._pass("broker", session, self._to_seat, ("will", node, incarnation, False))
 
@@ -320,7 +276,7 @@ class Network:
         session.epoch += 1
         session.held.clear()
         if self.up and seat.reigning:
-            self.gone = seat.incarnation
+            self.retained.gone = seat.incarnation
             self._tell_watches("missed", seat.incarnation)
         if tell:
             self._notice(seat, seat.attempt)
@@ -344,15 +300,15 @@ class Network:
             action(*arguments)
 
     def record(self, leader: Leader) -> None:
-        self.leader, self.gone = leader, 0
-        self.remains.clear()
+        self.retained.leader, self.retained.gone = leader, 0
+        self.retained.remains.clear()
         self._tell_watches("saw", leader)
 
     def beat(self, leader: Leader) -> None:
         self._tell_watches("heard", leader)
 
     def replicate(self, copy: Copy) -> None:
-        self.journal = copy
+        self.retained.journal = copy
         self._tell_watches("kept", copy)
 
     def watch(self, seat: "SimSeat") -> None:
@@ -370,14 +326,14 @@ class Network:
         for name, other in sorted(self.watches.items()):
             if other is not watch and self.sessions[name].open:
                 found.append((PeerSeen, {"peer": other.peer}))
-        found += [(PeerSeen, {"peer": peer}) for peer in self.remains]
-        found += [(PeerVanished, {"incarnation": peer.incarnation}) for peer in self.remains]
-        if self.leader is not None:
-            found.append((LeaderSeen, {"leader": self.leader}))
-        if self.gone:
-            found.append((LeaderVanished, {"incarnation": self.gone, "graceful": False}))
-        if self.journal is not None:
-            watch.kept(self.journal)
+        found += [(PeerSeen, {"peer": peer}) for peer in self.retained.remains]
+        found += [(PeerVanished, {"incarnation": peer.incarnation}) for peer in self.retained.remains]
+        if self.retained.leader is not None:
+            found.append((LeaderSeen, {"leader": self.retained.leader}))
+        if self.retained.gone:
+            found.append((LeaderVanished, {"incarnation": self.retained.gone, "graceful": False}))
+        if self.retained.journal is not None:
+            watch.kept(self.retained.journal)
         return found
 
     def _tell_watches(self, what: str, *arguments: Any) -> None:
@@ -385,16 +341,3 @@ class Network:
             session = self.sessions[name]
             if session.open and self.up:
                 self._pass("broker", session, getattr(watch, what), arguments)
-
-
-class _Vacant:
-    """Stands in the seat's session, whose holder is ``Network.seat``."""
-
-    name = COORDINATOR
-    incarnation = 0
-
-    def connected(self) -> None:
-        return
-
-    def disconnected(self) -> None:
-        return

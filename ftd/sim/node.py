@@ -9,7 +9,8 @@ from ftd.sim.copies import SimCopies
 from ftd.sim.damage import SimScrubber
 from ftd.sim.network import Network
 from ftd.sim.staging import SimStager
-from ftd.sim.trainers import SimTrainer, Versions
+from ftd.sim.trainers import SimTrainer
+from ftd.sim.versions import Versions
 from ftd.sim.world import World
 from ftd.sim.writer import SimWriter
 from planner.values import ModelProfile

@@ -12,7 +12,7 @@ from ftd.sim.network import Network
 from ftd.sim.node import Pace, SimNode
 from ftd.sim.place import SimPlace
 from ftd.sim.plans import MOST_NODES
-from ftd.sim.trainers import Versions
+from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine.envelopes import ToNode, ToNodes

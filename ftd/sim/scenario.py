@@ -24,7 +24,7 @@ from ftd.sim.node import AgentEffect, Pace, SimNode
 from ftd.sim.place import SimPlace
 from ftd.sim.scripted import strike
 from ftd.sim.setting import STEP_S, Setting
-from ftd.sim.trainers import Versions
+from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishCluster, PublishNode

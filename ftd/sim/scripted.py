@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 from ftd.chaos.targets import nodes_struck
 from ftd.chaos.values import Central, Fault
 from ftd.errors import PeerError
-from ftd.sim.network import Line
+from ftd.sim.sessions import Line
 from statemachine.timing import Timing
 
 if TYPE_CHECKING:

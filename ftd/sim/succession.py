@@ -33,8 +33,8 @@ def begins(
             truth.persisted(view)
         return
     what += f", and {truth.replicated} was at the broker"
-    if network.journal is not None and network.journal.position > position:
-        truth.broken(f"{what}, which still has {network.journal.position}")
+    if network.retained.journal is not None and network.retained.journal.position > position:
+        truth.broken(f"{what}, which still has {network.retained.journal.position}")
     for name, watch in network.watches.items():
         other, session = watch.coordinator, network.sessions[name]
         there = watch.alive and session.open and not session.cut and not other.frozen
