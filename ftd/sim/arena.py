@@ -163,17 +163,16 @@ def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
     return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
 
 
-def restored(
-    restore: Restore, layers: set[int], nodes: dict[str, "SimNode"], invariants: "Invariants"
-) -> tuple[dict[int, int], tuple[str, ...]]:
+def restored(restore: Restore, layers: set[int], reader: "SimNode") -> tuple[dict[int, int], tuple[str, ...]]:
     """Version of each of these layers, as put together now; or the nodes whose shards cannot be had."""
+    nodes, invariants = reader.invariants.nodes, reader.invariants
     key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
     found: dict[int, int] = {}
     for group in restore.groups:
         wanted = layers & set(range(group.first_layer, group.end_layer))
         if not wanted:
             continue
-        able = {name for name in restore.sources if nodes[name].up and not nodes[name].frozen}
+        able = {name for name in restore.sources if nodes[name].serves(reader)}
         there = {name for name in able if nodes[name].arena.sound(key)}
         copy = nodes[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
         if lacking(group, there, {group.owners[0]} if copy is not None else set()):

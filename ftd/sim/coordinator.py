@@ -280,7 +280,17 @@ class SimCoordinator(CheckpointWork, PlanningWork):
                     return
             if world.tracing:
                 world.note("coord", f"  → {effect}")
+            if isinstance(effect, PersistState) and self.out_of_room():
+                return
             self._perform(cast(ClusterEffect, effect))
+
+    def out_of_room(self) -> bool:
+        """What cannot be journaled must not be acted on: the process ends."""
+        if self.world.now >= self.disk.full_until:
+            return False
+        self.crash()
+        self.world.at(self.world.between(0.1, 2.0), self.restart)
+        return True
 
     def restart(self) -> None:
         if not self.up:

@@ -17,12 +17,17 @@ class SimCopies:
 
     def __init__(self, node: "SimNode") -> None:
         self._node = node
+        self.sends_s = 0.0
+        """So much longer a copy may take, at most."""
 
     def perform(self, effect: SendCopy | KeepCopies | RemoveSnapshots) -> None:
         node, world = self._node, self._node.world
         match effect:
             case SendCopy():
-                world.at(world.between(0.01, 0.8), self._send, effect, node.life)
+                sending_s = world.between(0.01, 0.8) + (
+                    world.between(0.0, self.sends_s) if self.sends_s else 0.0
+                )
+                world.at(sending_s, self._send, effect, node.life)
             case KeepCopies():
                 node.arena.keep_copies(effect.step)
                 if effect.restore is not None:
@@ -44,7 +49,7 @@ class SimCopies:
             return
         key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
         buddy = node.invariants.nodes[effect.buddy.node]
-        reached = buddy.up and not buddy.frozen and not buddy.data_cut and not node.data_cut
+        reached = buddy.up and not buddy.frozen and node.reaches(buddy)
         said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
         if not reached or not node.arena.sound(key) or world.chance(node.pace.full):
             node.feed(CopyFailed(at=world.now, detail="the buddy cannot take it", **said))

@@ -43,6 +43,8 @@ class Disk:
         """It once kept another one's."""
         self.knew = self.position
         """Before the power failed."""
+        self.full_until = 0.0
+        """Nothing can be written before this."""
         self.reserved = self.floor = 0
         self._forced: tuple[Any, ...] = ()
         self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None, float]] = []
@@ -103,6 +105,24 @@ class Disk:
     @property
     def barred(self) -> str:
         return self.judge(self.foreign)
+
+
+def fill_disk(sim: "Simulation") -> None:
+    """A coordinator that cannot write its journal ends, and again when it is started."""
+    coordinator, for_s = sim.world.rng.choice(sim.coordinators), sim.world.between(0.5, 8.0)
+    sim.log(f"the disk of {coordinator.name} is full for {for_s:.2f} s")
+    coordinator.disk.full_until = sim.world.now + for_s
+
+
+def lose_disk(sim: "Simulation") -> None:
+    """A coordinator's host is replaced: what it kept is at the broker, or nowhere."""
+    coordinator = sim.world.rng.choice(sim.coordinators)
+    sim.log(f"{coordinator.name} comes back with an empty disk")
+    coordinator.crash()
+    clock_s, edition = coordinator.disk.clock_s, coordinator.disk.edition
+    coordinator.disk = Disk()
+    coordinator.disk.clock_s, coordinator.disk.edition = clock_s, edition
+    sim.world.at(sim.world.between(0.1, 5.0), coordinator.restart)
 
 
 def power_cut(sim: "Simulation") -> None:

@@ -1,5 +1,7 @@
 """The trainers of one generation: they meet, move state, vote; none goes on without the others."""
 
+from collections.abc import Iterable
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from ftd.sim.sharding import is_sharded, kept_parts, moves
@@ -79,7 +81,7 @@ class Group:
         sure = self.world.rng.choice(members) if members else None
         for member in members:
             if member is sure or self.world.chance(0.3):
-                self.world.at(self.world.between(0.1, 2.0), self._suspect, member)
+                self.world.at(self.world.between(0.1, 2.0), member.do, self._suspect, member)
 
     def _suspect(self, member: SimTrainer) -> None:
         if member.alive and member.group is self:
@@ -94,8 +96,12 @@ class Group:
                 )
             )
 
-    def _connected(self) -> bool:
-        return not any(member.node.data_cut for member in self.members.values())
+    def _connected(self, members: Iterable[SimTrainer] | None = None) -> bool:
+        """All of them (of all members, where nobody is named), with each other."""
+        nodes = {m.node.name: m.node for m in (self.members.values() if members is None else members)}
+        return not any(a.data_cut for a in nodes.values()) and all(
+            a.reaches(b) for a, b in combinations(nodes.values(), 2)
+        )
 
     def _form(self) -> None:
         if self.gone:
@@ -116,13 +122,13 @@ class Group:
         for rank, member in self.members.items():
             member.phase = "moving"
             if self.owes[rank] == 0:
-                world.at(when[rank], self._rank_resumed, member, member.token)
+                world.at(when[rank], member.do, self._rank_resumed, member, member.token)
 
     def _moved(self, layer: int, sources: list[SimTrainer], target: SimTrainer) -> None:
         involved = list(dict.fromkeys([*sources, target]))
-        if self.broken or not all(member.group is self and member.able for member in involved):
+        if self.broken or not all(m.group is self and (m.able or m.frozen) for m in involved):
             return
-        if any(member.node.data_cut for member in involved):
+        if any(member.frozen for member in involved) or not self._connected(involved):
             self.world.at(0.5, self._moved, layer, sources, target)
             return
         if self.sharded:
@@ -183,9 +189,9 @@ class Group:
             if member.phase == "vote" and member.committed == step:
                 member.phase = "commit"
                 if snap:
-                    self._snapping(member, step + 1)
+                    self.world.at(0.0, member.do, self._snapping, member, step + 1)
                 delay = self.world.between(0.001, member.node.pace.commit_spread_s)
-                self.world.at(delay, member.commit, member.token, stop, snap)
+                self.world.at(delay, member.do, member.commit, member.token, stop, snap)
 
     def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         """A rank has made its parts new. Who has the same layers gathers when all of them have."""
@@ -204,19 +210,19 @@ class Group:
             if all(peer is not None and peer.committed >= step for peer in members):
                 del self.updated[rank]
                 member = self.members[rank]
-                self.world.at(self.world.between(0.001, 0.05), member.committed_whole, member.token, *flags)
+                gathering_s = self.world.between(0.001, 0.05)
+                self.world.at(gathering_s, member.do, member.committed_whole, member.token, *flags)
 
     def _snapping(self, member: SimTrainer, step: int) -> None:
-        self.world.at(
-            0.0,
-            member.node.feed,
+        node = member.node
+        node.feed(
             TrainerSnapping(
                 at=self.world.now,
                 cause="trainer",
                 device=member.device,
                 generation=self.generation,
                 step=step,
-            ),
+            )
         )
 
 

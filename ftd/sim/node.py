@@ -103,6 +103,8 @@ class SimNode:
         """Its trainers take so many times as long to compute."""
         self.unbuildable = 0
         """How many of the next builds fail."""
+        self.looks_s = 0.0
+        """So much longer a daemon that starts looks through its memory, at most."""
         self.trainers: dict[int, SimTrainer] = {}
         self.arena = SimArena(node=name, invariants=invariants)
         self.agent = AgentMachine(name, world.timing)
@@ -134,7 +136,10 @@ class SimNode:
         facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
-        self.world.at(self.world.between(0.0, 0.5), self._found, self.life)
+        looks_s = self.world.between(0.0, 0.5) + (
+            self.world.between(0.0, self.looks_s) if self.looks_s else 0.0
+        )
+        self.world.at(looks_s, self._found, self.life)
 
     def _found(self, life: int) -> None:
         """The daemon has looked through its memory."""
@@ -175,6 +180,24 @@ class SimNode:
         backlog, self._backlog = self._backlog, []
         for event in backlog:
             self.feed(replace(event, at=self.world.now))  # it is read only now
+
+    def reaches(self, other: "SimNode") -> bool:
+        """Over what trainers and shards go."""
+        if self.data_cut or other.data_cut:
+            return False
+        return not self.network.apart or frozenset((self.name, other.name)) not in self.network.apart
+
+    def serves(self, reader: "SimNode") -> bool:
+        """Its shards and copies can be had there."""
+        return self.up and not self.frozen and (self is reader or self.reaches(reader))
+
+    def eased(self) -> None:
+        """Nothing is wrong with this host any more."""
+        self.data_cut = False
+        self.unbuildable = 0
+        self.slowness = 1.0
+        self.looks_s = self.stager.reads_s = self.copies.sends_s = 0.0
+        self.thaw()
 
     def terminate(self) -> None:
         self.feed(TerminationRequested(at=self.world.now, cause="sigterm", reason="SIGTERM"))
@@ -296,7 +319,7 @@ class SimNode:
     ) -> None:
         trainer = self.trainers.get(device)
         if trainer is not None:
-            self.world.at(self.world.between(low_s, high_s), action, trainer, effect)
+            self.world.at(self.world.between(low_s, high_s), trainer.do, action, trainer, effect)
 
     def _trainer_up(self, device: int, start: int) -> None:
         if not self.up or self._starts.get(device) != start:

@@ -11,6 +11,7 @@ from statemachine.values import Checkpoint, HeldSnapshot, LayerOnDisk, PassedOve
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
+    from ftd.sim.node import SimNode
 
 CALM_S = 46.0
 """A job that ends from here on had ``finish_s`` for its last checkpoint behind the healing."""
@@ -64,11 +65,11 @@ class SimPlace:
 
     # --- nodes -----------------------------------------------------------------------------------
 
-    def write(self, order: Persist, layer: int) -> LayerOnDisk | None:
+    def write(self, writer: "SimNode", order: Persist, layer: int) -> LayerOnDisk | None:
         """Out of the nodes' memory, as it is now; ``None``: it cannot be had, or written."""
         if self.closed:
             return None
-        invariants, record = self.invariants, order.record
+        record = order.record
         parts = Restore(
             job_id=order.job_id,
             step=record.step,
@@ -76,7 +77,7 @@ class SimPlace:
             groups=record.groups,
             sources=order.sources,
         )
-        found, bad = restored(parts, {layer}, invariants.nodes, invariants)
+        found, bad = restored(parts, {layer}, writer)
         if bad or layer not in found:
             return None
         self.drafts.setdefault((record.step, order.attempt), {})[layer] = found[layer]

@@ -277,7 +277,10 @@ class Simulation:
         self.log("healed")
         for coordinator in self.coordinators:
             coordinator.crash_after = None
+            coordinator.thinks_s = coordinator.disk.full_until = 0.0
         self.network.duplicates = self.network.slow = 0.0
+        self.network.lines.clear()
+        self.network.apart.clear()
         self.network.start_broker()
         self.place.opens()
         for name in list(self.network.sessions):
@@ -287,10 +290,7 @@ class Simulation:
             coordinator.thaw()
             coordinator.restart()
         for node in self.nodes.values():
-            node.data_cut = False
-            node.unbuildable = 0
-            node.slowness = 1.0
-            node.thaw()
+            node.eased()
             self.revive(node)
             for trainer in list(node.trainers.values()):
                 if trainer.frozen or trainer.asleep:

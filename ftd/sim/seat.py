@@ -110,6 +110,8 @@ class SimSeat:
         """The leader's journal, for the day that the broker forgets it."""
         if self.alive and not self.coordinator.frozen and not self.reigning:
             disk = self.coordinator.disk
+            if self.coordinator.out_of_room():
+                return
             if not disk.reads(copy):
                 self.coordinator.unread = copy
             disk.keep(copy)
@@ -187,6 +189,8 @@ class SimSeat:
             return  # Lost again, and it will be told.
         if not order.again or not self.reigning:
             self.coordinator.begin_reign(self.copy)
+        if self.coordinator.out_of_room():
+            return
         self.reigning = self.speaks = True
         self.coordinator.replicate()
         self.network.from_seat(self, self.network.record, order.leader)

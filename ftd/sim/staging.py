@@ -64,11 +64,11 @@ class SimStager:
                 )
             )
         else:
-            trainer.resume(resume, staged)
+            trainer.do(trainer.resume, resume, staged)
             node.scrubber.watch(restore, at_once=True)
 
     def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
         node = self._node
         if restore.url:
             return node.invariants.place.read(restore, layers), ()
-        return restored(restore, layers, node.invariants.nodes, node.invariants)
+        return restored(restore, layers, node)

@@ -8,7 +8,8 @@ Under ZeRO-1 ``layers`` are those whose parameters are whole, and ``parts`` is t
 update makes what a rank keeps of it new; layers are whole again once their owners have gathered them.
 """
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from ftd.sim.arena import Shard
 from ftd.sim.sharding import is_sharded
@@ -43,6 +44,7 @@ class SimTrainer:
     """One trainer process."""
 
     __slots__ = (
+        "_backlog",
         "alive",
         "asleep",
         "built",
@@ -74,6 +76,8 @@ class SimTrainer:
         self.alive = True
         self.frozen = False
         """SIGSTOP: no beat, no progress."""
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """What it does when it goes on."""
         self.asleep = False
         """The main thread sleeps; the control thread beats."""
         self.built = False
@@ -110,6 +114,26 @@ class SimTrainer:
         self.layers = dict.fromkeys(range(layers), 0)
         self.parts = all_of(self.layers) if sharded else {}
 
+    # --- a process that is stopped ----------------------------------------------------------------
+
+    def do(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Now, or where it is stopped, when it goes on."""
+        if self.frozen:
+            self._backlog.append((action, arguments))
+        else:
+            action(*arguments)
+
+    def _later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        self.node.world.at(delay_s, self.do, action, *arguments)
+
+    def wake(self) -> None:
+        if not self.alive or not self.frozen:
+            return
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for action, arguments in backlog:
+            self.do(action, *arguments)
+
     # --- instructions ---------------------------------------------------------------------------
 
     def quiesce(self, generation: int, mode: QuiesceMode) -> None:
@@ -122,7 +146,7 @@ class SimTrainer:
         self._leave()
         self.generation = generation
         self.phase = "quiesced"
-        self.node.world.at(self.node.world.between(0.0005, 0.03), self._report, self.token)
+        self._later(self.node.world.between(0.0005, 0.03), self._report, self.token)
 
     def _leave(self) -> None:
         """Out of the group. An APPLY that has begun is finished, or given up in time."""
@@ -132,7 +156,7 @@ class SimTrainer:
             return
         if self.phase == "commit" and self.node.world.chance(0.5):
             self._apply(group)
-            if self.layers:  # under ZeRO-1 it is over before the parts were gathered
+            if self.layers and self.alive:  # under ZeRO-1 it is over before the parts were gathered
                 self._say_stepped(group)
         self.snap_flag = False
         if self.copy is not None:  # at the speed of memory, or there is no time for it
@@ -215,7 +239,7 @@ class SimTrainer:
         self.progress += 1
         world, pace = self.node.world, self.node.pace
         computing_s = pace.step_s * (1 + pace.imbalance * world.rng.random()) * self.node.slowness
-        world.at(computing_s, self._computed, self.token)
+        self._later(computing_s, self._computed, self.token)
 
     def _computed(self, token: int) -> None:
         if token != self.token or self.group is None:
@@ -235,6 +259,12 @@ class SimTrainer:
         if self.copy is not None:
             self._copied(self.copy, True)  # the copy must end before the next APPLY: a stall
         self._apply(group)
+        self.do(self._applied, token, group, stop, snap)
+
+    def _applied(self, token: int, group: "Group", stop: bool, snap: bool) -> None:
+        """Nobody knows yet, and it may be the last that it did."""
+        if token != self.token or not self.able:
+            return
         if group.sharded and len(group.resume.plan.pipelines) > 1:
             self.phase = "gather"
             group.applied(self, stop, snap)
@@ -259,7 +289,7 @@ class SimTrainer:
                 self.quiesce(generation, "boundary")
         elif self.committed >= self.steps:
             self.phase = "done"
-            self.node.world.at(0.01, self._done, self.token, group.generation)
+            self._later(0.01, self._done, self.token, group.generation)
         else:
             self.start_step()
 
@@ -318,7 +348,7 @@ class SimTrainer:
         )
         node.arena.begin(self.device, key)
         self.copy = Shard(key=key, layers=dict(self.layers) if writer else {}, devices=mine)
-        node.world.at(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
+        self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
 
     def _copied(self, copy: "Shard", whole: bool) -> None:
         """The copying ends, well or not."""

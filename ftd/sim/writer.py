@@ -47,7 +47,7 @@ class SimWriter:
             )
             node.feed(written)
             return
-        file = place.write(order, order.layers[len(files)])
+        file = place.write(node, order, order.layers[len(files)])
         if file is None or world.chance(place.full):
             self.order = None
             failed = LayersFailed(
