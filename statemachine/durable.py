@@ -224,8 +224,8 @@ UNSEEN = 1000
 
 
 def unseen(durable: dict[str, Any]) -> dict[str, Any]:
-    """What a standby kept, where the broker lost what the leader left there last: so that no generation that
-    was started behind it is used again, for another plan."""
+    """What a standby kept, where the broker lost what the leader left there last, or has an older one: so
+    that no generation that was started behind it is used again, for another plan."""
     generation = durable.get("generation")
     return beyond(durable, generation + UNSEEN) if isinstance(generation, int) else durable
 

@@ -314,10 +314,14 @@ class ElectionMachine:
             self._out.append(LeaveSeat(cause=self._cause))
             self._unseated(SeatLost(at=self._at, cause=self._cause, why="the broker forgot who leads"))
             return
+        if self._outdone(event.newest):
+            self._out.append(LeaveSeat(cause=self._cause))
+            self._unseated(SeatLost(at=self._at, cause=self._cause, why="another one knows more"))
+            return
         before = found if found is not None and found.term >= self.term else self.leader
         again = self._reigned and before is not None and before.incarnation == self.me.incarnation
         again &= found is not None or not self._hearsay.may_have_led(self.me, self._others())
-        term = max(self.term, event.term, found.term if found is not None else 0) + 1
+        term = max(self.term, event.newest[0], found.term if found is not None else 0) + 1
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         self._cancel(SEAT)
         self._out.append(Reign(cause=self._cause, leader=leader, again=again))
@@ -330,6 +334,12 @@ class ElectionMachine:
         self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
         self._hearsay.leads()
         self._beat()
+
+    def _outdone(self, newest: tuple[int, int]) -> bool:
+        """What is at the broker is from before, as it comes back with what it once saved: somebody who is
+        there kept a newer journal. They take their turn soon, or cannot."""
+        better = any(peer.position > newest and not peer.barred for peer in self._others())
+        return better and self._tries < MOST_TURNS
 
     def _beat(self) -> None:
         if self.leader is not None:

@@ -99,8 +99,8 @@ class SeatTaken(Event):
 
     found: Leader | None
     """The record as it is now; ``None``: the broker has none."""
-    term: int
-    """The highest term that what we read or ever kept speaks of."""
+    newest: tuple[int, int]
+    """Position of the newest journal that we read there or ever kept."""
     problem: str = ""
     """Why we cannot go on from the journal that is there; empty: we can, or there is none."""
 

@@ -42,8 +42,8 @@ def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, now: fl
         return Restored(machine=ClusterMachine(timing), effects=[])
     try:
         state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
-        if copy is None and journal.shared:
-            state = durable.unseen(state)
+        if journal.shared and (copy is None or copy.position < journal.position):
+            state = durable.unseen(state)  # The broker lost the newest, or came back with what it once saved.
         state = beyond(state, journal.floor)
         machine, effects = ClusterMachine.restore(timing, state, now, "restored")
         untold = msgspec.convert(state.get(UNTOLD, ()), tuple[tuple[str, str], ...])

@@ -289,9 +289,9 @@ class Seat:
         )
 
     def _taken(self, chair: Chair) -> None:
-        terms = (self._position()[0], chair.copy.term if chair.copy is not None else 0)
+        newest = max(self._position(), chair.copy.position if chair.copy is not None else (0, 0))
         problem = self._throne.judge(chair.copy)
-        self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, term=max(terms), problem=problem))
+        self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, newest=newest, problem=problem))
 
     def _lost(self, chair: Chair) -> None:
         self._kept.extend(chair.session.take_kept())

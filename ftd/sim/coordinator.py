@@ -127,7 +127,7 @@ class SimCoordinator(CheckpointWork, PlanningWork):
             self.machine = ClusterMachine(self.world.timing)
         else:
             plain = json.loads(json.dumps(journal))
-            if copy is None and self.disk.shared:
+            if self.disk.shared and (copy is None or copy.position < self.disk.position):
                 plain = unseen(plain)
             plain, now = self.disk.begin(plain, written_s), self.world.now + self.disk.clock_s
             self.machine, effects = ClusterMachine.restore(self.world.timing, plain, now, "restart")

@@ -114,17 +114,6 @@ def fill_disk(sim: "Simulation") -> None:
     coordinator.disk.full_until = sim.world.now + for_s
 
 
-def lose_disk(sim: "Simulation") -> None:
-    """A coordinator's host is replaced: what it kept is at the broker, or nowhere."""
-    coordinator = sim.world.rng.choice(sim.coordinators)
-    sim.log(f"{coordinator.name} comes back with an empty disk")
-    coordinator.crash()
-    clock_s, edition = coordinator.disk.clock_s, coordinator.disk.edition
-    coordinator.disk = Disk()
-    coordinator.disk.clock_s, coordinator.disk.edition = clock_s, edition
-    sim.world.at(sim.world.between(0.1, 5.0), coordinator.restart)
-
-
 def power_cut(sim: "Simulation") -> None:
     """The broker's host and the leader's are one, and without power for a moment."""
     sim.network.stop_broker(sim.world.between(0.1, 3.0))

@@ -9,9 +9,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ftd.sim import damage, hosts, upgrades
+from ftd.sim.disk import fill_disk
 from ftd.sim.faults import (
     Fault,
     add_node,
+    ask_again,
     break_connection,
     change_interval,
     close_place,
@@ -30,16 +32,28 @@ from ftd.sim.faults import (
     hang_place,
     hang_trainer,
     lose_all_memory,
+    lossy_line,
+    part_two,
     raise_in_trainer,
     reset_coordinator,
     reset_session,
     restart_broker,
     restart_node,
-    slow_node,
+    restore_broker,
     stop_job,
     switch_protection,
     terminate_node,
     unbuildable,
+)
+from ftd.sim.slowness import (
+    pause_host,
+    pause_trainer,
+    restart_slowly,
+    slow_bytes,
+    slow_node,
+    slow_planning,
+    stutter_daemon,
+    stutter_leader,
 )
 from statemachine.effects import EmitEvent
 
@@ -83,6 +97,11 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (2, change_interval),
 )
 """With weights."""
+
+RARER: tuple[Fault, ...] = (
+    lossy_line, part_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
+    restart_slowly, slow_bytes, slow_planning, stutter_daemon, stutter_leader,
+)  # fmt: skip
 
 _DURING_A_ROLLBACK: tuple[Fault, ...] = (
     exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
@@ -167,11 +186,29 @@ def draw(sim: "Simulation", until_s: float) -> None:
         pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
     commits = [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 4)]
     pending += _draw_place(sim) + damage.draw(sim)
-    _react(sim, [*pending, *leaning.strikes])
-    _at_commits(sim, [*commits, *leaning.at_commits])
+    more, instants = _draw_rarer(sim, until_s)
+    _react(sim, [*pending, *leaning.strikes, *more])
+    _at_commits(sim, [*commits, *leaning.at_commits], instants)
     upgrades.draw(sim, apart(sim, "upgrades", 0.3, leaning.upgrades), until_s)
     _draw_hosts(sim, apart(sim, "churn", 0.25, leaning.churn), 4, until_s, hosts.replace_host, 3.0)
     _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, hosts.lose_power, 8.0)
+
+
+def _draw_rarer(sim: "Simulation", until_s: float) -> tuple[list[Strike], list[tuple[int, Fault]]]:
+    """Behind which events, and in the instant of which commits; some in the same instant as another one."""
+    rng = apart(sim, "rarer", 0.4, sim.leaning.rarer)
+    if rng is None:
+        return [], []
+    for fault in rng.choices(RARER, k=rng.randrange(1, 4)):
+        when_s = rng.uniform(0.5, until_s)
+        both = [fault, *_some(rng, 0, 2)]
+        for one in rng.sample(both, k=len(both)):  # In either order.
+            sim.world.at(when_s, sim.strike, one)
+    moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
+    more = [
+        (rng.choice(moments), fault, rng.randrange(4)) for fault in rng.choices(RARER, k=rng.randrange(4))
+    ]
+    return more, [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 3)]
 
 
 def _react(sim: "Simulation", pending: list[Strike]) -> None:
@@ -189,7 +226,10 @@ def _react(sim: "Simulation", pending: list[Strike]) -> None:
         coordinator.on_event = react
 
 
-def _at_commits(sim: "Simulation", commits: list[tuple[int, Fault]]) -> None:
+def _at_commits(
+    sim: "Simulation", commits: list[tuple[int, Fault]], instants: list[tuple[int, Fault]]
+) -> None:
+    """Shortly behind a commit; or in the very instant, before whoever committed can say so."""
     count = 0
 
     def on_commit() -> None:
@@ -198,5 +238,8 @@ def _at_commits(sim: "Simulation", commits: list[tuple[int, Fault]]) -> None:
         for number, fault in commits:
             if number == count:
                 sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
+        for number, fault in instants:
+            if number == count:
+                sim.strike(fault)
 
     sim.invariants.on_commit = on_commit

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ftd.sim.retained import Retained
+from ftd.sim.sessions import Line
+
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode
     from ftd.sim.run import Simulation
@@ -17,17 +20,17 @@ def protections(*, sharded: bool) -> tuple[str, ...]:
     return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
 
 
-def _live(sim: "Simulation") -> list["SimNode"]:
+def live_nodes(sim: "Simulation") -> list["SimNode"]:
     return [node for node in sim.nodes.values() if node.up]
 
 
-def _some_node(sim: "Simulation") -> "SimNode | None":
-    live = _live(sim)
+def some_node(sim: "Simulation") -> "SimNode | None":
+    live = live_nodes(sim)
     return sim.world.rng.choice(live) if live else None
 
 
 def crash_node(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         host = sim.world.chance(0.6)
         sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
@@ -53,7 +56,7 @@ def raise_in_trainer(sim: "Simulation") -> None:
 
 
 def _fail_trainer(sim: "Simulation", cause: str) -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         device = sim.world.rng.randrange(node.devices)
         sim.log(f"trainer {node.name}/{device} {cause}")
@@ -62,9 +65,9 @@ def _fail_trainer(sim: "Simulation", cause: str) -> None:
 
 def fail_all_trainers(sim: "Simulation") -> None:
     """Something that strikes every process at once: a driver, a bug at one step."""
-    spared = _some_node(sim) if sim.world.chance(0.5) else None
+    spared = some_node(sim) if sim.world.chance(0.5) else None
     sim.log(f"all trainers exit{f', but for those of {spared.name}' if spared is not None else ''}")
-    for node in _live(sim):
+    for node in live_nodes(sim):
         if node is spared:
             continue
         for device in list(node.trainers):
@@ -72,7 +75,7 @@ def fail_all_trainers(sim: "Simulation") -> None:
 
 
 def hang_trainer(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is None or not node.trainers:
         return
     trainer = sim.world.rng.choice(list(node.trainers.values()))
@@ -85,7 +88,7 @@ def hang_trainer(sim: "Simulation") -> None:
 
 def cut_node(sim: "Simulation") -> None:
     """The host is cut off: from the broker, and mostly from the other hosts."""
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         _cut(sim, node, sim.world.between(0.1, 12.0))
 
@@ -103,7 +106,7 @@ def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
 
 def break_connection(sim: "Simulation") -> None:
     """Two trainers lose their connection, and nothing else happens."""
-    node = _some_node(sim)
+    node = some_node(sim)
     groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
     if groups:
         sim.log(f"break a connection of generation {groups[0].generation}")
@@ -113,13 +116,13 @@ def break_connection(sim: "Simulation") -> None:
 def cut_several(sim: "Simulation") -> None:
     """A switch fails: some or all nodes lose the broker at once."""
     for_s = sim.world.between(0.1, 12.0)
-    live = _live(sim)
+    live = live_nodes(sim)
     for node in live if sim.world.chance(0.4) else live[: len(live) // 2 + 1]:
         _cut(sim, node, for_s)
 
 
 def reset_session(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None and sim.network.sessions[node.name].open:
         sim.log(f"reset the session of {node.name}")
         sim.network.drop(node.name)
@@ -157,7 +160,7 @@ def freeze_coordinator(sim: "Simulation") -> None:
 
 
 def freeze_daemon(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         for_s = sim.world.between(0.5, 8.0)
         sim.log(f"freeze the daemon of {node.name} for {for_s:.2f} s")
@@ -171,14 +174,14 @@ def restart_broker(sim: "Simulation") -> None:
 
 
 def drain_node(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         sim.log(f"drain {node.name}")
         sim.coordinator.drain(node.name)
 
 
 def terminate_node(sim: "Simulation") -> None:
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         sim.log(f"terminate {node.name}")
         node.terminate()
@@ -187,20 +190,10 @@ def terminate_node(sim: "Simulation") -> None:
 
 def unbuildable(sim: "Simulation") -> None:
     """The next trainers of a node cannot build the job (a file is missing there, for a while)."""
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         node.unbuildable = sim.world.rng.randrange(1, 4)
         sim.log(f"{node.unbuildable} builds fail on {node.name}")
-
-
-def slow_node(sim: "Simulation") -> None:
-    """A node computes slowly, for a while or until the healing."""
-    node = _some_node(sim)
-    if node is not None:
-        node.slowness = sim.world.between(1.2, 6.0)
-        sim.log(f"slow {node.name} by {node.slowness:.1f}")
-        if sim.world.chance(0.6):
-            sim.world.at(sim.world.between(3.0, 15.0), sim.quicken, node)
 
 
 def add_node(sim: "Simulation") -> None:
@@ -238,7 +231,7 @@ def hang_place(sim: "Simulation") -> None:
 
 def restart_node(sim: "Simulation") -> None:
     """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
-    node = _some_node(sim)
+    node = some_node(sim)
     if node is not None:
         sim.log(f"restart {node.name}")
         node.crash()
@@ -263,3 +256,59 @@ def change_interval(sim: "Simulation") -> None:
     every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
     sim.log(f"snapshots every {every}")
     sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
+
+
+def lossy_line(sim: "Simulation") -> None:
+    """Of the messages from and to a node some are lost, come twice, or late."""
+    node, world = some_node(sim), sim.world
+    if node is None or node.name in sim.network.lines:
+        return
+    drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
+    sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
+    line = Line(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
+    sim.network.lines[node.name] = line
+    world.at(for_s, _mend, sim, node.name)
+
+
+def _mend(sim: "Simulation", name: str) -> None:
+    sim.network.lines.pop(name, None)
+
+
+def part_two(sim: "Simulation") -> None:
+    """Two hosts do not reach each other, and the broker and all others do."""
+    there = live_nodes(sim)
+    if len(there) < 2:
+        return
+    one, other = sim.world.rng.sample(there, 2)
+    pair, for_s = frozenset((one.name, other.name)), sim.world.between(0.5, 15.0)
+    sim.log(f"{one.name} and {other.name} do not reach each other for {for_s:.2f} s")
+    sim.network.apart.add(pair)
+    sim.world.at(for_s, sim.network.apart.discard, pair)
+    theirs = [trainer.group for trainer in one.trainers.values() if trainer.group is not None]
+    for group in theirs[:1]:
+        if any(member.node is other for member in group.members.values()):
+            group.break_connection()
+
+
+def restore_broker(sim: "Simulation") -> None:
+    """It persists what it retains, from time to time; what it comes back with is of then, or of just now."""
+    ago_s, for_s = sim.world.rng.choice((0.0, sim.world.between(0.1, 6.0))), sim.world.between(0.1, 6.0)
+
+    def stop(left: Retained) -> None:
+        if not sim.healed:
+            sim.log(
+                f"the broker is down for {for_s:.2f} s, and comes back with what was {ago_s:.2f} s before"
+            )
+            sim.network.stop_broker(for_s, left)
+
+    if ago_s:
+        sim.world.at(ago_s, stop, sim.network.retained.saved())
+    elif sim.network.up:
+        stop(sim.network.retained.saved())
+
+
+def ask_again(sim: "Simulation") -> None:
+    """Whoever got no answer repeats what was asked for."""
+    if sim.job is not None:
+        sim.log("submit the job again")
+        sim.coordinator.submit(sim.job, None)

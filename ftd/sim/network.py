@@ -41,7 +41,9 @@ class Network:
         self.watches: dict[str, SimSeat] = {}
         """By name: whose presence is retained."""
         self.retained = Retained()
-        self.forgot_at = 0.0  # Everything, last.
+        self.forgot_at = 0.0  # Everything, last; or all since it was saved.
+        self.aged = False
+        """It came back with less than it had, and who comes then cannot know."""
         self.fences = True
         """Off only for a planted bug: an old seat's messages go through."""
         self.duplicates = 0.0
@@ -225,7 +227,8 @@ class Network:
             self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
         self.up = False
         self.end_seat()
-        self.retained = left or Retained()
+        before, self.retained = self.retained.journal, left or Retained()
+        self.aged = left is not None and left.journal != before
         self.forgot_at = self.world.now
         self.world.at(for_s, self.start_broker)
 

@@ -31,9 +31,7 @@ class PlanningWork(ABC):
         if isinstance(effect, BuildTemplates):
             world.at(world.between(0.01, 0.5), self._built, effect, life)
             return
-        took_s = world.between(0.001, 0.1)
-        if self.thinks_s:
-            took_s += world.between(0.0, self.thinks_s)
+        took_s = world.between(0.001, 0.1) + world.upto(self.thinks_s)
         match effect:
             case ComputePlan():
                 world.at(took_s, self._planned, effect, life)

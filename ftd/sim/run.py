@@ -67,6 +67,8 @@ class Leaning:
     """Nodes go for good, and others come under new names."""
     late_wills: bool | None = None
     """Hosts lose power, and their last wills come when the keep-alive is over."""
+    rarer: bool | None = None
+    """Faults that come more seldom, and two in one instant."""
     strikes: tuple[drawing.Strike, ...] = ()
     at_commits: tuple[tuple[int, faults.Fault], ...] = ()
     """With the so manieth commit of a rank."""

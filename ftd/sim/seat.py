@@ -124,8 +124,8 @@ class SimSeat:
         if attempt == self.attempt:
             self.copy = copy
             disk = self.coordinator.disk
-            terms = (disk.position[0], copy.position[0] if copy is not None else 0)
-            self.feed(SeatTaken, found=found, term=max(terms), problem=disk.judge(copy))
+            newest = max(disk.position, copy.position) if copy is not None else disk.position
+            self.feed(SeatTaken, found=found, newest=newest, problem=disk.judge(copy))
 
     def unseated(self, attempt: int) -> None:
         if attempt == self.attempt:

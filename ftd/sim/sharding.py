@@ -16,6 +16,11 @@ def is_sharded(resume: Resume) -> bool:
     return bool(resume.held_parts)
 
 
+def all_of(layers: dict[int, int]) -> dict[StatePart, int]:
+    """Whole layers as parts."""
+    return {StatePart(layer=layer, part=0, parts=1): version for layer, version in layers.items()}
+
+
 def kept_parts(resume: Resume, device: Device) -> frozenset[StatePart]:
     """What ``device`` keeps of its layers under the plan: its part, and with ``aor`` the next owner's."""
     replicas = "aor" in resume.protection and len(resume.plan.pipelines) > 1

@@ -31,7 +31,7 @@ class SimStager:
             trainer.resume(effect.resume)
         elif self.reads_s:
             world = self._node.world
-            world.at(world.between(0.0, self.reads_s), self._read, trainer, effect, _TRIES)
+            world.at(world.upto(self.reads_s), self._read, trainer, effect, _TRIES)
         else:
             self._read(trainer, effect, _TRIES)
 

@@ -44,7 +44,12 @@ def begins(
     waited_s = truth.world.now - me.seat.since
     # What was known last went with its host's power: there is nobody to wait for.
     gone = any(watch.coordinator.disk.knew >= truth.replicated for watch in network.watches.values())
-    if not gone and me.seat.made_at > network.forgot_at and waited_s < truth.world.timing.orphan_s:
+    if (
+        not gone
+        and not network.aged
+        and me.seat.made_at > network.forgot_at
+        and waited_s < truth.world.timing.orphan_s
+    ):
         truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
     _forgets(truth, view)
 

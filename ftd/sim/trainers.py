@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftd.sim.arena import Shard
-from ftd.sim.sharding import is_sharded
+from ftd.sim.sharding import all_of, is_sharded
 from planner.values import Device, StatePart
 from statemachine.agent_events import (
     TrainerDone,
@@ -33,11 +33,6 @@ Phase = Literal[
     "idle", "quiesced", "joining", "moving", "compute", "vote", "commit", "gather", "stopped", "done"
 ]
 STEPPING = frozenset({"compute", "vote", "commit", "gather"})
-
-
-def all_of(layers: dict[int, int]) -> dict[StatePart, int]:
-    """Whole layers as parts."""
-    return {StatePart(layer=layer, part=0, parts=1): version for layer, version in layers.items()}
 
 
 class SimTrainer:

@@ -86,5 +86,9 @@ class World:
     def between(self, low: float, high: float) -> float:
         return low + (high - low) * self.rng.random()
 
+    def upto(self, most: float) -> float:
+        """Nothing is drawn where that is 0."""
+        return self.between(0.0, most) if most else 0.0
+
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability

@@ -466,6 +466,31 @@ def test_an_event_that_comes_again_is_there_once(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_standby_leaves_generations_out_where_the_broker_came_back_with_what_it_once_saved(
+    tmp_path: Path,
+) -> None:
+    """The leader may have started some behind what the standby heard, and is away."""
+    journal, timing = Journal(tmp_path), Timing()
+
+    def state(generation: int) -> bytes:
+        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, generation=generation)))
+
+    def begins_at(position: tuple[int, int], generation: int) -> int:
+        copy = JournalCopy(
+            term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
+            schema=durable.SCHEMA, state=state(generation), protocol=PROTOCOL,
+        )  # fmt: skip
+        return restored(timing, journal, copy, 0.0)[0].generation
+
+    journal.save(state(7), forced=False, position=(1, 5))
+    assert begins_at((1, 3), 5) == 7  # It led alone: nobody else can have started any.
+    journal.share()
+    assert begins_at((1, 3), 5) == 7 + durable.UNSEEN
+    assert begins_at((1, 5), 7) == 7
+    assert begins_at((1, 6), 8) == 8
+    journal.close()
+
+
 def test_the_oldest_steps_and_events_are_forgotten_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ class One:
 
     def reigns(self, found: Leader | None = None, term: int = 0) -> Reign:
         assert self.has(TakeSeat) and self.machine.role is Role.CANDIDATE
-        [reign] = [e for e in self.feed(SeatTaken, found=found, term=term) if isinstance(e, Reign)]
+        [reign] = [e for e in self.feed(SeatTaken, found=found, newest=(term, 0)) if isinstance(e, Reign)]
         assert self.machine.role is Role.LEADER
         return reign
 
@@ -222,7 +222,7 @@ def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> Non
         one.feed(PeerVanished, incarnation=1)
         one.feed(WatchBegan)
         one.fire("silence")
-        one.feed(SeatTaken, found=None, term=4)
+        one.feed(SeatTaken, found=None, newest=(4, 0))
         one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
         one.feed(WatchBroke)
         one.feed(SeatLost, why="cut off")
@@ -260,7 +260,7 @@ def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
     while not one.has(TakeSeat):
         one.fire("turn")
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
-    one.feed(SeatTaken, found=None, term=0)
+    one.feed(SeatTaken, found=None, newest=(0, 0))
     assert one.machine.role is Role.LEADER and one.at < TIMING.leader_silence_s
 
 
@@ -339,7 +339,7 @@ def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all
 def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attempt() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    one.feed(SeatTaken, found=ANNA, term=4, problem="damaged")
+    one.feed(SeatTaken, found=ANNA, newest=(4, 0), problem="damaged")
     assert one.has(LeaveSeat) and one.has(Refuse) and not one.has(Reign)
     assert one.machine.role is Role.FOLLOWER and one.machine.me.barred == "damaged"
 
@@ -357,3 +357,22 @@ def test_the_leader_tells_who_would_not_take_over() -> None:
     assert one.names().count("StandbyBarred") == 1 and one.has(PublishCluster)
     one.feed(PeerSeen, peer=replace(cora, barred="older"))
     assert not one.out
+
+
+def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it() -> None:
+    """The broker came back with what it once saved. One that does not take its turn is not waited for."""
+    one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9)))
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    tries = 0
+    while one.machine.role is not Role.LEADER:
+        if not one.has(TakeSeat):
+            one.fire("turn")
+        one.feed(SeatTaken, found=ANNA, newest=(4, 8))
+        assert one.has(LeaveSeat) is not one.has(Reign)
+        tries += 1
+    assert 1 < tries < 12
+    for newest, barred in (((4, 9), ""), ((4, 8), "another schema")):
+        one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9), barred=barred))
+        one.feed(LeaderVanished, incarnation=1, graceful=False)
+        one.feed(SeatTaken, found=ANNA, newest=newest)
+        assert one.has(Reign)
