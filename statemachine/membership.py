@@ -232,6 +232,13 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
         c.send_to(name, incarnation, Inquiry())
 
 
+def remind(c: Cluster, node: NodeMachine) -> None:
+    """It was told to build the job and has not said that it did: should either be lost, its Hello says so."""
+    key = (node.name, node.incarnation)
+    if c.at - c.inquired.setdefault(key, c.at) >= c.timing.resume_s:
+        inquire(c, *key)
+
+
 def silent(c: Cluster) -> list[NodeMachine]:
     """Nodes that have said nothing for too long, while others are heard.
 

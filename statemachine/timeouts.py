@@ -2,7 +2,7 @@
 
 from statemachine.forgetting import forget
 from statemachine.ledger import ask, look
-from statemachine.membership import fence, lose, silent
+from statemachine.membership import fence, lose, remind, silent
 from statemachine.node import NodeMachine
 from statemachine.recovery import after_loss, note_cause, reconfigure
 from statemachine.state import QUIESCE, RESUME, SUSPICION, SUSPICIOUS, TICK, Attempt, Cluster
@@ -20,6 +20,9 @@ def tick(c: Cluster, late_s: float) -> None:
     for node in silent(c):
         c.cause = f"silence:{node.name}:{node.incarnation}"
         node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
+    for node in c.alive():
+        if node.asked:
+            remind(c, node)
     forget(c)
     c.dirty = c.dirty or c.recovery is not None
 

@@ -290,6 +290,28 @@ def test_strangers_are_asked_who_they_are_once_in_a_while() -> None:
     assert not sent(s, Inquiry)
 
 
+def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again() -> None:
+    """The order was lost, as where a broker's queue is full; who answered is left alone."""
+    s = running()
+    s.feed(StopRequested, request="stop", job="tiny")
+    s.feed(JobSubmitted, request="next", job=job("job-2"))
+    for name in ("node-1", "node-2", "node-3"):
+        s.say(name, Prepared(job_id="job-2", profile=None))
+    asked: list[float] = []
+    began = s.now
+    while not asked and s.now < began + 3 * s.machine._c.timing.resume_s:
+        s.wait(1.0)
+        for name in ("node-0", "node-1", "node-2", "node-3"):
+            s.say(name, Heartbeat(generation=1, committed=None))
+        s.machine._c.due["tick"] = s.now
+        s.fire("tick")
+        asked += [s.now - began for name in sent(s, Inquiry) if name == "node-0"]
+        assert set(sent(s, Inquiry)) <= {"node-0"}
+    assert asked and asked[0] >= s.machine._c.timing.resume_s
+    s.hello("node-0", s.incarnations["node-0"], generation=1)
+    assert sent(s, Prepare)["node-0"].profile
+
+
 def test_a_node_that_holds_state_nobody_accounts_for_is_fenced() -> None:
     s = running()
     s.hello("node-9", 900, job_id="job-1", prepared=True, generation=1)
