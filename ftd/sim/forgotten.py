@@ -65,7 +65,9 @@ class Listed:
         """It may have been named until just now."""
         quiet = journal["phase"] == "RUNNING" and journal.get("recovery") is None
         free = gone if _over(journal) else gone - _named(journal) if quiet else set()
-        left = free & {*journal["nodes"], *self._sim.network.retained.nodes}
+        # Whose last will died with the broker is retained as healthy: nobody can tell it from a newcomer.
+        offline = {name for name, (gone, _) in self._sim.network.retained.nodes.items() if gone}
+        left = free & {*journal["nodes"], *offline}
         self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(left)}
         for name in (name for name, looks in self._seen.items() if looks > _LOOKS):
             what = "is listed" if name in journal["nodes"] else "its state is retained"

@@ -5,40 +5,36 @@ from typing import Any
 
 from ftd.sim import bugs, losses
 from ftd.sim.group import Group
+from ftd.sim.kept import SnapshotTruth
 from ftd.sim.place import SimPlace
 from ftd.sim.telling import Telling
 from ftd.sim.trainers import SimTrainer
 from ftd.sim.versions import Versions
-from ftd.sim.world import Violation, World
+from ftd.sim.world import World
 from ftd.wire.checking import problem_of_details
 from ftd.wire.public import encode_json
 from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
-from statemachine.buddies import copy_of
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
-from statemachine.values import Checkpoint, HeldSnapshot, Restore, Snapshot, SnapshotGroup
+from statemachine.values import Checkpoint
 
 
-class Invariants:
+class Invariants(SnapshotTruth):
     """The world's truth, gathered where it happens; each method checks what has just become true."""
 
     def __init__(self, world: World, versions: Versions, policy: Policy, profile: ModelProfile) -> None:
-        self.world, self.versions, self.policy, self.profile = world, versions, policy, profile
+        super().__init__(world, versions)
+        self.policy, self.profile = policy, profile
         self.layers = len(profile.layers)
         self.nodes: dict[str, Any] = {}
         self.place = SimPlace(invariants=self)
         self.groups: dict[int, Group] = {}
-        self.protected: dict[int, str] = {}
-        """What each generation was told to protect its snapshots with."""
-        self.told: dict[int, int] = {}
-        """Version of each step that the world was told is committed."""
         self.newest_told = 0
         self.known = 0
         """The newest committed step that the coordinator ever knew of, for the present job."""
-        self.job_id: str | None = None
         self.newest_resume = 0
         self.on_commit: Callable[[], None] = lambda: None
         """Called when a rank commits: a moment at which faults like to come."""
@@ -51,18 +47,13 @@ class Invariants:
         self.told_after: dict[int, int] = {}
         """So many losses of the newest journal each step was told."""
         self.next_to_tell = 1
-        self.finished_job = False
-        self.failed_job: str | None = None
         self.wrong_code = False
+        self.unforced = False
+        """The end of the newest journal was lost, once, with its host's power or the broker's memory."""
         self.resumed_job = False
         """A group of the present job was told to start."""
         self.replicated = (0, 0)
         """Position of the newest journal that was ever at the broker."""
-        self.lineage = 0
-        self.newest: Snapshot | None = None
-        """Of the present job, as the coordinator's journal names it."""
-        self.writers: dict[HeldSnapshot, set[str]] = {}
-        """Nodes that completed their part of a snapshot, ever; of a copy, those that received it."""
         self.trained: Group | None = None
         """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 
@@ -75,9 +66,6 @@ class Invariants:
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
         self.lineage, self.newest, self.trained = 0, None, None
-
-    def broken(self, what: str) -> None:
-        raise Violation(f"at {self.world.now:.4f} s: {what}")
 
     # --- the coordinator -----------------------------------------------------------------------
 
@@ -98,9 +86,7 @@ class Invariants:
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
             self.new_job(machine.checkpoint)
-        if machine.snapshot != self.newest:
-            self.newest = machine.snapshot
-            self._newest_is_complete()
+        self._keeps(machine)
         self.place.writing = machine.writing
         if machine.lineage == self.lineage:
             return
@@ -117,31 +103,6 @@ class Invariants:
         self.told = {number: version for number, version in self.told.items() if number <= step}
         self.newest_told = min(self.newest_told, step)
         self.next_to_tell = min(self.next_to_tell, step + 1)
-
-    def key_of(self, record: Snapshot) -> HeldSnapshot:
-        return HeldSnapshot(job_id=self.job_id or "", step=record.step, generation=record.generation)
-
-    def _newest_is_complete(self) -> None:
-        """Every owner completed its part; and told the state of a step that was committed."""
-        record = self.newest
-        if record is None:
-            return
-        missing = set(record.owners) - self.writers.get(self.key_of(record), set())
-        if missing:
-            self.broken(
-                f"the snapshot of step {record.step} counts, and {sorted(missing)} did not complete it"
-            )
-        written = self.protected.get(record.generation)
-        counted = {group.protection for group in record.groups}
-        if counted != {written}:
-            self.broken(f"the snapshot of step {record.step} is {written}, and counts as {sorted(counted)}")
-        for owner, buddy in record.buddies.items():
-            if buddy not in self.writers.get(copy_of(self.key_of(record), owner), set()):
-                self.broken(
-                    f"the snapshot of step {record.step} counts, and {buddy} has no copy of {owner}'s"
-                )
-        if self.told.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
-            self.broken(f"the snapshot of step {record.step} is of another step than was told")
 
     def commands(self, command: Command, journal: dict[str, Any] | None) -> None:
         if isinstance(command, KeepSnapshot):
@@ -169,9 +130,17 @@ class Invariants:
             return  # repeated for a node that may have missed it
         self.newest_resume = resume.generation
         self.resumed_job = True
-        if resume.step < self.newest_told:
+        if resume.step < self.newest_told and not self._gone_with_power(resume.step):
             self.broken(f"a Resume at step {resume.step} after step {self.newest_told} was told as committed")
         self.plan_is_sound(resume.plan)
+
+    def _gone_with_power(self, step: int) -> bool:
+        """What was told and not forced to a disk only trainers knew, and those of them are gone, too."""
+        if not self.unforced or not losses.forgotten(self):
+            return False
+        self.known = self.newest_told = step
+        self.told = {number: version for number, version in self.told.items() if number <= step}
+        return True
 
     def plan_is_sound(self, plan: Plan) -> None:
         """Every pipeline owns every layer once; the pipelines split the global batch exactly."""
@@ -264,41 +233,6 @@ class Invariants:
     def signals(self, name: str, incarnation: int) -> None:
         if incarnation in self.out.get(name, ()):
             self.broken(f"{name} speaks under incarnation {incarnation} after it was fenced")
-
-    # --- snapshots --------------------------------------------------------------------------------
-
-    def written(self, node: str, key: HeldSnapshot) -> None:
-        self.writers.setdefault(key, set()).add(node)
-
-    def drops(self, node: str, key: HeldSnapshot) -> None:
-        """Only what is not the newest complete snapshot of the job under way may be written over."""
-        over = self.finished_job or self.failed_job is not None
-        if not over and self.newest is not None and key == self.key_of(self.newest):
-            self.broken(f"{node} writes over its part of the newest snapshot, of step {key.step}")
-        if not over:
-            self.place.drops(node, key)
-
-    def received(self, node: str, key: HeldSnapshot) -> None:
-        self.writers.setdefault(key, set()).add(node)
-
-    def drops_copy(self, node: str, key: HeldSnapshot) -> None:
-        """As ``drops``, of what it keeps for another."""
-        over = self.finished_job or self.failed_job is not None
-        if over or self.newest is None or key != copy_of(self.key_of(self.newest), key.owner):
-            return
-        if self.newest.buddies.get(key.owner) == node:
-            self.broken(f"{node} writes over its copy of {key.owner}'s part of step {key.step}")
-
-    def restores(self, restore: Restore, group: SnapshotGroup, shards: list[dict[int, int]]) -> None:
-        """What is put together is the state of exactly that step, whoever's shards it is made from."""
-        if any(shard != shards[0] for shard in shards):
-            self.broken(f"the shards of layers {group.first_layer} … of step {restore.step} differ: {shards}")
-        wanted = self.told.get(restore.step)
-        for version in shards[0].values():
-            if self.versions.step[version] != restore.step or wanted not in (None, version):
-                self.broken(f"version {version} is restored as step {restore.step}, which is {wanted}")
-        if len(shards[0]) != group.end_layer - group.first_layer:
-            self.broken(f"layers of group {group.first_layer} are missing in {shards[0]}")
 
     # --- trainers ---------------------------------------------------------------------------------
 

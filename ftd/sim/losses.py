@@ -61,6 +61,12 @@ def rolls_back(truth: "Invariants", machine: Written) -> None:
         truth.broken(f"rolled back, and of a group with replicas only {sorted(gone)} are lost")
 
 
+def forgotten(truth: "Invariants") -> bool:
+    """Is no trainer left that committed the newest step that was told?"""
+    trainers = [trainer for node in truth.nodes.values() for trainer in node.trainers.values()]
+    return not any(trainer.alive and trainer.committed >= truth.newest_told for trainer in trainers)
+
+
 def gives_up(truth: "Invariants") -> None:
     """State may be given up only when no trainer that counts holds some layer of the newest step.
 

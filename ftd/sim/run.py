@@ -21,8 +21,9 @@ from statemachine.values import CheckpointPolicy, Job, SnapshotPolicy
 CHAOS_S = 16.0
 """Faults begin in this time; each lasts as long as it lasts, until the healing."""
 HEAL_S = 24.0
-PATIENCE_S = 120.0
-"""After the healing the job must be done within this time (and a job that was given up: the next one)."""
+PATIENCE_S = 150.0
+"""After the healing the job must be done within this time. One whose state is lost is given up
+``lost_state_s`` after the last node came back, and the next one takes as long again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,15 +259,23 @@ class Simulation:
         elif self.job_is_unknown(job):
             self.submit()
             return
-        elif state == "FINISHED" and self.healed:
+        elif state == "FINISHED" and self.healed and not self.left_out():
             self.world.done = True
             return
+        elif state == "FINISHED" and self.healed:
+            pass  # They are waited for.
         elif state in ("FINISHED", "FAILED"):
             if self.healed or self.world.chance(0.5):
                 self.submit()
                 return
             self.world.done = state == "FINISHED" and self.world.chance(0.5)
         self.world.at(1.0, self.look, job)
+
+    def left_out(self) -> list[str]:
+        """Nodes that are there and do not belong to the cluster."""
+        listed = self.coordinator.machine.public_state()["nodes"]
+        there = {name for name, node in listed.items() if node["state"] != "OFFLINE"}
+        return [node.name for node in self.nodes.values() if node.up and node.name not in there]
 
     def job_is_unknown(self, job: Job) -> bool:
         """The coordinator was killed before it journaled the job: the user has no answer and asks again."""
@@ -316,7 +325,8 @@ class Simulation:
             state = self.coordinator.machine.public_state()
             raise Violation(
                 f"no progress after the healing: {state['phase']} at step {state['step']}, "
-                f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}"
+                f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}, "
+                f"without {self.left_out() or 'nobody'}"
             )
         self.invariants.telling.complete()
 

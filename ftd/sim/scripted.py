@@ -22,8 +22,8 @@ def why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) -
     hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * step_s)
     short = fault.for_s is not None and fault.for_s < max(hung_s, timing.silence_s + 1.0)
     match fault.do:
-        case "stop" | "hang" if short and not isinstance(fault.target, Central):
-            return "simulated trainers do not wake up again: it must last until they count as lost"
+        case "hang" if short and not isinstance(fault.target, Central):
+            return "simulated trainers that sleep do not wake up again: it must last until they count as lost"
         case "slow" if fault.device is not None and devices > 1:
             return "a simulated node is slow with all of its trainers"
         case _:
@@ -82,6 +82,7 @@ def _strike_node(world: "ScenarioWorld", fault: Fault, node: "SimNode") -> None:
             for device in _devices(fault, node):
                 trainer = node.trainers[device]
                 trainer.frozen, trainer.asleep = fault.do == "stop", fault.do == "hang"
+                clock.at(for_s, trainer.wake)
         case "slow":
             node.slowness = fault.factor or DEFAULT_FACTOR
             if fault.for_s is not None:

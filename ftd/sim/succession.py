@@ -71,3 +71,4 @@ def _forgets(truth: "Invariants", view: Written) -> None:
     truth.place.writing = view.writing
     truth.telling.lose()
     truth.next_to_tell = 0  # What was told may be told again, as it is found out anew.
+    truth.unforced = True

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftd.sim import damage, disk, faults, plans, run
+from ftd.sim import coordinator, damage, disk, faults, plans, run
 from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.disk import Copy, Disk, power_cut
 from ftd.sim.network import Network
@@ -33,6 +33,7 @@ from statemachine import (
     timeouts,
 )
 from statemachine.agent_events import TrainerSnapped
+from statemachine.election import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Prepare
 from statemachine.promises import promised
@@ -40,6 +41,7 @@ from statemachine.rules import Decision, Reports, Resumption
 from statemachine.state import Cluster, Ledger
 from statemachine.untold import UNTOLD
 from statemachine.values import CommittedStep, QuiesceMode, Snapshot
+from tests.sim.test_worst_moments import BEHIND_A_SAVE
 
 SEEDS = 200
 SHARDED = range(1, 3 * SEEDS, 3)
@@ -158,7 +160,7 @@ def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_foun
     monkeypatch.setattr(disk, "promised", lambda journal: promised(journal)[:-1])
     cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
     strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
-    leaning = Leaning(coordinators=1, zero1=False, at_commits=cuts, strikes=strikes)
+    leaning = Leaning(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
     found("different states", range(20, SEEDS), leaning)
 
 
@@ -167,6 +169,24 @@ def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytes
     blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
     found("generation", leaning=Leaning(coordinators=3, strikes=strikes))
+
+
+def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It uses generations again that the leader started meanwhile; or another one there has a newer one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "unseen", lambda journal: journal)
+        found("was used twice", leaning=BEHIND_A_SAVE)
+    monkeypatch.setattr(ElectionMachine, "_outdone", lambda self, newest: False)
+    found("which is there, has", leaning=BEHIND_A_SAVE)
+
+
+def test_an_order_to_build_that_is_lost_and_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "remind", lambda c, node: None)
+    lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
+    submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
+    found("to build", leaning=Leaning(rarer=False, strikes=(*lossy, *submitted)))
 
 
 def renewed_and_lost(sim: Simulation) -> None:

@@ -105,7 +105,7 @@ def ftd(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-SHORT = {"do": "stop", "node": "node-1", "for_s": 0.2}
+SHORT = {"do": "hang", "node": "node-1", "for_s": 0.2}
 
 
 def test_what_the_simulator_lacks_is_refused_or_left_out_and_said(tmp_path: Path) -> None:
@@ -120,6 +120,16 @@ def test_what_the_simulator_lacks_is_refused_or_left_out_and_said(tmp_path: Path
     suite = ElementTree.parse(junit).getroot().find("testsuite")
     assert suite is not None
     assert (suite.get("skipped"), "simulated" in str(suite.get("name"))) == ("1", True)
+
+
+def test_a_trainer_that_is_stopped_for_a_moment_goes_on_and_nobody_is_lost(tmp_path: Path) -> None:
+    """One that is stopped for longer is ended, and started anew."""
+    for for_s, lost in ((0.2, "no_events"), (20.0, "events")):
+        stop = {"do": "stop", "target": "trainer", "node": "node-1", "for_s": for_s}
+        path = scenario_file(tmp_path, **stop, expect=f'{{ {lost} = ["TrainerLost"] }}')
+        for seed in SEEDS:
+            found = played(path, seed)
+            assert found.met, text_of(found)
 
 
 def test_what_waits_for_a_fault_that_is_left_out_is_left_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.sim import run
 from ftd.sim.bugs import WORDS, raise_everywhere
+from ftd.sim.drawing import RARER
+from ftd.sim.faults import Fault
 from ftd.sim.run import SHAPES, Leaning, Simulation, run_seed
 from statemachine.cluster import ClusterMachine
 from statemachine.effects import EmitEvent
@@ -106,6 +109,22 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names
     )
+
+
+def test_the_rarer_faults_strike() -> None:
+    struck: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        simulation = Simulation(seed, leaning=Leaning(rarer=True))
+
+        def strike(fault: Fault, real: Callable[[Fault], None] = simulation.strike) -> None:
+            struck[fault.__name__] += 1
+            real(fault)
+
+        simulation.strike = strike  # type: ignore[method-assign]
+        simulation.finish()
+        if {fault.__name__ for fault in RARER} <= set(struck):
+            return
+    raise AssertionError(f"{SEEDS} seeds did not meet all: {struck}")
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

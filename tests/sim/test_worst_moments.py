@@ -1,6 +1,7 @@
 """What may go wrong at the worst moment, provoked in every seed; whatever the seed draws comes on top."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,32 @@ def other_protection(sim: Simulation) -> None:
 def now(sim: Simulation) -> None:
     sim.coordinator.ask_snapshots(now=True)
 
+
+def saved_and_lost(sim: Simulation) -> None:
+    """The broker persists what it retains now and then; a while later it loses power, with the leader."""
+    rng, left = sim.world.rng, sim.network.retained.saved()
+
+    def lost() -> None:
+        sim.network.stop_broker(rng.uniform(0.1, 1.5), left)
+        leader = sim.coordinator
+        leader.crash()
+        sim.world.at(rng.uniform(4.0, 9.0), leader.restart)
+
+    sim.world.at(rng.choice((0.5, 1.5, 3.0)), lost)
+
+
+BEHIND_A_SAVE = Leaning(
+    coordinators=2,
+    rarer=False,
+    upgrades=False,
+    strikes=(
+        ("GenerationStarted", saved_and_lost, 0),
+        ("NodeLost", faults.crash_node, 0),
+        ("RecoveryCompleted", faults.crash_node, 0),
+        ("RecoveryCompleted", saved_and_lost, 0),
+        ("Quiesced", faults.crash_node, 1),
+    ),
+)
 
 MOMENTS: dict[str, Leaning] = {
     "the leader dies between journal and command": Leaning(
@@ -106,6 +133,7 @@ MOMENTS: dict[str, Leaning] = {
         at_commits=tuple((commit, faults.cut_node) for commit in range(3, 80, 9)),
         strikes=tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3)),
     ),
+    "a broker comes back with what it once saved, and the leader is away": BEHIND_A_SAVE,
     "the leader dies when a user asks for a snapshot": Leaning(
         protection="aec+arc:1",
         zero1=False,
@@ -142,8 +170,27 @@ def test_the_worst_moments(moment: str) -> None:
         (218, "a deposed leader and a broker that forgot everything"),
         (133, "the broker's host is the leader's, and loses power"),
         (3, "the one coordinator's host loses power as a generation begins, and the broker's is the same"),
+        (1, "a broker comes back with what it once saved, and the leader is away"),
+        (19, "a broker comes back with what it once saved, and the leader is away"),
+        (98, "a broker comes back with what it once saved, and the leader is away"),
+        (124, "a broker comes back with what it once saved, and the leader is away"),
     ],
 )
 def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
-    result = run_seed(seed, leaning=MOMENTS[moment] if moment is not None else None)
+    leaning = MOMENTS[moment] if moment is not None else Leaning()
+    result = run_seed(seed, leaning=replace(leaning, rarer=False))
+    assert result.violation is None, (result.violation, result.faults)
+
+
+@pytest.mark.parametrize(
+    ("seed", "leaning"),
+    [
+        # A snapshot is complete in the same step in which an older one is written to the disk.
+        (62001155, Leaning(checkpoints=True, coordinators=2, rarer=False)),
+        # The order to build and measure the model is lost.
+        (67000093, Leaning(checkpoints=True, rarer=True)),
+    ],
+)
+def test_what_was_found_with_a_leaning_once_holds(seed: int, leaning: Leaning) -> None:
+    result = run_seed(seed, leaning=leaning)
     assert result.violation is None, (result.violation, result.faults)
