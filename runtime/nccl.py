@@ -13,6 +13,7 @@ torch's own watchdog would end the process of every survivor as soon as it sees 
 an abort takes long. Here others decide that: it is told to leave errors alone, whatever the environment says.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -187,14 +188,10 @@ class NcclCommunicator(Communicator):
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        groups = list(self._groups.values())  # The main thread may let them go before the thread below runs.
-
-        def run() -> None:
-            for group in groups:
-                group.abort()
-
-        # ncclCommAbort can take long; the caller must go on at once.
-        threading.Thread(target=run, name="communication-abort", daemon=True).start()
+        # ncclCommAbort can take long, and wait for another communicator's: the caller must go on at once, and
+        # each group has a thread, which keeps it when the main thread lets it go.
+        for group in list(self._groups.values()):
+            threading.Thread(target=_end, args=(group,), name="communication-abort", daemon=True).start()
 
     def close(self) -> None:
         groups, self._groups = self._groups, {}
@@ -203,3 +200,8 @@ class NcclCommunicator(Communicator):
         if store is not None:
             store.close()
         threading.Thread(target=groups.clear, name="communication-close", daemon=True).start()
+
+
+def _end(group: Group) -> None:
+    with contextlib.suppress(RuntimeError):  # It took longer than the group's timeout: nobody waits for it.
+        group.abort()

@@ -400,3 +400,17 @@ def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
     with pytest.raises(Aborted):
         blocked.result(30)
     eventually(lambda: all(group.aborted.is_set() for group in made))
+
+
+def test_a_group_of_nccl_that_cannot_be_aborted_keeps_no_other() -> None:
+    """Two communicators may wait for each other's abort."""
+    first, second = WaitingGroup(), WaitingGroup()
+    in_turn = SimpleNamespace(abort=lambda: second.aborted.wait(FAR_S) and first.abort())
+    refusing = SimpleNamespace(abort=lambda: (_ for _ in ()).throw(RuntimeError("it took too long")))
+    one = NcclCommunicator(
+        Rendezvous(host="127.0.0.1", port=1, token=TOKEN, generation=1), 0, 2, torch.device("cpu")
+    )
+    one._groups = {"activation": refusing, "gradient": in_turn, "state": second}
+    one.abort()
+    eventually(lambda: first.aborted.is_set() and second.aborted.is_set())
+    one.close()
