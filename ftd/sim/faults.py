@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.retained import Retained
 from ftd.sim.sessions import Line
+from statemachine.phases import OVER
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode
@@ -308,7 +309,8 @@ def restore_broker(sim: "Simulation") -> None:
 
 
 def ask_again(sim: "Simulation") -> None:
-    """Whoever got no answer repeats what was asked for."""
-    if sim.job is not None:
+    """Whoever got no answer repeats what was asked for, while the job is under way."""
+    leader = sim.coordinator
+    if sim.job is not None and leader.machine.job_id == sim.job.job_id and leader.machine.phase not in OVER:
         sim.log("submit the job again")
-        sim.coordinator.submit(sim.job, None)
+        leader.submit(sim.job, None)
