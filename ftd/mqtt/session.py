@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import aiomqtt
 import structlog
-from aiomqtt.exceptions import MqttConnectError
 
 from ftd.config.address import BrokerAddress
 from ftd.config.tls import explained, tls_context
 from ftd.errors import ConfigurationError, Unreachable
+from ftd.mqtt.problems import hint
 from ftd.mqtt.shortcut import Shortcut
 
 _log = structlog.get_logger("ftd.mqtt")
@@ -206,7 +206,7 @@ class MqttSession:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
         if self._shortcut is not None:
-            _break(self._shortcut)
+            self._shortcut.cut()
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
@@ -261,7 +261,7 @@ class MqttSession:
         shortcut.leave()
         _, frozen = await asyncio.wait([client._disconnected], timeout=LEAVE_S)
         if frozen:
-            _break(shortcut)
+            shortcut.cut()
 
     def _miss_echo(self, topic: str) -> None:
         if not self._heard_itself:
@@ -342,7 +342,7 @@ class MqttSession:
     def _note_problem(self, error: BaseException) -> None:
         problem = explained(error)
         if problem != self._problem:
-            remedy = f"trying on{_hint(error, self.broker)}"
+            remedy = f"trying on{hint(error, self.broker)}"
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy=remedy)
         self._problem = problem
 
@@ -374,25 +374,6 @@ class MqttSession:
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
             _log.exception("acknowledged", topic=sent[0].topic)
-
-
-def _hint(error: BaseException, broker: BrokerAddress) -> str:
-    """What to look at meanwhile."""
-    origin = error.__cause__ or error.__context__ or error
-    if isinstance(error, MqttConnectError):
-        known = f"the user {broker.username} with this password" if broker.username else "anonymous clients"
-        return f"; does the broker let {known} in?"
-    if isinstance(origin, ConnectionRefusedError):
-        return "; is the broker running there, and is broker.url right?"
-    if isinstance(origin, socket.gaierror):
-        return "; is the name in broker.url right, and does this host's DNS know it?"
-    return ""
-
-
-def _break(shortcut: Shortcut) -> None:
-    if isinstance(shortcut.inner, socket.socket):
-        with contextlib.suppress(OSError):
-            shortcut.inner.shutdown(socket.SHUT_RDWR)
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:

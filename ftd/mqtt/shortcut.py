@@ -15,6 +15,8 @@ paho and aiomqtt know sockets that have more than the kernel says, those of TLS,
 """
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import Callable
 from functools import lru_cache
@@ -107,6 +109,12 @@ class Shortcut:
     def leave(self) -> None:
         """Say goodbye behind all that was published: the broker forgets the last will, and closes."""
         self._write(bytearray(_DISCONNECT))
+
+    def cut(self) -> None:
+        """Break the connection, so that whoever waits for it goes on."""
+        if isinstance(self.inner, socket.socket):
+            with contextlib.suppress(OSError):
+                self.inner.shutdown(socket.SHUT_RDWR)
 
     def recv(self, buffer_size: int) -> bytes:
         """At most ``buffer_size`` bytes of what is paho's; none at the end. :raises OSError: as ``sock``."""
