@@ -140,7 +140,7 @@ def test_a_goodbye_lasts_until_the_broker_has_read_it(
                 finally:
                     mosquitto.process.send_signal(signal.SIGCONT)
             assert await a.next() == ("w/b", b"bye", False)
-            assert await a.silent()
+            assert await a.silent(), a.heard
             async with Listener(mosquitto.address, "late", "w/#") as late:
                 assert await late.next() == ("w/b", b"bye", True)
 
@@ -192,7 +192,7 @@ def test_a_broker_that_reads_no_goodbye_keeps_nobody(
     aiomqtt has another word for that end, either: it has, where the socket does not close."""
     monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", 0.1)
     if not closes:
-        monkeypatch.setattr("ftd.mqtt.session._break", lambda shortcut: None)
+        monkeypatch.setattr("ftd.mqtt.shortcut.Shortcut.cut", lambda shortcut: None)
         monkeypatch.setattr("ftd.mqtt.session.CONNECT_S", 1.0)
 
     async def scene() -> None:
