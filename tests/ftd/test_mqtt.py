@@ -139,6 +139,7 @@ def test_a_goodbye_lasts_until_the_broker_has_read_it(
                     await asyncio.sleep(0.1)
                 finally:
                     mosquitto.process.send_signal(signal.SIGCONT)
+                await asyncio.wait([b.task], timeout=PATIENCE_S)  # A second cancellation would not wait.
             assert await a.next() == ("w/b", b"bye", False)
             assert await a.silent(), a.heard
             async with Listener(mosquitto.address, "late", "w/#") as late:
