@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.script_state import computing, first_touch_s, memcpy_by_two_s, memcpy_s, state_of, timed
 from ftd import Snapshotter
-from runtime.filling import Filling, spans_of
-from runtime.saved import NOTHING
-from runtime.tensor_image import Image
+from runtime.script.filling import Filling, spans_of
+from runtime.script.saved import NOTHING
+from runtime.script.tensor_image import Image
 from storage.codes import make_code
 from storage.shards import ShardLayout, fetch_from, make_shard, restore
 

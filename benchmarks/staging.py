@@ -39,13 +39,13 @@ from ftd.node.arenas import Arenas
 from ftd.node.restore import Restorer
 from ftd.node.shard_client import ShardClient
 from ftd.node.staging import Stage
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.protocol import TrainingData
-from runtime.staged_state import StagedState
-from runtime.state import LayerStates
+from runtime.engine.staged_state import StagedState
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.state import LayerStates
 from runtime.streaming import streaming_environment
 from runtime.training import load_training
+from runtime.wire.protocol import TrainingData
 from statemachine.values import Restore, SnapshotGroup
 from storage.manifest import Part
 

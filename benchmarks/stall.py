@@ -23,15 +23,23 @@ import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.linear import SCRIPT
-from runtime.communicator import SoloCommunicator
-from runtime.engine import Engine
-from runtime.pace import Pace
-from runtime.protocol import PipelineData, Resume, Snapped, SnapshotReport, StageData, TrainingData, WorldData
-from runtime.snapshot_movers import HostMover
-from runtime.snapshot_pieces import Bucket, source_of, units_of
-from runtime.snapshot_schedule import Schedule
-from runtime.snapshot_writer import SnapshotWriter
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import SoloCommunicator
+from runtime.snapshots.movers import HostMover
+from runtime.snapshots.pieces import Bucket, source_of, units_of
+from runtime.snapshots.schedule import Schedule
+from runtime.snapshots.writer import SnapshotWriter
 from runtime.streaming import streaming_environment
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import (
+    PipelineData,
+    Resume,
+    Snapped,
+    SnapshotReport,
+    StageData,
+    TrainingData,
+    WorldData,
+)
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.pages import put_together

@@ -31,12 +31,12 @@ import torch
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.linear import SCRIPT
 from ftd.node.rendezvous import RendezvousServer
-from runtime.backends import make_communicator
-from runtime.engine import Engine
-from runtime.pace import Pace
-from runtime.parts import everything
-from runtime.protocol import PipelineData, Resume, StageData, TrainingData, WorldData
-from runtime.store import Rendezvous
+from runtime.engine.engine import Engine
+from runtime.groups.backends import make_communicator
+from runtime.groups.store import Rendezvous
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import PipelineData, Resume, StageData, TrainingData, WorldData
+from runtime.zero.parts import everything
 
 MIB = 1024 * 1024
 WIDTH = 1024

@@ -3,17 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.plain_state import SnapshotError as SnapshotError
-    from runtime.snapshotter import Snapshotter as Snapshotter
+    from runtime.script.plain_state import SnapshotError as SnapshotError
+    from runtime.script.snapshotter import Snapshotter as Snapshotter
 
 
 def __getattr__(name: str) -> Any:
     if name == "Snapshotter":
-        from runtime.snapshotter import Snapshotter
+        from runtime.script.snapshotter import Snapshotter
 
         return Snapshotter
     if name == "SnapshotError":
-        from runtime.plain_state import SnapshotError
+        from runtime.script.plain_state import SnapshotError
 
         return SnapshotError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from runtime.state import DTYPES
+from runtime.layers.state import DTYPES
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.errors import PlaceError
 from storage.layerstate import Entry

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from runtime.protocol import TrainingData
+from runtime.wire.protocol import TrainingData
 
 OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -1,10 +1,10 @@
 """Nodes that have become slow: noticed, told, and given less to do; and given their share back.
 
-Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/stopwatch.py). That
-over what the profile says about the same layers is the node's slowness, that of its slowest device. A wrong
-profile is wrong for all nodes alike, so what counts is the slowness relative to the cluster's median; of two
-middle ones the quicker, as with two nodes one of which is slow. A node that stays slow for a while is a
-straggler: its speed goes into every plan from then on.
+Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/watch/stopwatch.py).
+That over what the profile says about the same layers is the node's slowness, that of its slowest device. A
+wrong profile is wrong for all nodes alike, so what counts is the slowness relative to the cluster's median;
+of two middle ones the quicker, as with two nodes one of which is slow. A node that stays slow for a while is
+a straggler: its speed goes into every plan from then on.
 
 A new plan for the sake of speeds alone is first weighed (``WeighPlan``), beside the training. Only if it
 saves a notable part of a step, and in the steps that are left more than a reconfiguration costs, the nodes

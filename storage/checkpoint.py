@@ -1,9 +1,9 @@
 """Persistent checkpoints: what is left when no host's memory is (design §5, docs/checkpoints.md).
 
 A checkpoint of a step is a directory with one file for each layer, the bytes that
-``runtime.state.LayerStates.pack`` makes, and a manifest, written last. It does not know pipelines or nodes:
-whoever holds a layer writes it, from any number of hosts side by side; one of them commits; and whoever
-needs a layer later reads that layer.
+``runtime.layers.state.LayerStates.pack`` makes, and a manifest, written last. It does not know pipelines or
+nodes: whoever holds a layer writes it, from any number of hosts side by side; one of them commits; and
+whoever needs a layer later reads that layer.
 
 Nothing that is incomplete or damaged is ever taken for a checkpoint: ``CheckpointStore.steps`` goes on
 without it and says in ``problems`` and ``unfinished`` what it met.

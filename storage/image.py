@@ -37,7 +37,7 @@ class Run:
 def runs_of(header: Header) -> tuple[Run, ...]:
     """The payload in order, as few runs as possible: a single one where the layer has no buffers.
 
-    :raises DamagedError: entries that are not back to back, as ``runtime.state`` packs them.
+    :raises DamagedError: entries that are not back to back, as ``runtime.layers.state`` packs them.
     """
     runs: list[Run] = []
     ends = {True: 0, False: 0}
@@ -130,7 +130,7 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def assemble(layer: LayerImage, shared: Bytes) -> Bytes:
-    """The payload of a layer (``runtime.state``).
+    """The payload of a layer (``runtime.layers.state``).
 
     :param shared: the bucket's ``layer.size_bytes`` bytes from ``layer.offset``. Where the layer has no
         buffers they are the payload itself, and come back uncopied.

@@ -1,7 +1,7 @@
 """What the bytes of one layer are: the header beside them (design §3). No torch.
 
-``runtime.state`` packs a layer into a header, msgpack of ``Header``, and a payload, the tensors one after
-the other. Whoever stores or exports layers reads the header here, and need not know torch.
+``runtime.layers.state`` packs a layer into a header, msgpack of ``Header``, and a payload, the tensors one
+after the other. Whoever stores or exports layers reads the header here, and need not know torch.
 """
 
 import math

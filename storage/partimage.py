@@ -164,7 +164,7 @@ class _State:
 
 
 def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> tuple[bytes, Bytes]:
-    """Header and payload of a layer (``runtime.state``).
+    """Header and payload of a layer (``runtime.layers.state``).
 
     :param parts: all of them, ``lent`` ones too, each with its bytes from ``PartOfLayer.offset`` on.
     :raises DamagedError: they do not make up the layer.

@@ -1,7 +1,7 @@
 """What the bytes of a part of a layer are: elements of its tensors, parameter by parameter. No torch.
 
-Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.parts``). What it sends of it is
-a header, msgpack of ``PartHeader``, and a payload, as for whole layers (``storage.layerstate``).
+Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.zero.parts``). What it sends of
+it is a header, msgpack of ``PartHeader``, and a payload, as for whole layers (``storage.layerstate``).
 """
 
 from typing import Any, Literal

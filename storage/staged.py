@@ -1,6 +1,6 @@
 """Layers that a node has ready for its trainers: for each a small file that says where its bytes are.
 
-A layer's payload (``runtime.state``) lies in *pieces*: in files that the node made for it, and where a
+A layer's payload (``runtime.layers.state``) lies in *pieces*: in files that the node made for it, and where a
 snapshot in its memory has the bytes as they are, in the very slot (``storage.arena``). What is lent so was
 not read by the node: who copies it verifies it block by block, and looks behind the copy whether the
 snapshot's manifest is still the same. Slots are written again only after that is gone.
@@ -42,7 +42,7 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StagedLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layer (``runtime.state``), and whose bytes of it are lent."""
+    """A layer (``runtime.layers.state``), and whose bytes of it are lent."""
 
     header: bytes
     pieces: tuple[Piece, ...]

@@ -21,8 +21,8 @@ from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
 from ftd.config.reference import markdown
-from runtime.protocol import TrainingData
 from runtime.training import load_training
+from runtime.wire.protocol import TrainingData
 from statemachine.timing import Timing
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.protocol import TrainingData
-from runtime.sampling import Sampler
+from runtime.layers.sampling import Sampler
 from runtime.training import load_training
+from runtime.wire.protocol import TrainingData
 
 
 def main() -> None:

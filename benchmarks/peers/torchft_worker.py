@@ -16,9 +16,9 @@ import torch
 import torch.distributed
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from runtime.protocol import TrainingData
-from runtime.sampling import Sampler
+from runtime.layers.sampling import Sampler
 from runtime.training import load_training
+from runtime.wire.protocol import TrainingData
 
 
 def main() -> None:

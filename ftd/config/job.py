@@ -27,7 +27,7 @@ from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_de
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
-from runtime.protocol import TrainingData
+from runtime.wire.protocol import TrainingData
 from statemachine.values import Job
 
 DTYPES = ("float32", "float64", "bfloat16")

@@ -21,7 +21,7 @@ from ftd.node.keeper_client import KeeperClient
 from ftd.node.keeping import own_parts
 from ftd.node.sources import Located, Source
 from ftd.node.sources import Wanted as Fetch
-from runtime.keeper_protocol import Brought, Layout, Wanted
+from runtime.wire.keeper_protocol import Brought, Layout, Wanted
 from storage.codes import make_code, recipe
 from storage.manifest import Manifest, Part, digest_of
 from storage.shards import Bytes, ShardLayout, needed, restore

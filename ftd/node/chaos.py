@@ -20,7 +20,7 @@ from ftd.node.disturbance import Disturbance, Weather
 from ftd.node.filling import Filler
 from ftd.node.processes import die_with_parent, kill_group
 from ftd.wire.public import Answer, ChaosRequest, decode_json
-from runtime.protocol import Raise, Sleep, Slow
+from runtime.wire.protocol import Raise, Sleep, Slow
 
 log = structlog.get_logger()
 

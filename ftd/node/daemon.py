@@ -33,9 +33,9 @@ from ftd.node.voice import Voice
 from ftd.wire.public import Answer, NodeStateMessage
 from ftd.wire.topics import Topics
 from planner.values import Device
-from runtime import protocol
-from runtime.store_protocol import mark_of
-from runtime.trace_protocol import Traced
+from runtime.wire import protocol
+from runtime.wire.store_protocol import mark_of
+from runtime.wire.trace_protocol import Traced
 from statemachine import effects
 from statemachine.agent import AgentMachine
 from statemachine.agent_events import (

@@ -1,7 +1,7 @@
 """``ftd node --snapshots-only``: the keeper of scripts' snapshots on a host. Without broker or coordinator.
 
 Scripts of this user reach it through a unix socket, other keepers at the snapshot port with the token of
-the secret that all share (``runtime.keeper_protocol``).
+the secret that all share (``runtime.wire.keeper_protocol``).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from ftd.node.keeper_client import KeeperClient
 from ftd.node.keeping import KEPT_NAMES, Keeping
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
-from runtime.keeper_protocol import SOCKET, Facts, Protect, Run, Wanted
+from runtime.wire.keeper_protocol import SOCKET, Facts, Protect, Run, Wanted
 
 log = structlog.get_logger("ftd.node")
 

@@ -5,7 +5,7 @@ import msgspec
 from ftd.errors import PeerError
 from ftd.node.shard_client import ShardClient
 from ftd.node.sources import Source
-from runtime.keeper_protocol import Held, Key, Layout, Protect
+from runtime.wire.keeper_protocol import Held, Key, Layout, Protect
 from storage.manifest import Manifest
 
 _ASK_S = 5.0

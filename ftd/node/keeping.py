@@ -24,7 +24,7 @@ from ftd.errors import PeerError
 from ftd.node.arenas import Arenas
 from ftd.node.keeper_client import KeeperClient
 from ftd.node.sources import Located, Source, Wanted
-from runtime.keeper_protocol import Held, Key, Layout, Protect, Run, read_kept, write_kept
+from runtime.wire.keeper_protocol import Held, Key, Layout, Protect, Run, read_kept, write_kept
 from storage.arena import SLOTS, Arena
 from storage.errors import ArenaFullError, DamagedError
 from storage.manifest import Manifest, Part, read_record, write_record

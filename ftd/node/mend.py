@@ -15,7 +15,7 @@ import structlog
 from ftd.node.arenas import Arenas, Held
 from ftd.node.copies import Copies
 from ftd.node.repair import RepairError
-from runtime.protocol import Instruction, Mend
+from runtime.wire.protocol import Instruction, Mend
 from statemachine.values import Restore
 from storage.manifest import Part
 

@@ -5,7 +5,7 @@ rank 0's node, so it needs no process of its own, and holds nothing that matters
 a generation's keys go when its last connection closes or when a newer generation appears, and whoever
 still asks for an older one is refused, which is what keeps a stale trainer out of a new group.
 
-Frames are the ones of ``runtime.store_protocol``. Untrusted input: nothing but a small ``StoreHello`` is
+Frames are the ones of ``runtime.wire.store_protocol``. Untrusted input: nothing but a small ``StoreHello`` is
 read before its proof was compared (in constant time), within a limit that all of it shares; those who
 have not said it are few, and the oldest of them gives way; frames, keys and bytes are bounded.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from ftd.complaints import Complaints
-from runtime.frames import Decoder, ProtocolError, encode
-from runtime.store_protocol import (
+from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.store_protocol import (
     MAX_HELLO_BYTES,
     MAX_STORE_FRAME_BYTES,
     StoreAdd,

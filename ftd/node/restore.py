@@ -2,8 +2,8 @@
 
 From a ``Restore`` and the layers that this node's devices need: own memory first, other nodes' over the
 snapshot servers, several at a time and only the bytes that are needed; what lost or damaged shards kept is
-decoded from the others where the code allows. Each layer comes out as ``runtime.state`` packs it, for a
-trainer's files or a persistent checkpoint. Work on many bytes is done in threads: heartbeats go on.
+decoded from the others where the code allows. Each layer comes out as ``runtime.layers.state`` packs it, for
+a trainer's files or a persistent checkpoint. Work on many bytes is done in threads: heartbeats go on.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from ftd.node.shard_client import ShardClient
 from ftd.node.staging import Stage
 from ftd.node.translation import layers_of
 from planner.values import Device
-from runtime.protocol import StagingSpoiled
+from runtime.wire.protocol import StagingSpoiled
 from statemachine.agent_events import RestoringFailed
 from statemachine.events import Event
 from statemachine.messages import Resume

@@ -24,9 +24,9 @@ import structlog
 from ftd.node.processes import bury, kill_group
 from ftd.node.translation import cause_of, event_of
 from ftd.node.zygote import Zygote
-from runtime import protocol, zygote_protocol
-from runtime.frames import Decoder, ProtocolError, encode
-from runtime.trace_protocol import Traced
+from runtime.wire import protocol, zygote_protocol
+from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.trace_protocol import Traced
 from statemachine.agent_events import TrainerFailed
 from statemachine.events import Event
 from statemachine.values import FailureCause

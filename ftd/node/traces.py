@@ -10,8 +10,8 @@ import msgspec
 import structlog
 
 from ftd.wire.public import Answer, TraceData, TraceRequest, decode_json
-from runtime.trace_protocol import Trace, Traced
-from runtime.tracing import MOST_STEPS
+from runtime.watch.tracing import MOST_STEPS
+from runtime.wire.trace_protocol import Trace, Traced
 
 log = structlog.get_logger()
 

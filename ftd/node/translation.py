@@ -10,7 +10,7 @@ import msgspec
 
 from ftd.wire.profiles import problem_of_profile
 from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
-from runtime import protocol
+from runtime.wire import protocol
 from statemachine import messages
 from statemachine.agent_events import (
     TrainerBeat,

@@ -1,6 +1,6 @@
 """The daemon's end of the zygote: start it, ask it to fork, start it again when it dies.
 
-``runtime.zygote`` imports torch once; this module only speaks ``Spawn`` and reads ``Warm | Spawned |
+``runtime.process.zygote`` imports torch once; this module only speaks ``Spawn`` and reads ``Warm | Spawned |
 Exited`` over its stdin and stdout, so the daemon stays free of torch.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import structlog
 
 from ftd.node.processes import module_command
-from runtime import frames, zygote_protocol
 from runtime.streaming import streaming_environment
+from runtime.wire import frames, zygote_protocol
 
 log = structlog.get_logger()
 
@@ -85,7 +85,7 @@ class Zygote:
         """One life of the zygote. :returns: exit status and the tail of its stderr."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *module_command("runtime.zygote", "--parent", str(os.getpid())),
+                *module_command("runtime.process.zygote", "--parent", str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -14,7 +14,7 @@ from ftd.config.profile_document import (
     ProvenanceEntry,
 )
 from ftd.profiling.network import Fit, fit_link, fit_ring
-from runtime.measurement import LayersMeasured, LinksMeasured
+from runtime.wire.measurement import LayersMeasured, LinksMeasured
 
 
 def document_of(

@@ -9,7 +9,7 @@ from ftd.profiling.process import Told, ask
 
 if TYPE_CHECKING:
     from planner.values import ModelProfile
-    from runtime.measurement import LayersMeasured
+    from runtime.wire.measurement import LayersMeasured
     from statemachine.values import Job
 
 
@@ -27,10 +27,10 @@ def measured_profile(job: "Job", told: Told = lambda done, total: None) -> "Mode
 
 async def measured_layers(job: "Job", told: Told) -> "LayersMeasured":
     """All that was measured. :raises ConfigurationError: as above."""
-    from runtime.measurement import LayersMeasured
+    from runtime.wire.measurement import LayersMeasured
 
     return await ask(
-        "runtime.profile",
+        "runtime.measuring.profile",
         "--devices-per-node",
         str(job.policy.devices_per_node),
         order=msgspec.json.encode(job.training),

@@ -12,7 +12,7 @@ from scipy.optimize import least_squares
 from ftd.node.rendezvous import RendezvousServer
 from ftd.profiling.process import Told, ask
 from planner.values import Link
-from runtime.measurement import LinkOrder, LinksMeasured
+from runtime.wire.measurement import LinkOrder, LinksMeasured
 
 MOST_MEMBERS = 4
 _BUDGET_S = 3.0
@@ -45,7 +45,7 @@ async def measured_links(backend: str, told: Told) -> LinksMeasured:
             port=server.port, token=token, backend=backend, most_members=MOST_MEMBERS, budget_s=_BUDGET_S
         )
         return await ask(
-            "runtime.link_profile",
+            "runtime.measuring.link_profile",
             order=msgspec.json.encode(order),
             answer=LinksMeasured,
             told=told,

@@ -1,7 +1,7 @@
 """A measuring process: started, listened to line by line, and always ended.
 
 This process never loads torch, so all measuring is done by ``python -m runtime.…``, which answers as
-``runtime.measurement`` says.
+``runtime.wire.measurement`` says.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from ftd.errors import ConfigurationError, InternalError
-from runtime.measurement import INVALID_EXIT, LayersMeasured, LinksMeasured, Progress
+from runtime.wire.measurement import INVALID_EXIT, LayersMeasured, LinksMeasured, Progress
 
 Told = Callable[[int, int], None]
 """Called with how much of the measuring is done, and of how much."""

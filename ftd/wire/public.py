@@ -104,7 +104,7 @@ class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as submitted; ``training`` is runtime.protocol.TrainingData."""
+    """A job as submitted; ``training`` is runtime.wire.protocol.TrainingData."""
 
     name: str
     steps: int
@@ -233,7 +233,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TraceData(msgspec.Struct, frozen=True, kw_only=True):
-    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.tracing``)."""
+    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.watch.tracing``)."""
 
     node: str
     device: int

@@ -133,7 +133,7 @@ class Node(AbstractAsyncContextManager["Node"]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What ``runtime.state`` packs: header, and payload; and its parts in a snapshot."""
+    """What ``runtime.layers.state`` packs: header, and payload; and its parts in a snapshot."""
 
     header: bytes
     payload: Bytes

@@ -13,7 +13,7 @@ from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
-from runtime.protocol import TrainingData
+from runtime.wire.protocol import TrainingData
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD: dict[str, Any] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from runtime.keeper_protocol import read_kept
+from runtime.wire.keeper_protocol import read_kept
 from tests.forks import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]

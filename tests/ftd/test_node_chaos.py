@@ -17,7 +17,7 @@ from ftd.node.chaos import Chaos
 from ftd.node.disturbance import Weather, Wire
 from ftd.node.filling import Filler
 from ftd.wire.public import Answer, encode_json
-from runtime.protocol import Raise, Sleep, Slow
+from runtime.wire.protocol import Raise, Sleep, Slow
 
 
 class Hands:

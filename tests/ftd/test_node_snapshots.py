@@ -17,7 +17,7 @@ from ftd.node.snapshots import Snapshots
 from ftd.node.sources import Source
 from ftd.node.staging import Stage
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from runtime.protocol import Instruction, StagingSpoiled
+from runtime.wire.protocol import Instruction, StagingSpoiled
 from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
 from statemachine.events import Event

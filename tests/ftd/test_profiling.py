@@ -19,7 +19,7 @@ from ftd.profiling.process import ask
 from ftd.view.profile import render_profile, spread
 from planner.stages.costs import StageCosts
 from planner.values import Link, Policy
-from runtime.measurement import (
+from runtime.wire.measurement import (
     LayersMeasured,
     LinksMeasured,
     Reduced,
@@ -28,7 +28,7 @@ from runtime.measurement import (
     Spread,
     spread_of,
 )
-from runtime.protocol import LayerProfileData, ProfileData, SplitTimeData
+from runtime.wire.protocol import LayerProfileData, ProfileData, SplitTimeData
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
@@ -201,7 +201,7 @@ def test_a_spread_is_shown_as_its_median_and_half_of_its_middle_half() -> None:
 def asked(order: bytes, timeout_s: float | None = None) -> LayersMeasured:
     return asyncio.run(
         ask(
-            "runtime.profile",
+            "runtime.measuring.profile",
             order=order,
             answer=LayersMeasured,
             told=lambda done, total: None,

@@ -14,7 +14,7 @@ from kept_snapshots import JOB, TOKEN, Node, copy_to_buddy, flip, make_layer, sh
 from ftd.node.arenas import Held
 from ftd.node.mend import Mender
 from ftd.node.scrub import Scrubber
-from runtime.protocol import Instruction, Mend
+from runtime.wire.protocol import Instruction, Mend
 from statemachine.values import Restore, SnapshotGroup
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, Part

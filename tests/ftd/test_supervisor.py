@@ -19,7 +19,7 @@ from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
 from planner.values import Policy
-from runtime import frames, protocol
+from runtime.wire import frames, protocol
 from statemachine.agent_events import (
     TrainerBeat,
     TrainerDone,

@@ -9,12 +9,12 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from runtime import protocol as p
-from runtime.backends import make_communicator
-from runtime.communicator import Aborted, Communicator
-from runtime.engine import Engine, StepResult
-from runtime.pace import Pace
-from runtime.store import Rendezvous
+from runtime.engine.engine import Engine, StepResult
+from runtime.groups.backends import make_communicator
+from runtime.groups.communicator import Aborted, Communicator
+from runtime.groups.store import Rendezvous
+from runtime.watch.pace import Pace
+from runtime.wire import protocol as p
 from tests.runtime.harness import PATIENCE_S, TOKEN, ServerThread
 from tests.runtime.zero import Pipelines, held_of
 

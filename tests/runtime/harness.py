@@ -1,6 +1,6 @@
 """A node and a coordinator for tests: real trainers out of a real zygote, driven frame by frame.
 
-``Cluster`` speaks ``runtime.protocol`` over unix sockets as a node daemon does, runs the rendezvous
+``Cluster`` speaks ``runtime.wire.protocol`` over unix sockets as a node daemon does, runs the rendezvous
 server, and offers what the tests need: fork, prepare, quiesce, resume, wait for steps, kill.
 """
 
@@ -24,11 +24,11 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ftd.node.rendezvous import RendezvousServer
-from runtime import frames
-from runtime import protocol as p
-from runtime import zygote_protocol as z
-from runtime.gloo import GlooCommunicator
-from runtime.store import Rendezvous
+from runtime.groups.gloo import GlooCommunicator
+from runtime.groups.store import Rendezvous
+from runtime.wire import frames
+from runtime.wire import protocol as p
+from runtime.wire import zygote_protocol as z
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -182,7 +182,7 @@ class Cluster:
         self.generation = 0
         self.rendezvous = ServerThread()
         self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "runtime.zygote", "--parent", str(os.getpid())],
+            [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

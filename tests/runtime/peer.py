@@ -6,8 +6,8 @@
 import sys
 import threading
 
-from runtime.gloo import GlooCommunicator
-from runtime.store import Rendezvous
+from runtime.groups.gloo import GlooCommunicator
+from runtime.groups.store import Rendezvous
 from tests.runtime.harness import TOKEN
 
 

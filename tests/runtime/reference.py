@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.protocol import TrainingData
-from runtime.sampling import Sampler
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.sampling import Sampler
 from runtime.training import Training, load_training
+from runtime.wire.protocol import TrainingData
 
 
 def reference_losses(training: Training, data: TrainingData, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from runtime.protocol import VoteData
+from runtime.wire.protocol import VoteData
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, assemble

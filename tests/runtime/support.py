@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.protocol import TrainingData
 from runtime.training import Training
+from runtime.wire.protocol import TrainingData
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from runtime.catalogue import code_of, losses_of, restorable
-from runtime.keeper_protocol import Held, Layout, Run
+from runtime.script.catalogue import code_of, losses_of, restorable
+from runtime.wire.keeper_protocol import Held, Layout, Run
 from storage.codes import make_code, recipe
 
 

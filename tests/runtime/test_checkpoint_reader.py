@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from runtime.checkpoint_reader import FtdCheckpointReader
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.state import LayerStates
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.state import LayerStates
 from runtime.training import load_training
 from storage.checkpoint import CheckpointStore
 from storage.errors import DamagedError, MissingError, PlaceError

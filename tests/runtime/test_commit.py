@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.communicator import Aborted, SoloCommunicator
-from runtime.engine import Engine, EngineError
-from runtime.pace import Pace
-from runtime.protocol import Resume, TrainingData, VoteData, WorldData
+from runtime.engine.engine import Engine, EngineError
+from runtime.groups.communicator import Aborted, SoloCommunicator
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import Resume, TrainingData, VoteData, WorldData
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import data_for, gpt_data, script

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.backends import make_communicator
-from runtime.communicator import (
+from runtime.groups.backends import make_communicator
+from runtime.groups.communicator import (
     Aborted,
     CommunicationError,
     Communicator,
@@ -27,9 +27,9 @@ from runtime.communicator import (
     SoloCommunicator,
     plain_words,
 )
-from runtime.gloo import GlooCommunicator
-from runtime.nccl import NcclCommunicator
-from runtime.store import Rendezvous
+from runtime.groups.gloo import GlooCommunicator
+from runtime.groups.nccl import NcclCommunicator
+from runtime.groups.store import Rendezvous
 from tests.runtime.harness import ROOT, TOKEN, ServerThread
 
 FAR_S = 300.0

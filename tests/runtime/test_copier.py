@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.copier
-from runtime.copier import Capture, Copier
+import runtime.script.copier
+from runtime.script.copier import Capture, Copier
+from runtime.script.tensor_image import Piece, Unit
 from runtime.side_stream import SideStreams
-from runtime.tensor_image import Piece, Unit
 from storage.arena import Slot
 
 DEVICE = torch.device("cuda", 0)
@@ -115,7 +115,9 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
 def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parity of a tensor on the device and one in host memory."""
     asked: list[tuple[Any, torch.Tensor]] = []
-    monkeypatch.setattr(runtime.copier, "copy_piece", lambda target, source: asked.append((target, source)))
+    monkeypatch.setattr(
+        runtime.script.copier, "copy_piece", lambda target, source: asked.append((target, source))
+    )
 
     class Late(SlowStreams):
         def finish(self, devices: set[torch.device]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import protocol as p
+from runtime.wire import protocol as p
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import data_for, gpt_data, script

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.protocol import TrainingData
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
 from runtime.training import load_training
+from runtime.wire.protocol import TrainingData
 from tests.runtime.reference import load, reference_losses, reference_run
 from tests.runtime.support import EXAMPLES, gpt_data
 

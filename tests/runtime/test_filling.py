@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.filling import Filling, Span, spans_of
-from runtime.saved import NOTHING
-from runtime.tensor_image import UNIT_BYTES, Bytes, Image, bytes_of
+from runtime.script.filling import Filling, Span, spans_of
+from runtime.script.saved import NOTHING
+from runtime.script.tensor_image import UNIT_BYTES, Bytes, Image, bytes_of
 from storage.manifest import Part, digest_of
 
 SHAPES = [(3, 5), (), (1500, 1000), (0, 4), (7,), (3_000_001,), (2, 3, 4), (90, 1), (600_000,)]

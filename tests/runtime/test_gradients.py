@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import gradients
-from runtime.communicator import SoloCommunicator
-from runtime.gloo import GlooCommunicator
-from runtime.gradients import Gradients
-from runtime.model import Model
-from runtime.pace import Pace
+from runtime.engine import gradients
+from runtime.engine.gradients import Gradients
+from runtime.groups.communicator import SoloCommunicator
+from runtime.groups.gloo import GlooCommunicator
+from runtime.layers.model import Model
+from runtime.watch.pace import Pace
 from storage.buckets import derive_buckets
 from tests.runtime.harness import formed_world
 from tests.runtime.support import data_for, training_of

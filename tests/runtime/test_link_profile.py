@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.link_profile import SIZES_BYTES, groups_of, measure_links
-from runtime.measurement import LinkOrder, Progress
-from runtime.model import CPU
+from runtime.layers.model import CPU
+from runtime.measuring.link_profile import SIZES_BYTES, groups_of, measure_links
+from runtime.wire.measurement import LinkOrder, Progress
 from tests.runtime.harness import ServerThread, formed_world
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_without_time_the_large_sizes_are_left_out() -> None:
 
 def run(order: LinkOrder | bytes) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.link_profile", "--parent", str(os.getpid())],
+        [sys.executable, "-m", "runtime.measuring.link_profile", "--parent", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.activations import Activation, flatten
-from runtime.model import Model
-from runtime.protocol import TrainingData
+from runtime.layers.activations import Activation, flatten
+from runtime.layers.model import Model
 from runtime.training import TrainingError
+from runtime.wire.protocol import TrainingData
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, training_of
 

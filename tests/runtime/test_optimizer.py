@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 from torch.optim.optimizer import Optimizer
 
-from runtime.model import Model
-from runtime.optimizer import Optimization
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
 from runtime.training import TrainingError
 from tests.runtime.support import data_for, training_of
 

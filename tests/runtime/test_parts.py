@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.parts import (
+from runtime.layers.world import owners_of_layer
+from runtime.wire.protocol import PartData, PipelineData, StageData, WorldData
+from runtime.zero.parts import (
     PartsError,
     Shape,
     contributions,
@@ -16,8 +18,6 @@ from runtime.parts import (
     moves_of,
     pipeline_of,
 )
-from runtime.protocol import PartData, PipelineData, StageData, WorldData
-from runtime.world import owners_of_layer
 from storage.buckets import ParameterSize, derive_buckets
 
 LAYERS = 5

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.measurement import LayersMeasured, Progress, spread_of
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.profile import measure
-from runtime.state import LayerStates
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.state import LayerStates
+from runtime.measuring.profile import measure
+from runtime.wire.measurement import LayersMeasured, Progress, spread_of
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, script, training_of
 
@@ -155,7 +155,7 @@ def test_a_layer_that_cannot_compute_on_few_rows_is_left_to_the_model() -> None:
 
 def run(stdin: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "runtime.profile", "--parent", str(os.getpid()), *arguments],
+        [sys.executable, "-m", "runtime.measuring.profile", "--parent", str(os.getpid()), *arguments],
         input=stdin,
         capture_output=True,
         cwd=REPOSITORY,

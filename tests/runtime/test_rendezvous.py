@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 
 from ftd.node import rendezvous
-from runtime import frames
-from runtime import store_protocol as s
-from runtime.store import Connection, Rendezvous, RendezvousStore, StoreError
+from runtime.groups.store import Connection, Rendezvous, RendezvousStore, StoreError
+from runtime.wire import frames
+from runtime.wire import store_protocol as s
 from tests.runtime.harness import TOKEN, ServerThread
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.sampling import Sampler
+from runtime.layers.sampling import Sampler
 from tests.runtime.support import Regression
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.schedule import (
+from runtime.engine.schedule import (
     Backward,
     Forward,
     Operation,

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from runtime import protocol as p
-from runtime.communicator import Communicator, SoloCommunicator
-from runtime.engine import Engine
-from runtime.pace import Pace
-from runtime.parts import everything
-from runtime.snapshot_pieces import Bytes, Unit
-from runtime.snapshot_schedule import Elapsed
-from runtime.snapshot_writer import SnapshotWriter
-from runtime.world import owners_of_layer
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Communicator, SoloCommunicator
+from runtime.layers.world import owners_of_layer
+from runtime.snapshots.pieces import Bytes, Unit
+from runtime.snapshots.schedule import Elapsed
+from runtime.snapshots.writer import SnapshotWriter
+from runtime.watch.pace import Pace
+from runtime.wire import protocol as p
+from runtime.zero.parts import everything
 from storage.arena import Arena
 from storage.buckets import derive_buckets
 from storage.manifest import Digests

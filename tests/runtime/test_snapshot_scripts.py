@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.snapshot_place import default_directory
+from runtime.script.place import default_directory
 from tests.forks import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.protocol import VoteData, WorldData
-from runtime.snapshot_capture import Capture
-from runtime.snapshot_groups import groups_of
-from runtime.snapshot_movers import Bytes, DeviceMover, HostMover
-from runtime.snapshot_pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
-from runtime.snapshot_schedule import Elapsed, Schedule
+from runtime.snapshots.capture import Capture
+from runtime.snapshots.groups import groups_of
+from runtime.snapshots.movers import Bytes, DeviceMover, HostMover
+from runtime.snapshots.pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
+from runtime.snapshots.schedule import Elapsed, Schedule
 from runtime.streaming import streaming_environment
+from runtime.wire.protocol import VoteData, WorldData
 from storage.codes import make_code
 from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
 from storage.manifest import digest_of

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import runtime.copier
-import runtime.snapshot_place
+import runtime.script.copier
+import runtime.script.place
 from ftd import SnapshotError, Snapshotter
-from runtime.filling import Filling, spans_of
-from runtime.plain_state import Ref, encode, freeze, rebuild, thaw
-from runtime.saved import NOTHING
-from runtime.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, whole
+from runtime.script.filling import Filling, spans_of
+from runtime.script.plain_state import Ref, encode, freeze, rebuild, thaw
+from runtime.script.saved import NOTHING
+from runtime.script.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, whole
 from storage.errors import ArenaFullError
 
 SHM = Path("/dev/shm")
@@ -36,7 +36,7 @@ NUMBERS = itertools.count()
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = SHM / f"ftd-test-snapshotter-{os.getpid()}-{next(NUMBERS)}"
-    monkeypatch.setattr(runtime.snapshot_place, "_LOCK_S", 0.2)
+    monkeypatch.setattr(runtime.script.place, "_LOCK_S", 0.2)
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -347,7 +347,7 @@ def test_too_little_memory_is_said_at_start_with_both_numbers(
     assert caught.value.free_bytes == 1_000_000
     assert not (place / "job").exists(), "nothing is left behind"
     monkeypatch.undo()
-    monkeypatch.setattr(runtime.snapshot_place, "_LOCK_S", 0.2)
+    monkeypatch.setattr(runtime.script.place, "_LOCK_S", 0.2)
     kept = Script(place)  # its lock was given back
     kept.snapshots.snapshot(1)
     kept.leave()
@@ -417,7 +417,7 @@ def test_a_failure_in_the_copier_frees_those_who_wait(place: Path, monkeypatch: 
     script.run(1, 1)
     script.snapshots.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(runtime.copier, "digest_of", lambda data: 1 / 0)
+        patched.setattr(runtime.script.copier, "digest_of", lambda data: 1 / 0)
         script.run(2, 4)
         script.snapshots.wait()
     assert script.snapshots.counts.failed == 3
@@ -702,7 +702,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         Snapshotter("job", directory=place)
     child = os.fork()
     if child == 0:
-        runtime.snapshot_place._open_here.clear()
+        runtime.script.place._open_here.clear()
         with contextlib.suppress(SnapshotError):
             Snapshotter("job", directory=place)
             os._exit(1)
@@ -767,10 +767,10 @@ def test_a_rank_of_several_must_be_able_to_ask_the_others(
 
 
 def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runtime.snapshot_place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(runtime.script.place, "SHARED_MEMORY", tmp_path)
     (tmp_path / f"ftd-{os.getuid()}").symlink_to("/")
     with pytest.raises(SnapshotError, match="give directory="):
         Snapshotter("job")
-    monkeypatch.setattr(runtime.snapshot_place, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(runtime.script.place, "SHARED_MEMORY", tmp_path / "none")
     with pytest.raises(SnapshotError, match="there is no"):
         Snapshotter("job")

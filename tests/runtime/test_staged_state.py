@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.staged_state import SpoiledError, StagedState
-from runtime.state import StateError
+from runtime.engine.staged_state import SpoiledError, StagedState
+from runtime.layers.state import StateError
 from storage.manifest import Manifest, Part, record_digest, write_record
 from storage.staged import Lender, Piece, StagedLayer, read_staged, write_staged
 from tests.runtime.test_state import Trainer
@@ -20,7 +20,7 @@ BLOCK_BYTES = 512
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.manifest.BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("runtime.staged_state.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("runtime.engine.staged_state.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int) -> list[Piece]:
@@ -167,7 +167,7 @@ def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
     old.step(1)
     header, payload = old.states.pack(2)
     stage(tmp_path, 2, header, payload.numpy().tobytes(), 5)
-    monkeypatch.setattr("runtime.staged_state._memory", lambda tensor: None)
+    monkeypatch.setattr("runtime.engine.staged_state._memory", lambda tensor: None)
     with StagedState(tmp_path, new.states, lambda: None) as staged:
         staged.take(2)
         staged.check()

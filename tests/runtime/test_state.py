@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.model import Model
-from runtime.optimizer import Optimization
-from runtime.sampling import Sampler
-from runtime.state import Entry, Header, LayerStates, StateError
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.sampling import Sampler
+from runtime.layers.state import Entry, Header, LayerStates, StateError
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, training_of
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ftd import SnapshotError
-from runtime.contents import Contents
-from runtime.copier import Capture
-from runtime.plain_state import thaw
-from runtime.protection import Protection
-from runtime.registered import Registered
-from runtime.survey import Survey
+from runtime.script.contents import Contents
+from runtime.script.copier import Capture
+from runtime.script.plain_state import thaw
+from runtime.script.protection import Protection
+from runtime.script.registered import Registered
+from runtime.script.survey import Survey
 
 
 class Counted(nn.Module):

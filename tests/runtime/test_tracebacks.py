@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.sampling import Sampler
-from runtime.tracebacks import users_traceback
+from runtime.layers.sampling import Sampler
+from runtime.process.tracebacks import users_traceback
 
 
 def told(act: Callable[[], object]) -> str:

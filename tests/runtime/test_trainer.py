@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import protocol as p
+from runtime.wire import protocol as p
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.communicator import Aborted
-from runtime.engine import Engine
-from runtime.gloo import GlooCommunicator
-from runtime.pace import Pace
-from runtime.protocol import TransferData
-from runtime.transfer import Exchange, TransferError, WholeLayers
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
+from runtime.groups.gloo import GlooCommunicator
+from runtime.layers.transfer import Exchange, TransferError, WholeLayers
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import TransferData
 from tests.runtime.harness import formed_world
 from tests.runtime.support import gpt_data
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.protocol import PipelineData, TransferData, WorldData
-from runtime.world import WorldError, check_world, owners_of_layer, rows_of, seat_of, talks_of
+from runtime.layers.world import WorldError, check_world, owners_of_layer, rows_of, seat_of, talks_of
+from runtime.wire.protocol import PipelineData, TransferData, WorldData
 from tests.runtime.harness import pipeline
 
 

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 import torch
 
-from runtime import protocol as p
-from runtime import sharding as sharding_module
-from runtime.communicator import Aborted
-from runtime.engine import Engine
-from runtime.parts import PartsError
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
 from runtime.training import TrainingError
+from runtime.wire import protocol as p
+from runtime.zero import sharding as sharding_module
+from runtime.zero.parts import PartsError
 from storage.staged import write_whole
 from tests.runtime.fleet import Fleet, report_of
 from tests.runtime.harness import pipeline

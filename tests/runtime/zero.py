@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from runtime import protocol as p
-from runtime.parts import pipeline_of
+from runtime.wire import protocol as p
+from runtime.zero.parts import pipeline_of
 from tests.runtime.harness import Cluster, TrainerHandle
 
 Pipelines = tuple[p.PipelineData, ...]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from runtime import store_protocol
-from runtime.frames import Decoder
+from runtime.wire import store_protocol
+from runtime.wire.frames import Decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

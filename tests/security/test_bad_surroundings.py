@@ -24,7 +24,7 @@ from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from ftd.mqtt.session import MqttSession
 from ftd.wire.codec import decode_to_node, encode_from_node
 from ftd.wire.topics import Topics
-from runtime.store_protocol import mark_of
+from runtime.wire.store_protocol import mark_of
 from statemachine.envelopes import FromNode
 from statemachine.messages import Command, Hello, Inquiry, Rejection
 from statemachine.values import NodeFacts

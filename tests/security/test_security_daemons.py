@@ -27,8 +27,8 @@ from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosqu
 from ftd.wire.codec import MAX_COMMAND_BYTES, MAX_PAYLOAD_BYTES
 from ftd.wire.public import StatusRequest
 from ftd.wire.topics import Topics
-from runtime import frames, store_protocol
-from runtime.store import Connection, Rendezvous, StoreError
+from runtime.groups.store import Connection, Rendezvous, StoreError
+from runtime.wire import frames, store_protocol
 from tests.fuzzing import deep, garbled, seeded, twisted
 from tests.security.conftest import Wire, folded
 from tests.security.listening import Door, answer, documented, doors_of, refusal, undocumented

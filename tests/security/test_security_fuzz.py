@@ -29,8 +29,8 @@ from ftd.wire.public import (
     TraceRequest,
     decode_json,
 )
-from runtime import protocol, store_protocol, trace_protocol, zygote_protocol
-from runtime.frames import Decoder, ProtocolError, encode
+from runtime.wire import protocol, store_protocol, trace_protocol, zygote_protocol
+from runtime.wire.frames import Decoder, ProtocolError, encode
 from statemachine import durable
 from statemachine.agent import AgentMachine
 from statemachine.agent_events import CommandArrived

@@ -10,8 +10,8 @@ from ftd.errors import ConfigurationError
 from ftd.view.trace import Copied, chrome_trace, copied, rows_of
 from ftd.view.trace_plot import copied_line, draw_trace, plot_trace
 from ftd.wire.public import TraceData
-from runtime.trace_protocol import Trace
-from runtime.tracing import MOST_SPANS, Recorder
+from runtime.watch.tracing import MOST_SPANS, Recorder
+from runtime.wire.trace_protocol import Trace
 
 FAST = 1_000_000_000_000_000
 

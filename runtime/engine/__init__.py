@@ -1,0 +1,1 @@
+"""The training step and its commit, on one rank of one generation's layout."""

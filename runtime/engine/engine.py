@@ -1,0 +1,357 @@
+"""The state of one trainer and the training step with its commit (design §4).
+
+A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three things is true, because that
+is what a quiesced trainer reports and what a recovery builds on:
+
+* it holds the layers ``complete`` at ``committed_step``, and nothing else is worth anything;
+* it also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE);
+* or it is inside APPLY, which nothing interrupts.
+
+Under ZeRO-1 (``sharding``) the rank also keeps parts of layers at ``committed_step``, whether these are
+complete or not: parameters are gathered behind the commit.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.engine.alike import check_alike
+from runtime.engine.executor import StageExecutor
+from runtime.engine.gradients import Gradients
+from runtime.engine.staged_state import SpoiledError, StagedState
+from runtime.groups.communicator import Communicator
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.sampling import Sampler
+from runtime.layers.state import LayerStates, StateError
+from runtime.layers.transfer import Exchange, WholeLayers
+from runtime.layers.world import check_world, owners_of_layer, seat_of, talks_of
+from runtime.snapshots.groups import groups_of
+from runtime.snapshots.schedule import Elapsed
+from runtime.snapshots.writer import SnapshotWriter
+from runtime.training import load_training
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import Resume, TrainingData, VoteData
+from runtime.zero.sharded_optimizer import ShardedOptimization
+from runtime.zero.sharding import Diverged, Sharding
+from storage.buckets import derive_buckets
+
+
+class EngineError(RuntimeError):
+    """The control plane asked for something that contradicts the state here: a bug of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """What it took to be ready to train under a generation."""
+
+    bytes_moved: int
+    rendezvous_s: float
+    state_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    vote: VoteData
+    stop: bool
+    """Somebody wants everybody to stop behind this step."""
+    snap: bool
+    """Somebody wants a snapshot of the state behind this step: ``begin_snapshot``."""
+    step_s: float
+    bubble_s: float
+    microbatch_ms: float
+    """Computing alone, for one microbatch; 0 where this rank has none."""
+    diverged: tuple[Diverged, ...] = ()
+
+
+class Engine:
+    """:raises TrainingError: the user's training function or what it returns is at fault."""
+
+    def __init__(self, data: TrainingData, device: torch.device, pace: Pace) -> None:
+        training = load_training(data)
+        self.data = data
+        self.pace = pace
+        self.model = Model(training, data, device)
+        pace.tick()
+        if data.zero1:
+            self.model.make_contiguous()
+        self.optimization = ShardedOptimization(self.model) if data.zero1 else Optimization(self.model)
+        self.sharding: Sharding | None = None
+        if isinstance(self.optimization, ShardedOptimization):
+            self.sharding = Sharding(self.model, self.optimization, pace)
+        self.states = LayerStates(self.model, self.optimization)
+        self._sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+        self.committed_step = 0
+        self.ready_step: int | None = None
+        self.vote: VoteData | None = None
+        """Of ``committed_step``."""
+        self.complete: set[int] = set(range(self.model.layer_count))
+        self.lineage = 0
+        """Of the last Resume obeyed."""
+        self.snapshots: SnapshotWriter | None = None
+        self.owned: frozenset[int] = frozenset()
+        """Layers of this rank's stage in the newest generation; only these are kept up to date."""
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._communicator: Communicator | None = None
+        self._gradients: Gradients | None = None
+        self._executor: StageExecutor | None = None
+
+    # --- between generations ---------------------------------------------------------------------
+
+    def settle(
+        self, step: int, vote: VoteData | None, lineage: int = 0, again: frozenset[int] = frozenset()
+    ) -> None:
+        """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
+
+        :param lineage: with another than its own, what is here is of a past that was undone.
+        :param again: layers that ``restore`` is about to fill; the memory of those that are here stays.
+        :raises EngineError: ``step`` is to be applied without its vote.
+        """
+        if self.snapshots is not None:
+            self.snapshots.finish()
+        undone, self.lineage = lineage != self.lineage, lineage
+        if undone:
+            self._start_anew(step, vote, again)
+        elif self.ready_step is not None and self.ready_step == step:
+            if vote is None:
+                raise EngineError(f"step {step} is to be applied, but its vote is missing")
+            self._apply(vote, gather=False)
+        elif self.committed_step == step:
+            self._discard()
+        else:
+            # Fresh, or it was away: nothing here is of use, all of it comes from others.
+            self._start_anew(step, vote, again)
+        self._leave()
+
+    def layers_under(self, resume: Resume) -> frozenset[int]:
+        """Of this rank's stage."""
+        return frozenset(seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers)
+
+    def restore(self, directory: Path, resume: Resume) -> None:
+        """Behind ``settle``: take the layers of this rank's stage that are staged there, and no others.
+
+        :raises StateError: they are not of this model. :raises SpoiledError: they cannot be had from there.
+        Nothing is held then.
+        """
+        layers = self.layers_under(resume)
+        self._start_anew(resume.step, resume.vote, layers)
+        reuse = self.sharding is None
+        try:
+            with StagedState(directory, self.states, self.pace.tick, reuse=reuse) as staged:
+                for layer in sorted(layers):
+                    self.pace.tick()
+                    staged.take(layer)
+                staged.check()
+        except (StateError, SpoiledError):
+            self._start_anew(resume.step, resume.vote)
+            raise
+        self.complete |= layers
+        if self.sharding is not None:
+            self.sharding.restored(sorted(layers))
+
+    def enter(self, resume: Resume, communicator: Communicator) -> Entered:
+        """Meet the others, get the state that is missing, and be ready for ``step``.
+
+        :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
+        :raises TrainingError: at the first step, and the trainers made different models.
+        """
+        world = resume.world
+        check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
+        seat = seat_of(world, resume.rank, self.data.microbatch_rows)
+        buckets = derive_buckets(
+            self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
+        )
+        started = time.monotonic()
+        with self.pace.idle():
+            communicator.form(
+                sorted({bucket.owners for bucket in buckets}), talks_of(world, self.data.microbatch_rows)
+            )
+        formed = time.monotonic()
+        if self.sharding is not None:
+            received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)
+        else:
+            exchange = Exchange(
+                world.transfers,
+                packer=WholeLayers(self.states, self.complete),
+                communicator=communicator,
+                pace=self.pace,
+                device=self.model.device,
+            )
+            exchange.run()
+            received_bytes = exchange.received_bytes
+        missing = set(seat.layers) - self.complete
+        if missing:
+            raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
+        self.owned = frozenset(seat.layers)
+        if resume.step == 0:
+            layers = self.model.layer_count
+            check_alike(self.digests(), layers, communicator, self.model.device, self.pace)
+        if self.snapshots is not None:
+            groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
+            self.snapshots.enter(groups, resume.step)
+        self._communicator = communicator
+        self._gradients = Gradients(self.model, buckets, communicator)
+        self._executor = StageExecutor(
+            model=self.model,
+            data=self.data,
+            sampler=self._sampler,
+            seat=seat,
+            communicator=communicator,
+            gradients=self._gradients,
+            pace=self.pace,
+        )
+        return Entered(
+            bytes_moved=received_bytes,
+            rendezvous_s=formed - started,
+            state_s=time.monotonic() - formed,
+        )
+
+    # --- the step --------------------------------------------------------------------------------
+
+    def step(
+        self, stop_wanted: Callable[[], bool], snap_wanted: Callable[[], bool] = lambda: False
+    ) -> StepResult:
+        """One step, to its commit.
+
+        :param stop_wanted: asked once, just before VOTE, as is ``snap_wanted``.
+        :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far it came.
+        """
+        executor, gradients = self._executor, self._gradients
+        if executor is None or gradients is None:
+            raise EngineError("no generation was entered")
+        started, began_s = time.monotonic(), time.time()
+        self.pace.begin_step()
+        self._keep_buffers()
+        if self.sharding is not None:
+            self.sharding.begin()
+        loss = executor.run(self.committed_step + 1)
+        gradients.finish(self.pace)
+        self.ready_step = self.committed_step + 1
+        vote, stop, snap = self._ask(loss, stop_wanted(), snap_wanted())
+        bubble_s, sums_s = self.pace.bubble_s, self.pace.sums_s
+        if self.snapshots is not None:
+            self.snapshots.finish()
+        with self.pace.trace.span("apply"):
+            self._apply(vote)
+            diverged = self.sharding.check(self.committed_step) if self.sharding is not None else ()
+        step_s = time.monotonic() - started
+        self.pace.trace.add("step", began_s, began_s + step_s, self.committed_step)
+        if self.snapshots is not None:
+            self.snapshots.committed(Elapsed(step_s=step_s, waits_s=bubble_s, sums_s=sums_s))
+        return StepResult(
+            vote=vote,
+            stop=stop,
+            snap=snap,
+            step_s=step_s,
+            bubble_s=bubble_s,
+            microbatch_ms=executor.microbatch_ms(),
+            diverged=diverged,
+        )
+
+    def begin_snapshot(self, generation: int) -> None:
+        """Behind a step that said ``snap``: its state is copied while the next is computed."""
+        assert self.snapshots is not None and self.vote is not None
+        # Bubbles are those of the next step from here on.
+        self.pace.begin_step()
+        with self.pace.trace.span("snapshot"):
+            self.snapshots.begin(generation, self.committed_step, self.vote)
+
+    def digests(self) -> dict[int, str]:
+        """Of the parameters of each owned layer."""
+        digests = {}
+        for layer in sorted(self.owned):
+            self.pace.tick()
+            digests[layer] = self.states.digest(layer)
+        return digests
+
+    def _ask(self, loss: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
+        """VOTE: passing it proves that every rank of the world holds complete gradients."""
+        assert self._communicator is not None and self._gradients is not None
+        self.pace.tick()
+        squared, broken = self._gradients.squared_norm()
+        said = [loss, squared, broken, stop, snap]
+        ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
+        pending = self._communicator.all_reduce(ballot, self._communicator.world)
+        with self.pace.idle("vote"):
+            self._communicator.settle(pending)
+        total_loss, total_squared, total_broken, stops, snaps = ballot.tolist()
+        vote = VoteData(
+            loss=total_loss,
+            gradient_norm=math.sqrt(total_squared),
+            skipped=total_broken > 0 or not math.isfinite(total_squared),
+        )
+        return vote, stops > 0, snaps > 0
+
+    def _apply(self, vote: VoteData, *, gather: bool = True) -> None:
+        """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this.
+
+        Under ZeRO-1 the parameters of other owners come behind the commit, where they can be gathered.
+
+        :raises CommunicationError: they cannot; the layers are not complete here.
+        """
+        assert self.ready_step is not None and self._gradients is not None
+        self.pace.tick()
+        clip = self.data.clip_gradient_norm
+        if clip is not None and vote.gradient_norm > clip and not vote.skipped:
+            self._gradients.scale(clip / vote.gradient_norm)
+        if self.sharding is not None:
+            self.sharding.update(self.owned, skipped=vote.skipped)
+        else:
+            self.optimization.step(self.owned, skipped=vote.skipped)
+        self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
+        self._buffers = []
+        if self.model.held != self.owned:
+            # The first commit of a generation: what others own now is out of date here.
+            self.complete = set(self.owned)
+            self.model.drop(set(range(self.model.layer_count)) - self.owned)
+        self.pace.tick()
+        if self.sharding is not None and not vote.skipped:
+            self.complete = set()
+            if gather:
+                self.sharding.gather()
+                self.complete = set(self.owned)
+
+    # --- undoing ---------------------------------------------------------------------------------
+
+    def _keep_buffers(self) -> None:
+        """Running statistics change in COMPUTE; a step that is redone must not count its rows twice."""
+        self._buffers = [
+            (tensor.value, tensor.value.clone())
+            for layer in sorted(self.owned)
+            for tensor in self.model.tensors_of(layer)
+            if tensor.kind == "buffer"
+        ]
+
+    def _start_anew(self, step: int, vote: VoteData | None, again: frozenset[int] = frozenset()) -> None:
+        """Hold nothing, at ``step``; the memory of layers that come ``again`` stays.
+
+        Under ZeRO-1 none does: who gathered parameters in place may be stuck, and write into them yet.
+        """
+        self._discard()
+        layers = frozenset(range(self.model.layer_count))
+        self.model.drop(layers - again if self.sharding is None else layers)
+        self.complete = set()
+        if self.sharding is not None:
+            self.sharding.forget()
+        self.committed_step, self.vote = step, vote
+
+    def _discard(self) -> None:
+        """Forget the step in flight."""
+        self.ready_step = None
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        self._buffers = []
+
+    def _leave(self) -> None:
+        """The generation is over: fresh buffers for the next, as a stuck thread may write into these."""
+        if self._gradients is not None:
+            self._gradients.close()
+        if self.sharding is not None:
+            self.sharding.leave()
+        self._communicator = self._gradients = self._executor = None

@@ -1,0 +1,174 @@
+"""Gradients of one rank: flat buckets, all-reduced among their owners while the backward pass still runs.
+
+A bucket's gradients are views into one flat buffer, so nothing is copied before the all-reduce
+(flattened 16 × 256 KiB take 9.7 ms on gloo, one by one 82 ms). A large bucket leaves in pieces, so that
+also a model that is one bucket (all pipelines cut alike) overlaps. A piece leaves when the last microbatch
+has given all its gradients; within a group pieces leave from the last to the first, on all members
+alike, which is what a group's operations need and roughly the order in which they become complete.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending
+from runtime.layers.model import Model
+from runtime.watch.pace import Pace
+from storage.buckets import Bucket
+
+PIECE_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class _Piece:
+    """A run of whole parameters of one bucket: what one all-reduce carries."""
+
+    flat: Tensor
+    owners: Members
+    names: frozenset[str]
+    missing: set[str]
+    """Parameters whose gradient of the last microbatch has not come yet."""
+
+
+class Gradients:
+    """Belongs to one generation: after an abort a stuck all-reduce may still write into the old buffers.
+
+    :param buckets: of the whole model; those that ``communicator.rank`` does not own are left out.
+    """
+
+    def __init__(self, model: Model, buckets: Collection[Bucket], communicator: Communicator) -> None:
+        self._communicator = communicator
+        parameters = dict(model.named_parameters(range(model.layer_count)))
+        self._flats: list[tuple[Bucket, Tensor]] = []
+        self._views: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._queues: dict[Members, list[_Piece]] = {}
+        self._handles: list[RemovableHandle] = []
+        for bucket in sorted(buckets, key=lambda b: b.index, reverse=True):
+            if communicator.rank not in bucket.owners:
+                continue
+            flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=model.device)
+            self._flats.append((bucket, flat))
+            for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
+                self._views.append(
+                    (parameters[name], flat[offset : offset + numel].view_as(parameters[name]))
+                )
+            for piece in _pieces(bucket, flat):
+                self._queues.setdefault(bucket.owners, []).append(piece)
+                self._handles += [self._watch(parameters[name], name, piece) for name in piece.names]
+        self._armed = False
+        self._launched: dict[Members, int] = {}
+        self._pending: list[Pending] = []
+        self._failure: CommunicationError | None = None
+
+    def begin(self) -> None:
+        """A new step: all gradients zero, nothing under way."""
+        for _, flat in self._flats:
+            flat.zero_()
+        for parameter, view in self._views:
+            parameter.grad = view
+        self._armed = False
+        for queue in self._queues.values():
+            for piece in queue:
+                piece.missing = set(piece.names)
+        self._launched = dict.fromkeys(self._queues, 0)
+        self._pending = []
+        self._failure = None
+
+    def arm(self) -> None:
+        """The next backward pass is the step's last: buckets may leave as they become complete."""
+        self._armed = True
+
+    def finish(self, pace: Pace) -> None:
+        """Send what has not left yet (parameters without a gradient) and wait until all sums are here.
+
+        :raises CommunicationError: aborted, or a peer is lost.
+        """
+        if self._failure is not None:
+            raise self._failure
+        for members, queue in self._queues.items():
+            for piece in queue:
+                piece.missing.clear()
+            self._launch(members)
+        for pending in self._pending:
+            pace.wait(self._communicator, pending, "sync")
+        if self._pending:
+            with pace.idle("sync"):
+                # Saying "ready" is a promise to peers that roll forward: the sums must really be there.
+                self._communicator.settle(self._pending[-1])
+
+    def squared_norm(self) -> tuple[float, int]:
+        """Of the buckets whose lowest owner is this rank, so that a sum over ranks counts each once.
+
+        A bucket that is not finite is left out of the norm and counted in the second number.
+        """
+        total, broken = 0.0, 0
+        for bucket, flat in self._flats:
+            if bucket.owners[0] != self._communicator.rank:
+                continue
+            squared = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+            if squared < float("inf"):
+                total += squared
+            else:
+                broken += 1
+        return total, broken
+
+    def scale(self, factor: float) -> None:
+        for _, flat in self._flats:
+            flat.mul_(factor)
+
+    def close(self) -> None:
+        """Parameters forget these buffers."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, _ in self._views:
+            parameter.grad = None
+        self._views = []
+
+    def _watch(self, parameter: torch.nn.Parameter, name: str, piece: _Piece) -> RemovableHandle:
+        def arrived(_: Tensor) -> None:
+            if not self._armed:
+                return
+            if name not in piece.missing:
+                raise RuntimeError(
+                    f"parameter {name} got a second gradient in one backward pass; where a layer uses "
+                    "torch.utils.checkpoint, set use_reentrant=False"
+                )
+            piece.missing.discard(name)
+            if not piece.missing:
+                try:
+                    self._launch(piece.owners)
+                except CommunicationError as error:
+                    self._failure = error  # Autograd would wrap it; ``finish`` raises it as it is.
+
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        return handle
+
+    def _launch(self, members: Members) -> None:
+        """All-reduce the pieces of a group that are complete and next in the group's order."""
+        queue = self._queues[members]
+        while (position := self._launched[members]) < len(queue):
+            piece = queue[position]
+            if piece.missing:
+                return
+            self._launched[members] = position + 1
+            if piece.flat.numel():
+                self._pending.append(self._communicator.all_reduce(piece.flat, members))
+
+
+def _pieces(bucket: Bucket, flat: Tensor) -> list[_Piece]:
+    """The bucket cut at parameters into pieces of ``PIECE_BYTES`` or somewhat more, the last one first."""
+    pieces: list[_Piece] = []
+    names: list[str] = []
+    end = bucket.numel
+    for name, offset in zip(reversed(bucket.parameters), reversed(bucket.offsets), strict=True):
+        names.append(name)
+        if (end - offset) * flat.element_size() >= PIECE_BYTES or name == bucket.parameters[0]:
+            piece = _Piece(
+                flat=flat[offset:end], owners=bucket.owners, names=frozenset(names), missing=set(names)
+            )
+            pieces.append(piece)
+            names, end = [], offset
+    return pieces

@@ -1,0 +1,213 @@
+"""Layers that the node staged (``storage.staged``), on their way into this trainer's tensors.
+
+Straight out of where they lie, on several threads: each block that the node lends is verified and, while it
+is in the cache, copied. A layer counts when ``check`` has found what was lent still there.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.layers.state import LayerStates, Reused
+from storage.errors import DamagedError
+from storage.layerstate import ALIGNMENT_BYTES, Entry
+from storage.manifest import BLOCK_BYTES, Part
+from storage.pages import Bytes, mapped
+from storage.staged import Lender, Piece, read_staged
+
+_THREADS = 4
+
+
+class SpoiledError(RuntimeError):
+    """What was staged is not what was written, or is gone; ``part`` is to blame where it is known."""
+
+    def __init__(self, detail: str, part: str = "") -> None:
+        self.part = part
+        super().__init__(detail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Memory for the payload's bytes from ``start`` on."""
+
+    start: int
+    memory: Bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.memory)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Bytes that are verified, where they are lent, and copied."""
+
+    lent: Part | None
+    number: int
+    """Of ``lent``."""
+    data: Bytes
+    copies: list[tuple[Bytes, Bytes]] = field(default_factory=list)
+    """Each: into the first from the second."""
+
+    @property
+    def part(self) -> str:
+        return self.lent.name if self.lent is not None else ""
+
+    def work(self) -> bool:
+        """False: it is not as it was written."""
+        if self.lent is not None and not self.lent.sound(self.number, self.data):
+            return False
+        for target, source in self.copies:
+            target[:] = source
+        return True
+
+
+class StagedState:
+    """``with StagedState(directory, states, tick) as staged``.
+
+    :param tick: called now and then by the thread that calls ``take``.
+    :param reuse: the optimizer's tensors of layers that are held are filled, and not made anew.
+    """
+
+    def __init__(
+        self, directory: Path, states: LayerStates, tick: Callable[[], None], *, reuse: bool = False
+    ) -> None:
+        self._directory = directory
+        self._states = states
+        self._tick = tick
+        self._files: dict[str, Bytes] = {}
+        self._lenders: set[Lender] = set()
+        self._reused: Reused | None = {} if reuse else None
+        self._beside: Bytes = np.empty(0, dtype=np.uint8)
+        """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
+
+    def __enter__(self) -> Self:
+        self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "restore")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()
+        self._files.clear()
+
+    def take(self, layer: int) -> None:
+        """Hold the layer.
+
+        :raises StateError: it is of another model. :raises SpoiledError: its bytes are not there any more.
+        """
+        try:
+            staged = read_staged(self._directory, layer)
+            sources = [(piece, self._file(piece)) for piece in staged.pieces]
+        except (OSError, DamagedError) as error:
+            raise SpoiledError(f"layer {layer}: {error}") from error
+        places = self._states.make(layer, staged.header, staged.size_bytes, self._reused)
+        runs, others = self._runs(places)
+        blocks = _blocks(sources, runs)
+        for block, fine in zip(blocks, self._threads.map(_Block.work, blocks), strict=True):
+            self._tick()
+            if not fine:
+                raise SpoiledError(f"layer {layer}: its digest does not match", block.part)
+        for memory, tensor in others:
+            tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
+        self._lenders |= set(staged.lenders)
+
+    def check(self) -> None:
+        """:raises SpoiledError: what was copied may have been written over meanwhile."""
+        for lender in self._lenders:
+            if not lender.there():
+                raise SpoiledError(f"{lender.manifest} is gone or another one")
+
+    def _file(self, piece: Piece) -> Bytes:
+        """All of the file that a piece lies in. :raises OSError, DamagedError: it is not there."""
+        if not piece.path:
+            return np.frombuffer(piece.data, dtype=np.uint8)
+        if piece.path not in self._files:
+            with Path(piece.path).open("r+b") as file:
+                self._files[piece.path] = mapped(file.fileno(), os.fstat(file.fileno()).st_size)
+        memory = self._files[piece.path]
+        part = piece.part or piece
+        if max(piece.offset + piece.size_bytes, part.offset + part.size_bytes) > len(memory):
+            raise DamagedError(f"{piece.path} has only {len(memory)} bytes")
+        return memory
+
+    def _runs(self, places: Sequence[tuple[Entry, Tensor]]) -> tuple[list[_Run], list[tuple[Bytes, Tensor]]]:
+        """Where the payload's bytes go, ascending; and of tensors that bytes cannot be copied into what is
+        copied for them instead."""
+        apart = [_memory(tensor) is None for _, tensor in places]
+        sizes = [entry.size_bytes + -entry.size_bytes % ALIGNMENT_BYTES for entry, _ in places]
+        needed = sum(size for size, beside in zip(sizes, apart, strict=True) if beside)
+        if len(self._beside) < needed:
+            self._beside = np.empty(needed, dtype=np.uint8)
+        runs: list[_Run] = []
+        others: list[tuple[Bytes, Tensor]] = []
+        end = 0
+        for (entry, tensor), size in zip(places, sizes, strict=True):
+            if not entry.size_bytes:
+                continue
+            memory = _memory(tensor)
+            if memory is None:
+                memory = self._beside[end : end + entry.size_bytes]
+                others.append((memory, tensor))
+                end += size
+            runs.append(_Run(entry.offset, memory))
+        return runs, others
+
+
+def _memory(tensor: Tensor) -> Bytes | None:
+    """Its bytes in the order of a payload; ``None``: it has no such on the host."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    memory: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memory
+
+
+def _blocks(pieces: Iterable[tuple[Piece, Bytes]], runs: Sequence[_Run]) -> list[_Block]:
+    """What is copied together, and verified before: each block of what is lent once."""
+    ends = [run.end for run in runs]
+    found: dict[tuple[str, int], _Block] = {}
+    start = 0
+    for piece, file in pieces:
+        for number, block in _cut(piece):
+            low, high = max(piece.offset, block.start), min(piece.offset + piece.size_bytes, block.stop)
+            copies = list(_copies(file, low, high, start + low - piece.offset, runs, ends))
+            if copies:
+                key = piece.path or f"piece at {start}", block.start
+                found.setdefault(key, _Block(piece.part, number, file[block.start : block.stop]))
+                found[key].copies += copies
+        start += piece.size_bytes
+    return list(found.values())
+
+
+def _cut(piece: Piece) -> Iterator[tuple[int, range]]:
+    """The blocks of its file that it lies in, numbered where they are verified."""
+    part, end = piece.part, piece.offset + piece.size_bytes
+    if part is None:
+        for first in range(piece.offset, end, BLOCK_BYTES):
+            yield 0, range(first, min(first + BLOCK_BYTES, end))
+        return
+    for number in part.covering(piece.offset - part.offset, end - part.offset):
+        low, high = part.block(number)
+        yield number, range(part.offset + low, part.offset + high)
+
+
+def _copies(
+    file: Bytes, low: int, high: int, start: int, runs: Sequence[_Run], ends: Sequence[int]
+) -> Iterator[tuple[Bytes, Bytes]]:
+    """The file's bytes [low, high), which are the payload's from ``start`` on, with their places."""
+    end = start + high - low
+    for number in range(bisect_right(ends, start), len(runs)):
+        run = runs[number]
+        if run.start >= end:
+            break
+        first, last = max(start, run.start), min(end, run.end)
+        yield run.memory[first - run.start : last - run.start], file[low + first - start : low + last - start]

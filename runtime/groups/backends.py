@@ -1,0 +1,24 @@
+"""Which communicator a job's backend is."""
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.groups.communicator import Communicator, SoloCommunicator
+from runtime.groups.gloo import GlooCommunicator
+from runtime.groups.nccl import NcclCommunicator
+from runtime.groups.store import Rendezvous
+
+
+def make_communicator(
+    backend: str, rendezvous: Rendezvous, rank: int, hosts: Sequence[str], device: torch.device
+) -> Communicator:
+    """The communicator for a job's ``backend``; not yet formed, but it can already be aborted.
+
+    :param hosts: for each rank of the world the address that it is reached at.
+    """
+    if len(hosts) == 1:
+        return SoloCommunicator()
+    if backend == "nccl":
+        return NcclCommunicator(rendezvous, rank, len(hosts), device)
+    return GlooCommunicator(rendezvous, rank, len(hosts), hosts[rank])

@@ -1,0 +1,186 @@
+"""How ranks talk: one small interface. ``runtime.groups.gloo`` and ``runtime.groups.nccl`` are behind it.
+
+No default group, no global state: a communicator belongs to one generation and is thrown away with it.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from torch import Tensor
+
+Members = tuple[int, ...]
+"""Global ranks of a group, ascending."""
+Channel = Literal["activation", "gradient", "state"]
+"""What travels between two ranks; each channel of a pair of ranks is first in, first out."""
+GROUP_TIMEOUT_S = 60.0
+"""Of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
+held for as long. Not how failures are noticed: the control plane does that."""
+Talk = tuple[Channel, int, int]
+"""Two ranks, ascending, that will send to each other on a channel."""
+CHANNELS: tuple[Channel, ...] = get_args(Channel)
+Group = Any
+"""A process group of torch: its stubs know neither the operations nor the options of the backends."""
+
+
+class CommunicationError(RuntimeError):
+    """An operation will never complete; everything of this communicator is lost."""
+
+
+class Aborted(CommunicationError):
+    """``abort`` was called: the control plane wants this generation to end."""
+
+
+class PeerLost(CommunicationError):
+    """A connection broke or timed out. A hint: who died is for the control plane to say."""
+
+
+def plain_words(error: BaseException) -> str:
+    """The first sentence of a backend's message, without the source location that it begins with."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if text.startswith("["):
+        text = text.partition("] ")[2] or text
+    return text.partition(". ")[0]
+
+
+class Pending:
+    """An operation under way; give it to ``Communicator.wait``."""
+
+    __slots__ = ("done", "error")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class Communicator(ABC):
+    """One rank's end of a generation's world.
+
+    Made by the main thread, which calls everything but ``abort``. Operations on the same group must be
+    posted in the same order by all its members; different groups are independent of each other.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._condition = threading.Condition()
+        self._aborted = False
+
+    @abstractmethod
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+        """Meet the other ranks; ``groups`` are all groups of the generation, the same list everywhere.
+
+        The whole world is always formed. Groups of one rank need nothing; duplicates are formed once.
+
+        :param talks: the same everywhere, too: whatever two ranks need for themselves is made now.
+
+        :raises Aborted: as everything below.
+        :raises PeerLost: somebody did not come, or the rendezvous is gone.
+        """
+
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        """Does not wait for the receiver. ``tensor`` (contiguous) must not change until it is sent."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        """Fill ``tensor`` (contiguous) with what ``peer`` sends next on ``channel``."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+        """Sum ``tensor`` in place over ``members``, one of the groups given to ``form``."""
+
+    @abstractmethod
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        """``target`` becomes the members' ``source``, one behind the other; all have the same length.
+
+        :param members: more than one, one of the groups given to ``form``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """The main thread is through with it, aborted or not. Returns at once."""
+
+    @property
+    def world(self) -> Members:
+        return tuple(range(self.size))
+
+    def wait(self, pending: Pending) -> None:
+        """The operation is done: what follows on this thread (and its CUDA stream) sees its result.
+
+        :raises Aborted: unless the operation had completed before.
+        :raises PeerLost: it failed, and nobody had aborted.
+        """
+        with self._condition:
+            while not (pending.done or self._aborted):
+                self._condition.wait()
+        if not pending.done:
+            raise Aborted
+        if pending.error is not None:
+            self.check()  # An abort makes what is under way fail, perhaps before this thread runs again.
+            raise PeerLost(plain_words(pending.error)) from pending.error
+
+    def wait_any(self, pendings: Sequence[Pending]) -> None:
+        """At least one of them is done. Those that are need a ``wait`` of their own for their errors."""
+        with self._condition:
+            while not (self._aborted or any(pending.done for pending in pendings)):
+                self._condition.wait()
+        self.check()
+
+    def settle(self, pending: Pending) -> None:
+        """``wait``, and the values may be read on the host: what decides (VOTE) must really be there."""
+        self.wait(pending)
+
+    def check(self) -> None:
+        """:raises Aborted: ``abort`` was called."""
+        if self._aborted:
+            raise Aborted
+
+    def abort(self) -> None:
+        """From any thread, at any time, more than once: free the main thread, at once."""
+        with self._condition:
+            self._aborted = True
+            self._condition.notify_all()
+
+    def _finish(self, pending: Pending, error: BaseException | None) -> None:
+        with self._condition:
+            pending.error = error
+            pending.done = True
+            self._condition.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SoloCommunicator(Communicator):
+    """A world of one rank: nothing to meet, nothing to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+        self.check()
+
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        raise ValueError("a world of one rank has no peer")
+
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        raise ValueError("a world of one rank has no peer")
+
+    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+        pending = Pending()
+        pending.done = True
+        return pending
+
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        raise ValueError("a world of one rank has nobody to gather from")
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,191 @@
+"""The communicator for CPUs: gloo behind the interface of ``runtime.groups.communicator``.
+
+gloo tells most survivors nothing when a peer dies and its abort calls free nobody, so operations are
+*posted* by the main thread, which never blocks, and *waited for* on communication threads. The main
+thread waits on a condition that ``abort`` also sets, and so is free within a fraction of a millisecond
+whatever gloo does. A thread that is left stuck ends when gloo's own timeout does (``timeout_s``); it
+holds the buffers and the group until then, so neither may be used again: take fresh ones.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+
+from runtime.groups.communicator import (
+    CHANNELS,
+    GROUP_TIMEOUT_S,
+    Aborted,
+    Channel,
+    Communicator,
+    Group,
+    Members,
+    PeerLost,
+    Pending,
+    Talk,
+    plain_words,
+)
+from runtime.groups.store import Rendezvous, RendezvousStore
+
+
+class _Lane:
+    """A communication thread that waits for works in the order in which they were posted.
+
+    It keeps the groups alive until its last work has ended: destroying a gloo group with an operation
+    in flight would block, with the interpreter lock held, until gloo's timeout.
+    """
+
+    def __init__(
+        self, groups: dict[Members, Group], finish: Callable[[Pending, BaseException | None], None]
+    ) -> None:
+        self._items: SimpleQueue[tuple[Work, Tensor, Pending] | None] = SimpleQueue()
+        self._finish = finish
+        self._groups: dict[Members, Group] | None = groups
+        threading.Thread(target=self._run, name="communication", daemon=True).start()
+
+    def put(self, work: Work, tensor: Tensor) -> Pending:
+        pending = Pending()
+        self._items.put((work, tensor, pending))
+        return pending
+
+    def end(self) -> None:
+        """No more works will come; the thread ends behind the last."""
+        self._items.put(None)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            work, _tensor, pending = item
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._finish(pending, error)
+            else:
+                self._finish(pending, None)
+            del item, work, _tensor, pending
+        self._groups = None
+
+
+class GlooCommunicator(Communicator):
+    """gloo over TCP: a full mesh for the world and one for each further group.
+
+    ``send`` is a rendezvous in gloo (even 16 bytes wait for the receiver), hence posted. Sends to a peer,
+    receives from a peer, all-reduces and all-gathers each have a lane of their own, so that nothing is
+    noticed late because something else, that may depend on it in a roundabout way, is slow.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, size: int, host: str, *, timeout_s: float = GROUP_TIMEOUT_S
+    ) -> None:
+        """:param host: own address that the other ranks connect to."""
+        super().__init__(rank, size)
+        self._rendezvous = rendezvous
+        self._host = host
+        self._timeout_s = timeout_s
+        self._groups: dict[Members, Group] = {}
+        self._stores: list[RendezvousStore] = []
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+        wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
+        formed: dict[Members, Group] = {}
+        forming = [self._start_forming(members, formed) for members in wanted]
+        for pending in forming:
+            self.wait(pending)
+        self._groups = formed
+        self._close_stores()
+
+    def _start_forming(self, members: Members, formed: dict[Members, Group]) -> Pending:
+        pending = Pending()
+
+        def run() -> None:
+            try:
+                group = self._form_group(members)
+            except (RuntimeError, OSError) as error:
+                self._finish(pending, error)
+            else:
+                formed[members] = group
+                self._finish(pending, None)
+
+        threading.Thread(target=run, name="communication-form", daemon=True).start()
+        return pending
+
+    def _form_group(self, members: Members) -> Group:
+        store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
+        with self._condition:
+            if self._aborted:
+                store.close()
+                raise Aborted
+            self._stores.append(store)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [_device(self._host)]
+        options._timeout = timedelta(seconds=self._timeout_s)
+        options._threads = 1
+        name = "-".join(map(str, members)) if len(members) < self.size else "world"
+        return ProcessGroupGloo(PrefixStore(name, store), members.index(self.rank), len(members), options)
+
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        tag = CHANNELS.index(channel)
+        groups = self._groups
+        return self._post(("send", peer), tensor, lambda: groups[self.world].send([tensor], peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        tag = CHANNELS.index(channel)
+        return self._post(
+            ("receive", peer), tensor, lambda: self._groups[self.world].recv([tensor], peer, tag)
+        )
+
+    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+        if len(members) == 1:
+            pending = Pending()
+            pending.done = True
+            return pending
+        return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
+
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        # The work itself keeps ``source``.
+        return self._post(
+            ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
+        )
+
+    def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work]) -> Pending:
+        self.check()
+        if lane not in self._lanes:
+            self._lanes[lane] = _Lane(self._groups, self._finish)
+        try:
+            work = post()
+        except RuntimeError as error:
+            self.check()
+            raise PeerLost(plain_words(error)) from error
+        return self._lanes[lane].put(work, tensor)
+
+    def abort(self) -> None:
+        super().abort()
+        self._close_stores()
+
+    def _close_stores(self) -> None:
+        with self._condition:
+            stores, self._stores = self._stores, []
+        for store in stores:
+            store.close()
+
+    def close(self) -> None:
+        self._close_stores()
+        for lane in self._lanes.values():
+            lane.end()
+        self._groups = {}
+
+
+_devices: dict[str, object] = {}
+_devices_lock = threading.Lock()
+
+
+def _device(host: str) -> object:
+    """gloo's listener and event loop for one address: one per process, shared by all generations."""
+    with _devices_lock:
+        if host not in _devices:
+            _devices[host] = ProcessGroupGloo.create_device(hostname=host)
+        return _devices[host]

@@ -1,0 +1,207 @@
+"""The communicator for CUDA devices: NCCL behind the interface of ``runtime.groups.communicator``.
+
+Written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*; gloo
+has the same callers and the same tests.
+
+NCCL differs from gloo in three ways that show here. An operation is ordered on CUDA streams, so ``wait``
+orders the current stream behind it and only ``settle`` waits on the host. Operations of one pair of ranks
+run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
+each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
+peer end, with garbage in their buffers, which nobody reads since ``settle`` raises.
+
+torch's own watchdog would end the process of every survivor as soon as it sees that a peer is gone, or that
+an abort takes long. Here others decide that: it is told to leave errors alone, whatever the environment says.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Work
+
+from runtime.groups.communicator import (
+    CHANNELS,
+    GROUP_TIMEOUT_S,
+    Aborted,
+    Channel,
+    Communicator,
+    Group,
+    Members,
+    PeerLost,
+    Pending,
+    Talk,
+    plain_words,
+)
+from runtime.groups.store import Rendezvous, RendezvousStore
+
+_POLL_S = 50e-6
+"""Between two looks at a CUDA event: NCCL offers no host-side wait that another thread can end."""
+
+
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read by each process group when it is made."""
+
+
+class _Issued(Pending):
+    __slots__ = ("work",)
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+
+class NcclCommunicator(Communicator):
+    """:param device: the CUDA device of this rank."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        super().__init__(rank, size)
+        self._rendezvous = rendezvous
+        self._device = device
+        self._timeout_s = timeout_s
+        self._groups: dict[str | Members, Group] = {}
+        self._store: RendezvousStore | None = None
+
+    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+        """NCCL forms its communicators at the first operation, on the thread that asks for it, where no abort
+        reaches. A first all-reduce and a first send do it here, on a thread that an abort leaves behind."""
+        forming = Pending()
+
+        def run() -> None:
+            try:
+                self._form(groups, talks)
+            except (RuntimeError, OSError) as error:
+                self._finish(forming, error)
+            else:
+                self._finish(forming, None)
+
+        threading.Thread(target=run, name="communication-form", daemon=True).start()
+        super().wait(forming)
+
+    def _form(self, groups: Sequence[Members], talks: Collection[Talk]) -> None:
+        torch.cuda.set_device(self._device)
+        os.environ.update(_WATCHDOG)
+        store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
+        with self._condition:
+            self._store = store
+        for channel in CHANNELS:
+            self._groups[channel] = self._make(store, channel, self.world)
+        for members in dict.fromkeys((self.world, *groups)):
+            if self.rank in members and len(members) > 1:
+                group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
+                self.check()  # An abort ends the groups that it knows: those that are here by then.
+                group.allreduce([torch.zeros(1, device=self._device)]).wait()
+        self._introduce(talks)
+        torch.cuda.current_stream().synchronize()
+
+    def _introduce(self, talks: Collection[Talk]) -> None:
+        """Two ranks that send to each other have a communicator of their own, for each channel.
+
+        All ranks go by the same order, so nobody waits in a circle; every other pair of neighbours comes
+        first, so a long pipeline takes two turns and not as many as it has stages.
+        """
+        for channel, one, other in sorted(set(talks), key=lambda talk: (talk[0], talk[1] % 2, *talk[1:])):
+            if self.rank in (one, other):
+                self.check()
+                token, group = torch.zeros(1, device=self._device), self._groups[channel]
+                first = self.rank == one
+                (group.send([token], other, 0) if first else group.recv([token], one, 0)).wait()
+
+    def _make(self, store: RendezvousStore, name: str, members: Members) -> Group:
+        self.check()
+        backend = dist.ProcessGroupNCCL
+        options = backend.Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        return backend(PrefixStore(name, store), members.index(self.rank), len(members), options)
+
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        self.check()
+        return self._issue(self._groups[channel].send([tensor], peer, 0))
+
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+        self.check()
+        return self._issue(self._groups[channel].recv([tensor], peer, 0))
+
+    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+        self.check()
+        if len(members) == 1:
+            pending = Pending()
+            pending.done = True
+            return pending
+        return self._issue(self._groups[members].allreduce([tensor]))
+
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        self.check()
+        return self._issue(self._groups[members]._allgather_base(target, source))
+
+    def _issue(self, work: Work) -> Pending:
+        return _Issued(work)
+
+    def wait(self, pending: Pending) -> None:
+        self.check()
+        if isinstance(pending, _Issued):
+            try:
+                pending.work.wait()
+            except RuntimeError as error:
+                self.check()
+                raise PeerLost(plain_words(error)) from error
+        else:
+            super().wait(pending)
+
+    def wait_any(self, pendings: Sequence[Pending]) -> None:
+        while True:
+            self.check()
+            for pending in pendings:
+                if isinstance(pending, _Issued):
+                    pending.done = pending.work.is_completed()
+                if pending.done:
+                    return
+            time.sleep(_POLL_S)
+
+    def settle(self, pending: Pending) -> None:
+        self.wait(pending)
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        while not done.query():
+            self.check()
+            time.sleep(_POLL_S)
+        if self._aborted:
+            raise Aborted  # The event may have come from the abort: no value can be trusted.
+
+    def abort(self) -> None:
+        super().abort()
+        with self._condition:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        # ncclCommAbort can take long, and wait for another communicator's: the caller must go on at once, and
+        # each group has a thread, which keeps it when the main thread lets it go.
+        for group in list(self._groups.values()):
+            threading.Thread(target=_end, args=(group,), name="communication-abort", daemon=True).start()
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, {}
+        with self._condition:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        threading.Thread(target=groups.clear, name="communication-close", daemon=True).start()
+
+
+def _end(group: Group) -> None:
+    with contextlib.suppress(RuntimeError):  # It took longer than the group's timeout: nobody waits for it.
+        group.abort()

@@ -1,0 +1,152 @@
+"""The trainers' side of the rendezvous server: a ``torch.distributed.Store`` over one plain socket.
+
+torch's own TCPStore does blocking reverse DNS look-ups in its only server thread and cannot be given up
+while it waits. This one is closed from any thread, which ends every wait at once; no retry, no reconnect:
+a store belongs to one attempt to form the groups of one generation.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.store_protocol import (
+    MAX_STORE_FRAME_BYTES,
+    StoreAdd,
+    StoreCheck,
+    StoreDelete,
+    StoreGet,
+    StoreHello,
+    StoreRefused,
+    StoreReply,
+    StoreRequest,
+    StoreSet,
+    StoreValues,
+    proof_of,
+)
+
+_ANSWER_MARGIN_S = 5.0
+"""How much longer than the server a client waits before it takes the connection for dead."""
+
+
+class StoreError(RuntimeError):
+    """The rendezvous server refused, timed out, or is gone; or this store was closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one generation meet."""
+
+    host: str
+    port: int
+    token: str
+    """The secret; it does not leave this process."""
+    generation: int
+
+
+class Connection:
+    """One authenticated connection; requests from several threads take turns."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:
+        """:raises StoreError: unreachable within ``timeout_s``, or refused (token, generation)."""
+        self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+        self._decoder: Decoder[StoreReply] = Decoder(StoreReply, 2 * MAX_STORE_FRAME_BYTES)
+        try:
+            self._socket = socket.create_connection((rendezvous.host, rendezvous.port), timeout_s)
+        except OSError as error:
+            raise StoreError(f"no rendezvous at {rendezvous.host}:{rendezvous.port}: {error}") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        proof = proof_of(rendezvous.token, rendezvous.generation)
+        self.ask(StoreHello(proof=proof, generation=rendezvous.generation, rank=rank))
+
+    def ask(self, request: StoreRequest) -> tuple[bytes, ...]:
+        """:raises StoreError: see there."""
+        patience_s = request.timeout_s if isinstance(request, StoreGet) else self._timeout_s
+        with self._lock:
+            try:
+                self._socket.settimeout(patience_s + _ANSWER_MARGIN_S)
+                self._socket.sendall(encode(request))
+                reply = self._read()
+            except (OSError, ProtocolError) as error:
+                self.close()
+                raise StoreError(f"rendezvous connection lost: {error}") from error
+        if isinstance(reply, StoreRefused):
+            raise StoreError(f"rendezvous refused: {reply.reason}")
+        return reply.values
+
+    def _read(self) -> StoreValues | StoreRefused:
+        while True:
+            data = self._socket.recv(65536)
+            if not data:
+                raise ConnectionResetError("closed by the other end")
+            for reply in self._decoder.feed(data):
+                return reply
+
+    def close(self) -> None:
+        """From any thread: whoever waits in ``ask`` gets a StoreError at once."""
+        with contextlib.suppress(OSError):  # Already closed by the other end.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class RendezvousStore(Store):
+    """What ``ProcessGroupGloo`` and ``ProcessGroupNCCL`` form a group through.
+
+    gloo asks for each peer's address by ``wait([key])`` and then ``get(key)``; the value that came with
+    the wait is kept, which halves the round trips.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:
+        super().__init__()
+        self._connection = Connection(rendezvous, rank, timeout_s)
+        self._timeout_s = timeout_s
+        self._waited: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._connection.ask(StoreSet(key=key, value=_as_bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        waited = self._waited.pop(key, None)
+        if waited is not None:
+            return waited
+        return self._connection.ask(StoreGet(keys=(key,), timeout_s=self._timeout_s))[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        values = self._connection.ask(StoreGet(keys=tuple(keys), timeout_s=timeout_s))
+        self._waited.update(zip(keys, values, strict=True))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._connection.ask(StoreCheck(keys=tuple(keys))) == (b"1",)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._connection.ask(StoreAdd(key=key, amount=value))[0])
+
+    def delete_key(self, key: str) -> bool:
+        return self._connection.ask(StoreDelete(key=key)) == (b"1",)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._connection.ask(StoreGet(keys=tuple(keys), timeout_s=self._timeout_s)))
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,252 @@
+"""The user's optimizer and schedule over a model of which this process holds only some layers.
+
+The factory is called once, with *all* trainable parameters by name, so that parameter groups and the
+learning-rate schedule have the same structure on every rank and never need to be rebuilt: where a layer
+is dropped its parameters stay in their groups as meta tensors without a gradient, which every torch
+optimizer skips. Parameters that came back are put in their places again before anything is done.
+
+What is per parameter (moments) moves with its layer; what is per group (learning rate) and the schedule
+is the same on every rank at the same step, and travels with every layer, as plain data.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo  # An optimizer's first use does it (0.8 s); here it is done before trainers are forked.
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import Optimizer
+
+from runtime.layers.model import Model
+from runtime.training import TrainingError
+
+Scalar = int | float | bool | str | None
+ParameterState = dict[str, Tensor | Scalar]
+"""What the optimizer keeps for one parameter: ``exp_avg``, ``step``, …"""
+Schedule = dict[str, Any]
+"""``{"groups": [options of each group], "scheduler": its state or None}``, plain data."""
+
+
+class Optimization:
+    """:raises TrainingError: the factory or the scheduler raised, or made something that cannot move."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        training = model.training
+        named = model.named_parameters(range(model.layer_count))
+        self._optimizer = _make_optimizer(training.optimizer, named) if named else None
+        self._names = _group_names(self._optimizer, named)
+        self._objects = dict(named)
+        self._version = model.version
+        self._scheduler: LRScheduler | None = None
+        if training.scheduler is not None and self._optimizer is not None:
+            self._scheduler = _make_scheduler(training.scheduler, self._optimizer)
+        self._checked = False
+        self.schedule()
+
+    def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
+        """Apply the gradients (``.grad``) of the parameters of the layers ``owned``, advance the schedule.
+
+        Held layers that are not owned keep their state untouched. A trainable parameter of an owned layer
+        without a gradient counts as one whose gradient is zero, as it does on a rank where another
+        microbatch used it.
+
+        :param skipped: the gradients are not finite: advance the schedule only.
+        """
+        if self._optimizer is None:
+            return
+        self._refresh()
+        if skipped:
+            self._forget_gradients(set())
+        else:
+            owned_names = {name for name, _ in self._model.named_parameters(owned)}
+            self._forget_gradients(owned_names)
+            for name in owned_names:
+                parameter = self._objects[name]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if not self._checked and not skipped:
+            self._checked = True
+            for name in self._objects:
+                self.parameter_state(name)
+
+    def parameter_state(self, name: str) -> ParameterState:
+        """The optimizer's own tensors (not copies) and numbers for a parameter; empty before the first step.
+
+        :raises TrainingError: the optimizer keeps something that is neither a tensor nor a number.
+        """
+        if self._optimizer is None:
+            return {}
+        self._refresh()
+        state = self._optimizer.state.get(self._objects[name], {})
+        for key, value in state.items():
+            if not isinstance(key, str) or not isinstance(value, Tensor | Scalar):
+                raise TrainingError(
+                    f"optimizer {type(self._optimizer).__name__} keeps a {type(value).__name__} ({key!r}) "
+                    "for each parameter; only optimizers that keep tensors and numbers can be moved"
+                )
+        return dict(state)
+
+    def set_parameter_state(self, name: str, state: Mapping[str, Tensor | Scalar]) -> None:
+        """Takes the tensors as they are; an empty ``state`` means that no step was made yet."""
+        if self._optimizer is None:
+            raise ValueError(f"state for {name}, but the model has no trainable parameters")
+        self._refresh()
+        parameter = self._objects[name]
+        self._optimizer.state.pop(parameter, None)
+        if state:
+            self._optimizer.state[parameter] = dict(state)
+
+    def schedule(self) -> Schedule:
+        """Group options and the scheduler's state now.
+
+        :raises TrainingError: one of them is not plain data.
+        """
+        if self._optimizer is None:
+            return {"groups": [], "scheduler": None}
+        groups = [
+            {
+                key: _plain(value, f"optimizer option {key!r}")
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
+        scheduler = None
+        if self._scheduler is not None:
+            scheduler = _plain(self._scheduler.state_dict(), "the state of the learning-rate scheduler")
+        return {"groups": groups, "scheduler": scheduler}
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Continue where the rank that said ``schedule()`` is.
+
+        :raises ValueError: it is not the schedule of the same optimizer and scheduler.
+        """
+        mine = self.schedule()
+        if _structure(mine) != _structure(schedule):
+            raise ValueError("the schedule is of another optimizer or learning-rate scheduler")
+        if self._optimizer is None:
+            return
+        for group, options in zip(self._optimizer.param_groups, schedule["groups"], strict=True):
+            for key, value in options.items():
+                group[key] = _restored(group[key], value)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), schedule["scheduler"]))
+
+    def _refresh(self) -> None:
+        """Put the model's present parameter objects where the optimizer has dropped or older ones."""
+        assert self._optimizer is not None
+        if self._version == self._model.version:
+            return
+        self._version = self._model.version
+        now = dict(self._model.named_parameters(range(self._model.layer_count)))
+        for name, old in self._objects.items():
+            if now[name] is not old:
+                self._optimizer.state.pop(old, None)
+        self._objects = now
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            group["params"] = [now[name] for name in names]
+
+    def _forget_gradients(self, keep: set[str]) -> None:
+        for name, parameter in self._objects.items():
+            if name not in keep:
+                parameter.grad = None
+
+
+def _make_optimizer(factory: Any, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    try:
+        optimizer = factory(named)
+    except Exception as error:
+        raise TrainingError(f"Training.optimizer raised {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise TrainingError(f"Training.optimizer must return an Optimizer, not {type(optimizer).__name__}")
+    if any(p.default is p.empty for p in inspect.signature(optimizer.step).parameters.values()):
+        raise TrainingError(
+            f"{type(optimizer).__name__}.step needs a closure; take an optimizer that needs gradients alone"
+        )
+    return optimizer
+
+
+def _make_scheduler(factory: Any, optimizer: Optimizer) -> LRScheduler:
+    try:
+        scheduler = factory(optimizer)
+    except Exception as error:
+        raise TrainingError(f"Training.scheduler raised {type(error).__name__}: {error}") from error
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TrainingError(
+            "ReduceLROnPlateau needs a validation metric; take a schedule that depends on the step alone"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise TrainingError(f"Training.scheduler must return an LRScheduler, not {type(scheduler).__name__}")
+    return scheduler
+
+
+def _group_names(optimizer: Optimizer | None, named: list[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """For each parameter group the names of its parameters."""
+    if optimizer is None:
+        return []
+    names = {id(parameter): name for name, parameter in named}
+    groups: list[list[str]] = []
+    for group in optimizer.param_groups:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise TrainingError(
+                f"Training.optimizer put a parameter of shape {unknown[0]} into the optimizer that it was "
+                "not given; use the (name, parameter) pairs of its argument"
+            )
+        groups.append([names[id(p)] for p in group["params"]])
+    return groups
+
+
+# --- plain data ----------------------------------------------------------------------------------
+
+
+def _plain(value: Any, what: str) -> Any:
+    """``value`` as msgpack can carry it. Dictionaries become lists of pairs, as their keys may be numbers."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value
+        case Tensor() if value.dim() == 0:
+            return value.item()
+        case list() | tuple():
+            return [_plain(item, what) for item in value]
+        case dict():
+            return {"pairs": [[_plain(k, what), _plain(v, what)] for k, v in value.items()]}
+        case _:
+            raise TrainingError(
+                f"{what} holds a {type(value).__name__}, which cannot be moved to another host"
+            )
+
+
+def _restored(like: Any, plain: Any) -> Any:
+    """The inverse of ``_plain``; types that it flattened are taken from the value that is replaced."""
+    match like:
+        case Tensor():
+            return torch.full_like(like, plain)
+        case Counter():
+            return Counter(dict(plain["pairs"]))
+        case dict():
+            return {k: _restored(like.get(k), v) for k, v in plain["pairs"]}
+        case list() | tuple() if isinstance(plain, list):
+            items = [_restored(like[i] if i < len(like) else None, item) for i, item in enumerate(plain)]
+            return type(like)(items)
+        case _ if isinstance(plain, dict):
+            return {k: _restored(None, v) for k, v in plain["pairs"]}
+        case _:
+            return plain
+
+
+def _structure(schedule: Schedule) -> tuple[Any, ...]:
+    """What must agree between two ranks: the options of each group and the scheduler's entries."""
+    groups = tuple(tuple(sorted(group)) for group in schedule["groups"])
+    scheduler = schedule["scheduler"]
+    entries = None if scheduler is None else tuple(sorted(str(key) for key, _ in scheduler["pairs"]))
+    return groups, entries

@@ -1,0 +1,255 @@
+"""One layer's whole state as bytes, to be sent to a rank that becomes an owner of it.
+
+``pack`` makes a header (msgpack: what the bytes are, and everything that is not a tensor) and a payload
+(one contiguous uint8 tensor in host memory). ``unpack`` checks the header against the model before it
+touches anything, then fills the layer. What travels: parameters, trainable or not, persistent buffers,
+the optimizer's state of each parameter, group options and the schedule. No pickle.
+"""
+
+import hashlib
+import math
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from runtime.layers.model import Model, SharedTensor
+from runtime.layers.optimizer import Optimization, Scalar
+from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+
+
+class StateError(ValueError):
+    """A peer sent something that is not the state of this layer of this model."""
+
+
+Reused = dict[int, tuple[str, str]]
+"""By address: the parameter and the key that memory was reused for."""
+
+
+class LayerStates:
+    """Packs and fills the layers of one model and its optimizer."""
+
+    def __init__(self, model: Model, optimization: Optimization) -> None:
+        self._model = model
+        self._optimization = optimization
+        self._decoder = msgspec.msgpack.Decoder(Header)
+
+    def describe(self, layer: int) -> tuple[Header, list[Tensor]]:
+        """What ``pack`` would say, and for each entry the tensor itself, not a copy."""
+        self._check_held(layer)
+        tensors, scalars = self._collect(layer)
+        entries: list[Entry] = []
+        end = 0
+        for name, role, key, tensor in tensors:
+            size_bytes = tensor.numel() * tensor.element_size()
+            entries.append(
+                Entry(
+                    name=name,
+                    role=role,
+                    key=key,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    on_host=tensor.device.type == "cpu",
+                    offset=end,
+                    size_bytes=size_bytes,
+                )
+            )
+            end += _padded(size_bytes)
+        header = Header(
+            format=HEADER_FORMAT,
+            layer=layer,
+            entries=tuple(entries),
+            scalars=scalars,
+            schedule=self._optimization.schedule(),
+            size_bytes=end,
+        )
+        return header, [tensor for _, _, _, tensor in tensors]
+
+    def pack(self, layer: int) -> tuple[bytes, Tensor]:
+        """Header and payload. The payload is a copy: training may go on while it is sent."""
+        header, tensors = self.describe(layer)
+        payload = torch.empty(header.size_bytes, dtype=torch.uint8)
+        for entry, tensor in zip(header.entries, tensors, strict=True):
+            _view(payload, entry).copy_(tensor)
+            padding = entry.offset + entry.size_bytes
+            payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
+        return msgspec.msgpack.encode(header), payload
+
+    def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
+        """Make this process hold ``layer`` with the state in ``payload``.
+
+        :raises StateError: header or payload do not fit this model; nothing was changed.
+        """
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise StateError(f"layer {layer}: payload of {payload.dim()} dimensions of {payload.dtype}")
+        with torch.no_grad():
+            for entry, tensor in self.make(layer, header, payload.numel()):
+                tensor.copy_(_view(payload, entry))
+
+    def make(
+        self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None = None
+    ) -> list[tuple[Entry, Tensor]]:
+        """Make this process hold ``layer``, with tensors that are yet to be filled: where each entry goes.
+
+        :param reused: the optimizer's tensors that are here are filled again where they fit, as fresh memory
+            is slow. Notes them, so that no memory serves two.
+        :raises StateError: the header does not fit this model, or the payload; nothing was changed.
+        """
+        decoded = self._decode(header)
+        self._check(layer, decoded, payload_bytes)
+        try:
+            self._optimization.set_schedule(decoded.schedule)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"layer {layer}: {error}") from error
+        self._model.materialise(layer)
+        values = {tensor.name: tensor.value.detach() for tensor in self._model.tensors_of(layer)}
+        states: dict[str, dict[str, Tensor | Scalar]] = {
+            tensor.name: dict(decoded.scalars.get(tensor.name, {}))
+            for tensor in self._model.tensors_of(layer)
+            if tensor.trainable
+        }
+        places: list[tuple[Entry, Tensor]] = []
+        for entry in decoded.entries:
+            tensor = values[entry.name]
+            if entry.role == "optimizer":
+                device = torch.device("cpu") if entry.on_host else self._model.device
+                old = None if reused is None else self._there(entry, device, reused)
+                tensor = (
+                    torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) if old is None else old
+                )
+                states[entry.name][entry.key] = tensor
+            places.append((entry, tensor))
+        for name, state in states.items():
+            self._optimization.set_parameter_state(name, state)
+        return places
+
+    def _there(self, entry: Entry, device: torch.device, reused: Reused) -> Tensor | None:
+        """The optimizer's tensor that is to be replaced, if it has such memory on the host for itself."""
+        old = self._optimization.parameter_state(entry.name).get(entry.key)
+        if not isinstance(old, Tensor) or not entry.size_bytes or old.requires_grad:
+            return None
+        whole = old.is_contiguous() and old.untyped_storage().nbytes() == entry.size_bytes
+        like = old.device.type == device.type == "cpu" and old.dtype == DTYPES[entry.dtype]
+        if not whole or not like or tuple(old.shape) != entry.shape:
+            return None
+        which = entry.name, entry.key
+        return old if reused.setdefault(old.data_ptr(), which) == which else None
+
+    def state_bytes(self, layer: int) -> int:
+        """Size of the payload, without making it."""
+        self._check_held(layer)
+        tensors, _ = self._collect(layer)
+        return sum(_padded(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
+
+    def digest(self, layer: int) -> str:
+        """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
+
+        Buffers are left out: running statistics depend on which microbatches a replica saw.
+        """
+        self._check_held(layer)
+        digest = hashlib.sha256()
+        for tensor in self._model.tensors_of(layer):
+            if tensor.kind == "parameter":
+                value = tensor.value.detach()
+                digest.update(f"{tensor.name}:{value.dtype}:{tuple(value.shape)};".encode())
+                digest.update(_bytes_of(value.cpu()).numpy().data)
+        return digest.hexdigest()
+
+    def _collect(
+        self, layer: int
+    ) -> tuple[
+        list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]],
+        dict[str, dict[str, Scalar]],
+    ]:
+        tensors: list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]] = []
+        scalars: dict[str, dict[str, Scalar]] = {}
+        for shared in self._model.tensors_of(layer):
+            tensors.append((shared.name, shared.kind, "", shared.value.detach()))
+            if not shared.trainable:
+                continue
+            for key, value in self._optimization.parameter_state(shared.name).items():
+                if isinstance(value, Tensor):
+                    tensors.append((shared.name, "optimizer", key, value.detach()))
+                else:
+                    scalars.setdefault(shared.name, {})[key] = value
+        return tensors, scalars
+
+    def _check_held(self, layer: int) -> None:
+        if layer not in self._model.held:
+            raise RuntimeError(f"layer {layer} is not held here")
+
+    def _decode(self, header: bytes) -> Header:
+        try:
+            decoded = self._decoder.decode(header)
+        except msgspec.DecodeError as error:
+            raise StateError(f"malformed header: {error}") from error
+        if decoded.format != HEADER_FORMAT:
+            raise StateError(f"header of format {decoded.format}; this version reads {HEADER_FORMAT}")
+        return decoded
+
+    def _check(self, layer: int, header: Header, payload_bytes: int) -> None:
+        if header.layer != layer:
+            raise StateError(f"state of layer {header.layer} came where layer {layer} was expected")
+        if payload_bytes != header.size_bytes:
+            raise StateError(
+                f"layer {layer}: payload of {payload_bytes} bytes, the header says {header.size_bytes} bytes"
+            )
+        expected = {tensor.name: tensor for tensor in self._model.tensors_of(layer)}
+        end = 0
+        seen: set[tuple[str, str]] = set()
+        for entry in header.entries:
+            if entry.name not in expected:
+                raise StateError(f"layer {layer} has no parameter or buffer {entry.name!r}")
+            _check_entry(layer, entry, expected[entry.name], header.size_bytes)
+            if entry.offset < end or (entry.name, entry.key) in seen:
+                raise StateError(f"layer {layer}: {entry.name} {entry.key} overlaps or comes twice")
+            end = entry.offset + entry.size_bytes
+            seen.add((entry.name, entry.key))
+        missing = [name for name in expected if (name, "") not in seen]
+        if missing:
+            raise StateError(f"layer {layer}: {', '.join(missing)} is missing")
+        strange = [name for name in header.scalars if name not in expected or not expected[name].trainable]
+        if strange:
+            raise StateError(f"layer {layer}: optimizer state for {', '.join(strange)}")
+
+
+def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: int) -> None:
+    place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise StateError(f"{place}: unknown dtype {entry.dtype!r}")
+    if (
+        any(length < 0 for length in entry.shape)
+        or entry.size_bytes != math.prod(entry.shape) * dtype.itemsize
+    ):
+        raise StateError(f"{place}: {entry.size_bytes} bytes cannot be {entry.shape} of {entry.dtype}")
+    if entry.offset < 0 or entry.offset % ALIGNMENT_BYTES or entry.offset + entry.size_bytes > payload_bytes:
+        raise StateError(f"{place}: bytes {entry.offset} + {entry.size_bytes} are outside of the payload")
+    if entry.role == "optimizer":
+        if not shared.trainable or not entry.key:
+            raise StateError(f"{place}: optimizer state for something that is not trained")
+        return
+    value = shared.value
+    if (entry.role, entry.key, tuple(value.shape), value.dtype) != (shared.kind, "", entry.shape, dtype):
+        raise StateError(
+            f"{place}: a {entry.role} of {entry.shape} {entry.dtype} came, "
+            f"this model has a {shared.kind} of {tuple(value.shape)} "
+            f"{str(value.dtype).removeprefix('torch.')}"
+        )
+
+
+def _view(payload: Tensor, entry: Entry) -> Tensor:
+    """The entry's part of the payload with its dtype and shape; no copy."""
+    part = payload[entry.offset : entry.offset + entry.size_bytes]
+    return part.view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

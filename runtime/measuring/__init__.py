@@ -1,0 +1,1 @@
+"""The model and the network, measured: what the planner reckons with."""

@@ -1,0 +1,286 @@
+"""Measures a model layer by layer on a microbatch: what the planner cuts stages by.
+
+Times are medians after a warm-up. Memory is what autograd really saves, not an estimate. Activation
+checkpointing is not applied here: the planner knows whether the job uses it. The devices of a stage split a
+microbatch by rows, so a stage of d devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
+
+``python -m runtime.measuring.profile --parent PID [--devices-per-node M]`` reads a ``TrainingData`` (msgpack
+or JSON) on stdin and writes lines of ``runtime.wire.measurement`` on stdout; what the user has to change is
+said on stderr, with exit code 2.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from runtime.layers.activations import Activation, flatten
+from runtime.layers.model import CPU, Model
+from runtime.layers.sampling import Sampler
+from runtime.parent import die_with_parent
+from runtime.training import Training, TrainingError, load_training
+from runtime.wire.measurement import (
+    INVALID_EXIT,
+    LayersMeasured,
+    Progress,
+    RowsMeasured,
+    answers_on_stdout,
+    spread_of,
+)
+from runtime.wire.protocol import LayerProfileData, ProfileData, SplitTimeData, TrainingData
+
+_WARM_UPS = 2
+_FEWEST_REPEATS, _MOST_REPEATS = 7, 31
+_SHORT_S = 0.03
+"""A layer is measured again, up to the most repeats, while it has taken less than this."""
+_LONG_S = 0.5
+"""A layer that has taken this long is not measured again: noise is small against it."""
+
+
+def measure(
+    model: Model,
+    data: TrainingData,
+    *,
+    devices_per_node: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayersMeasured:
+    """Profile all layers of a model that is held completely. Leaves parameters and buffers as they were.
+
+    :param progress: called with the number of layers that are done, and of all.
+    """
+    training, rows = model.training, data.microbatch_rows
+    sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+    x, target = sampler.load(training.dataset, sampler.indices(1)[:rows])
+    activation: Activation = x.to(model.device)
+    target = target.to(model.device)
+    optimizer_bytes = _optimizer_bytes(training, model)
+    shapes = model.output_shapes()
+    layers: list[LayerProfileData] = []
+    measured: list[tuple[RowsMeasured, ...]] = []
+    unmeasured: list[str] = []
+    fullest = _rows_of_fullest(rows, devices_per_node)
+    with model.buffers_kept(), model.without_checkpointing():
+        for layer in range(model.layer_count):
+            last = layer == model.layer_count - 1
+            loss = training.loss if last else None
+            whole = _time_layer(model, layer, activation, loss, target)
+            parts, problem = _time_parts(
+                model, layer, activation, loss, target, sorted(set(fullest.values()))
+            )
+            unmeasured += [problem] if problem else []
+            saved_bytes, activation = _saved_bytes(model, layer, activation)
+            tensors = model.tensors_of(layer)
+            sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
+            layers.append(
+                LayerProfileData(
+                    forward_ms=whole.forward.median_ms,
+                    backward_ms=whole.backward.median_ms,
+                    parameter_bytes=sum(sizes.values()),
+                    gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
+                    optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
+                    activation_bytes=saved_bytes,
+                    output_bytes=shapes[layer].size_bytes(rows),
+                    split=_split_times(fullest, parts),
+                )
+            )
+            measured.append((whole, *sorted(parts.values(), key=lambda part: -part.rows)))
+            progress(layer + 1, model.layer_count)
+    for _, parameter in model.named_parameters(range(model.layer_count)):
+        parameter.grad = None
+    return LayersMeasured(
+        profile=ProfileData(
+            layers=tuple(layers), microbatch_rows=rows, device_memory_bytes=_device_memory_bytes(model.device)
+        ),
+        names=tuple(type(layer).__name__ for layer in training.layers),
+        rows=tuple(measured),
+        unmeasured=tuple(unmeasured),
+        device=_device_name(model.device),
+        torch_version=str(torch.__version__),
+    )
+
+
+def _rows_of_fullest(rows: int, devices_per_node: int) -> dict[int, int]:
+    """For each number of devices that a stage can have, from 2: rows of the device that has most
+    (``runtime.layers.world.rows_of``)."""
+    return {devices: -(-rows // devices) for devices in range(2, min(devices_per_node, rows) + 1)}
+
+
+def _split_times(fullest: dict[int, int], parts: dict[int, RowsMeasured]) -> tuple[SplitTimeData, ...]:
+    return tuple(
+        SplitTimeData(
+            devices=devices,
+            forward_ms=parts[rows].forward.median_ms,
+            backward_ms=parts[rows].backward.median_ms,
+        )
+        for devices, rows in fullest.items()
+        if rows in parts
+    )
+
+
+def _time_parts(
+    model: Model,
+    layer: int,
+    x: Activation,
+    loss: Callable[[Activation, Tensor], Tensor] | None,
+    target: Tensor,
+    counts: list[int],
+) -> tuple[dict[int, RowsMeasured], str | None]:
+    """The layer on the first rows of the microbatch, for each count; and what went wrong, if it did.
+
+    Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
+    """
+    parts: dict[int, RowsMeasured] = {}
+    for rows in reversed(counts):
+        part = tuple(t[:rows] for t in x) if isinstance(x, tuple) else x[:rows]
+        try:
+            parts[rows] = _time_layer(model, layer, part, loss, target[:rows])
+        except (RuntimeError, ValueError) as error:
+            return parts, f"layer {layer} raised {type(error).__name__} on {rows} rows: {error}"
+    return parts, None
+
+
+def _time_layer(
+    model: Model,
+    layer: int,
+    x: Activation,
+    loss: Callable[[Activation, Tensor], Tensor] | None,
+    target: Tensor,
+) -> RowsMeasured:
+    """The forward and the backward pass, several times."""
+    forwards: list[float] = []
+    backwards: list[float] = []
+    began = time.perf_counter()
+    for repeat in range(_WARM_UPS + _MOST_REPEATS):
+        given = _as_received(x)
+        start = device_now(model.device)
+        output = model.forward(layer, layer + 1, given, step=1, row=0)
+        outputs = flatten(output) if loss is None else (loss(output, target),)
+        middle = device_now(model.device)
+        roots = [t for t in outputs if t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        end = device_now(model.device)
+        spent_s = end - began
+        if repeat >= _WARM_UPS or spent_s > _LONG_S:
+            forwards.append(middle - start)
+            backwards.append(end - middle)
+        if spent_s > _LONG_S or (len(forwards) >= _FEWEST_REPEATS and spent_s > _SHORT_S):
+            break
+    return RowsMeasured(rows=len(flatten(x)[0]), forward=spread_of(forwards), backward=spread_of(backwards))
+
+
+def _saved_bytes(model: Model, layer: int, x: Activation) -> tuple[int, Activation]:
+    """Bytes of the distinct memory that autograd keeps for the backward pass, and the layer's output."""
+    parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.forward(layer, layer + 1, _as_received(x), step=1, row=0)
+    detached = tuple(t.detach() for t in flatten(output))
+    return sum(sizes.values()), detached if isinstance(output, tuple) else detached[0]
+
+
+def _as_received(x: Activation) -> Activation:
+    """As a stage gets it from the stage before: a leaf that gradients flow to."""
+    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
+    return tensors if isinstance(x, tuple) else tensors[0]
+
+
+def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
+    """What the user's optimizer keeps for each parameter: found by a step on zeros of the same shapes."""
+    named = [
+        (name, nn.Parameter(torch.zeros_like(parameter)))
+        for name, parameter in model.named_parameters(range(model.layer_count))
+    ]
+    if not named:
+        return {}
+    optimizer = training.optimizer(named)
+    for _, parameter in named:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {
+        name: sum(
+            v.numel() * v.element_size() for v in optimizer.state[parameter].values() if isinstance(v, Tensor)
+        )
+        for name, parameter in named
+    }
+
+
+def device_now(device: torch.device) -> float:
+    """Seconds on a monotonic clock at which the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _device_memory_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass  # No such file everywhere.
+    return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    """``ftd profile`` and ``ftd plan`` run this in a process of its own: they have no torch."""
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.measuring.profile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--devices-per-node", type=int, default=1)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    say = answers_on_stdout()
+
+    raw = sys.stdin.buffer.read()
+    try:
+        decode = msgspec.json.decode if raw.lstrip()[:1] == b"{" else msgspec.msgpack.decode
+        data = decode(raw, type=TrainingData)
+    except msgspec.DecodeError as error:
+        sys.stderr.write(f"no TrainingData on stdin: {error}\n")
+        return INVALID_EXIT
+    device = torch.device("cuda") if data.backend == "nccl" else CPU
+    try:
+        found = measure(
+            Model(load_training(data), data, device),
+            data,
+            devices_per_node=arguments.devices_per_node,
+            progress=lambda done, total: say(Progress(done=done, total=total)),
+        )
+    except TrainingError as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID_EXIT
+    say(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

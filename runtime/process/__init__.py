@@ -1,0 +1,1 @@
+"""The trainer process, and the zygote that forks it."""

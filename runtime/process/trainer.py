@@ -1,0 +1,280 @@
+"""The trainer: the process that trains on one device, and what its main thread does all its life.
+
+It is forked by the zygote (``run_trainer``) and told by its node what to do (``runtime.wire.protocol``).
+Being stopped by a failure elsewhere is normal here: the main thread comes back from wherever it was, keeps
+its state, reports, and waits for the next generation in the same process.
+"""
+
+import gc
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from runtime.engine.engine import Engine, StepResult
+from runtime.engine.staged_state import SpoiledError
+from runtime.groups.backends import make_communicator
+from runtime.groups.communicator import Aborted, Communicator, PeerLost
+from runtime.groups.store import Rendezvous
+from runtime.layers.state import StateError
+from runtime.measuring.profile import measure
+from runtime.process.link import Link, Mailbox
+from runtime.process.tracebacks import users_traceback
+from runtime.snapshots.writer import SnapshotWriter
+from runtime.training import TrainingError
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import (
+    Done,
+    PeerSuspected,
+    Prepare,
+    Prepared,
+    ProfileData,
+    Quiesce,
+    Quiesced,
+    Raised,
+    ReplicaDiverged,
+    Resume,
+    Resumed,
+    Snap,
+    Snapping,
+    SnapshotFailed,
+    StagingSpoiled,
+    Stepped,
+)
+
+
+class _ForeignError(RuntimeError):
+    """The state to go on from is of another model."""
+
+
+class Trainer:
+    """:param device: index of the device within the node."""
+
+    def __init__(self, socket_path: str, device: int) -> None:
+        self._device = device
+        self._pace = Pace()
+        self._mailbox = Mailbox(self._pace)
+        self._link = Link(socket_path, device, self._mailbox, self._pace)
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+
+    def run(self) -> int:
+        """Serve until the process is ended; returns an exit code only when something was raised."""
+        where: Literal["prepare", "restore", "training"] = "prepare"
+        try:
+            while True:
+                instruction = self._mailbox.next()
+                where = "prepare" if isinstance(instruction, Prepare) else "training"
+                match instruction:
+                    case Prepare():
+                        self._prepare(instruction)
+                    case Quiesce():
+                        self._report(instruction)
+                    case Resume():
+                        self._resume(instruction)
+                    case Snap():
+                        self._snap_last(instruction)
+        except TrainingError as error:
+            self._link.send(Raised(where=where, detail=str(error)))
+        except _ForeignError as error:
+            self._link.send(Raised(where="restore", detail=str(error)))
+        except Exception as error:
+            self._link.send(Raised(where=where, detail=users_traceback(error)))
+        return 1
+
+    def _prepare(self, prepare: Prepare) -> None:
+        self._pace.tick()
+        data = prepare.training
+        engine = Engine(data, torch_device(data.backend, self._device), self._pace)
+        self._pace.tick()
+        self._keep_snapshots(engine, prepare)
+        profile = self._profile(engine, prepare) if prepare.profile else None
+        self._engine = engine
+        # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
+        # must not have to pay. What is here now stays anyway.
+        gc.collect()
+        gc.freeze()
+        self._pace.tick()
+        self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
+
+    def _keep_snapshots(self, engine: Engine, prepare: Prepare) -> None:
+        """Into the arena that the node has for this device, if it has."""
+        self._mailbox.keep = self._mailbox.mend = None
+        if self._engine is not None and self._engine.snapshots is not None:
+            self._engine.snapshots.close()
+        if self._engine is not None and self._engine.sharding is not None:
+            self._engine.sharding.forget()
+        if not prepare.arena:
+            return
+        engine.snapshots = SnapshotWriter(
+            job_id=prepare.job_id,
+            directory=Path(prepare.arena),
+            limit_bytes=prepare.arena_limit_bytes,
+            states=engine.states,
+            model=engine.model,
+            sharding=engine.sharding,
+            pace=self._pace,
+            report=self._link.send,
+        )
+        self._mailbox.keep, self._mailbox.mend = engine.snapshots.keep, engine.snapshots.put
+
+    def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
+        measured = measure(
+            engine.model,
+            prepare.training,
+            devices_per_node=prepare.devices_per_node,
+            progress=lambda done, total: self._pace.tick(),  # A large model takes longer than a hang may.
+        )
+        return measured.profile
+
+    def _report(self, quiesce: Quiesce) -> None:
+        engine = self._engine
+        if engine is None:
+            report = Quiesced(
+                generation=quiesce.generation, committed_step=0, ready_step=None, vote=None, held=()
+            )
+        else:
+            report = Quiesced(
+                generation=quiesce.generation,
+                committed_step=engine.committed_step,
+                ready_step=engine.ready_step,
+                vote=engine.vote,
+                held=tuple(sorted(engine.complete)),
+                lineage=engine.lineage,
+                parts=() if engine.sharding is None else engine.sharding.parts(),
+            )
+            if engine.snapshots is not None:
+                engine.snapshots.hurry()
+        self._link.send(report)
+
+    def _resume(self, resume: Resume) -> None:
+        """Train under a generation until it is stopped, broken, or the last step is committed."""
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("a Resume came before any Prepare")
+        self._close()  # Everybody has reported since: nobody needs the old groups any more.
+        again = engine.layers_under(resume) if resume.restore else frozenset()
+        engine.settle(resume.step, resume.vote, resume.lineage, again)
+        if resume.rank < 0:
+            return
+        if resume.restore:
+            try:
+                engine.restore(Path(resume.restore), resume)
+            except StateError as error:
+                raise _ForeignError(str(error)) from error
+            except SpoiledError as error:
+                self._link.send(
+                    StagingSpoiled(generation=resume.generation, part=error.part, detail=str(error))
+                )
+                return
+        rendezvous = Rendezvous(
+            host=resume.rendezvous_host,
+            port=resume.rendezvous_port,
+            token=resume.token,
+            generation=resume.generation,
+        )
+        self._communicator = make_communicator(
+            engine.data.backend, rendezvous, resume.rank, resume.world.hosts, engine.model.device
+        )
+        try:
+            self._mailbox.attach(self._communicator)
+            self._train(engine, resume, self._communicator)
+        except Aborted:
+            self._close()
+        except PeerLost as error:
+            self._close()
+            self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
+
+    def _train(self, engine: Engine, resume: Resume, communicator: Communicator) -> None:
+        """:raises CommunicationError: as soon as the control plane, or a peer's end, stops it."""
+        generation = resume.generation
+        entered = engine.enter(resume, communicator)
+        self._link.send(
+            Resumed(
+                generation=generation,
+                bytes_moved=entered.bytes_moved,
+                rendezvous_s=entered.rendezvous_s,
+                state_s=entered.state_s,
+            )
+        )
+        try:
+            while engine.committed_step < engine.data.steps:
+                self._pace.trace.begin(engine.committed_step + 1)
+                result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
+                self._link.send(
+                    Stepped(
+                        generation=generation,
+                        step=engine.committed_step,
+                        vote=result.vote,
+                        step_s=result.step_s,
+                        bubble_s=result.bubble_s,
+                        microbatch_ms=result.microbatch_ms,
+                    )
+                )
+                self._say_diverged(generation, engine, result)
+                if result.snap:
+                    self._snap(engine, generation)
+                self._tell_trace(engine, resume)
+                if result.stop:
+                    return
+        finally:
+            self._tell_trace(engine, resume, over=True)
+        self._link.send(Done(generation=generation, step=engine.committed_step, digests=engine.digests()))
+
+    def _say_diverged(self, generation: int, engine: Engine, result: StepResult) -> None:
+        for one in result.diverged:
+            self._link.send(
+                ReplicaDiverged(
+                    generation=generation, step=engine.committed_step, layer=one.layer, detail=one.detail
+                )
+            )
+
+    def _tell_trace(self, engine: Engine, resume: Resume, *, over: bool = False) -> None:
+        traced = self._pace.trace.end(resume.generation, resume.rank, engine.committed_step, over=over)
+        if traced is not None:
+            self._link.send(traced)
+
+    def _snap(self, engine: Engine, generation: int) -> None:
+        """Behind Stepped: whoever hears that a snapshot is complete has heard of its step."""
+        step = engine.committed_step
+        self._link.send(Snapping(generation=generation, step=step))
+        if engine.snapshots is None:
+            detail = "this trainer was given no memory for snapshots"
+            self._link.send(SnapshotFailed(generation=generation, step=step, detail=detail))
+        else:
+            engine.begin_snapshot(generation)
+
+    def _snap_last(self, snap: Snap) -> None:
+        """All steps are done: nothing is left to copy it beside."""
+        engine = self._engine
+        if engine is not None and engine.owned and engine.committed_step >= engine.data.steps:
+            self._snap(engine, snap.generation)
+            if engine.snapshots is not None:
+                engine.snapshots.finish()
+
+    def _close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+
+
+def torch_device(backend: str, index: int) -> torch.device:
+    """The device that trainer ``index`` of a node computes on; alone where it was given a single one.
+
+    :raises TrainingError: NCCL was asked for on a host without CUDA.
+    """
+    if backend != "nccl":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise TrainingError('backend "nccl" needs a CUDA device, and this host has none; use "gloo"')
+    device = torch.device("cuda", index % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def run_trainer(socket_path: str, device: int) -> int:
+    """Be the trainer of ``device`` in this process; returns its exit code, if at all."""
+    gc.enable()
+    torch.set_num_threads(1)
+    return Trainer(socket_path, device).run()

@@ -1,0 +1,165 @@
+"""The zygote: a single-threaded process that imported torch once and forks trainers from it.
+
+Importing torch takes 0.8 to 1.6 s; a fork of a process that has it takes tens of milliseconds, so a
+crashed trainer is back well within a second. A fork copies only the calling thread, so a lock that any
+other thread held would stay locked for ever in the child: the zygote never starts a thread, and checks.
+
+``python -m runtime.process.zygote --parent PID`` is started by the node daemon, which speaks ``Spawn`` and
+reads ``Warm | Spawned | Exited`` over stdin and stdout (``runtime.wire.zygote_protocol``).
+
+Nothing outlives its parent: the kernel kills the zygote when the daemon ends, and each trainer when the
+zygote ends (PR_SET_PDEATHSIG), so that SIGKILL of the daemon leaves no orphan behind.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from runtime.parent import die_with_parent
+from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.protocol import Output
+from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, Warm, ZygoteNotice
+
+for _library in ("OMP", "OPENBLAS", "MKL"):
+    # Their pools would start threads at import. A trainer gets its parallelism from the stages.
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+
+
+def main() -> int:
+    """Serve until stdin ends.
+
+    :raises SystemExit: code 2 when the daemon is already gone.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.process.zygote", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of the node daemon")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the daemon's business.
+    notices = os.dup(1)
+    os.dup2(2, 1)  # Whatever prints while torch is imported must not get between the frames.
+    started = time.monotonic()
+    import runtime.process.trainer  # noqa: F401  # the point of a zygote: everything heavy is loaded before a fork
+
+    gc.collect()
+    gc.freeze()  # Children never walk these objects, which would copy their pages.
+    gc.disable()
+    notify(notices, Warm(pid=os.getpid(), import_s=time.monotonic() - started))
+    serve(requests=0, notices=notices)
+    return 0
+
+
+def notify(descriptor: int, notice: ZygoteNotice) -> None:
+    data = memoryview(encode(notice))
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def serve(requests: int, notices: int) -> None:
+    """Fork on request and report exits until ``requests`` ends."""
+    wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    private = (notices, wakeup_read, wakeup_write)
+    decoder: Decoder[Spawn] = Decoder(Spawn)
+    while True:
+        readable, _, _ = select.select([requests, wakeup_read], [], [])
+        if wakeup_read in readable:
+            os.read(wakeup_read, 4096)
+            reap(notices)
+        if requests in readable:
+            data = os.read(requests, 65536)
+            if not data:
+                return
+            try:
+                spawns = decoder.feed(data)
+            except ProtocolError as error:
+                raise SystemExit(f"zygote: {error}") from error
+            for spawn in spawns:
+                pid = fork(spawn, private)
+                notify(notices, Spawned(device=spawn.device, pid=pid))
+
+
+def reap(notices: int) -> None:
+    """Report every child that has ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        notify(notices, Exited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+
+
+def fork(spawn: Spawn, private: tuple[int, ...]) -> int:
+    """Fork one trainer and return its pid; the child never returns."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        raise RuntimeError(f"the zygote has {threads} threads; forking it now could deadlock the child")
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        become_trainer(spawn, zygote, private)
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # It is already gone.
+        # The child does the same. Whoever comes first, killpg works from the moment Spawned is sent.
+        os.setpgid(pid, pid)
+    return pid
+
+
+def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoReturn:
+    """What the forked child does: shed the zygote, connect its output, train, exit."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(zygote)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        for descriptor in (null, *private):
+            os.close(descriptor)
+        os.environ.update(spawn.environment)
+        connect_output(spawn)
+        from runtime.process.trainer import run_trainer
+
+        code = run_trainer(spawn.socket_path, spawn.device)
+    except BaseException:  # Whatever it is, a child must not return into the zygote's loop.
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            pass  # The daemon is gone; nobody reads this any more.
+        os._exit(code)
+
+
+def connect_output(spawn: Spawn) -> None:
+    """Make stdout and stderr a stream to the daemon, which keeps the tail of it for its events."""
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.connect(spawn.socket_path)
+    stream.sendall(encode(Output(device=spawn.device, pid=os.getpid())))
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    stream.close()
+    for text in (sys.stdout, sys.stderr):
+        reconfigure = getattr(text, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+    faulthandler.enable()  # A crash in native code says where, in the event that reports the exit.
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What a script registered, as one snapshot after the other: which bytes, where from, in which pieces."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from runtime.script.copier import Capture
+from runtime.script.plain_state import encode, freeze
+from runtime.script.protection import Protection
+from runtime.script.random_states import random_states
+from runtime.script.ranks import Ranks
+from runtime.script.registered import Registered, expected_state
+from runtime.script.saved import FORMAT
+from runtime.script.survey import Survey, replicated_ids
+from runtime.script.tensor_image import (
+    Bytes,
+    Entry,
+    Image,
+    Known,
+    Source,
+    Unit,
+    aligned,
+    cut,
+    gathered,
+    whole,
+)
+
+_SPARE_BYTES = 256 * 1024
+_ENTRY_BYTES = 256
+"""Of a header, for each tensor that is expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Of an image's entries in the slot of one of its owners."""
+
+    entries: list[Entry]
+    owner: int
+    owners: int
+    units: list[Unit]
+    shared_units: int
+    """How many of them are of a shard of what is shared."""
+    base: int
+    """Where this rank's own begin."""
+
+    @cached_property
+    def encoded(self) -> msgspec.Raw:
+        """Its entries; asked for by the copier's thread alone."""
+        return msgspec.Raw(encode(self.entries))
+
+
+@dataclass(slots=True)
+class Contents:
+    """:param random: the states of random numbers, too."""
+
+    protection: Protection
+    random: bool
+    things: dict[str, Registered] = field(default_factory=dict)
+    _known: dict[int, Known] = field(default_factory=dict)
+    _survey: Survey | None = None
+    _layout: _Layout | None = None
+    _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+
+    def expected_bytes(self) -> int:
+        image, content = self._walk(anew=True)
+        own, shared, tensors = image.own_bytes, image.shared_bytes, len(image.entries)
+        for registered in self.things.values():
+            if registered.kind == "optimizer":
+                more_bytes, more = expected_state(registered.thing)
+                tensors += more
+                # Of a replicated module's, in all likelihood: where not, it is the larger part that counts.
+                own, shared = (own, shared + more_bytes) if shared else (own + more_bytes, shared)
+        plain_bytes = 2 * len(encode(content()))
+        kept = (
+            self.protection.shards(shared).shard_bytes(self.protection.owner)
+            if self.protection.keeps_shard
+            else 0
+        )
+        return kept + own + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES
+
+    def _walk(self, *, anew: bool = False) -> tuple[Image, Callable[[], dict[str, Any]]]:
+        """What is registered, as it is now; nothing is copied but plain data.
+
+        :param anew: as if there had been no snapshot before.
+        :returns: the tensors; what makes the header's content but for their entries, for one thread: what
+            it returns is changed by the next snapshot's.
+        """
+        steady = [r for r in self.things.values() if r.steady]
+        states = {r.name: r.state() for r in steady}
+        shares = self.protection.shares
+        survey, plain = self._survey, None
+        if survey is not None and not anew:
+            plain = survey.again(steady, states, shares=shares)
+        if survey is None or plain is None:
+            survey = self._survey = Survey.of(steady, states, self._known, survey, shares=shares)
+        image = survey.image.further(self._known)
+        found = survey
+
+        def take(tensor: Tensor, where: str) -> int:
+            of_all = id(tensor) in found.shared
+            return image.add(tensor, where, at_once=id(tensor) not in found.guarded, shared=of_all)
+
+        kinds = {r.name: r.kind for r in self.things.values()}
+        others = {r.name: freeze(r.state(), r.name, take) for r in self.things.values() if not r.steady}
+        numbers = freeze(random_states(), "random numbers", take) if self.random else None
+        self._known = image.seen
+
+        def content() -> dict[str, Any]:
+            frozen = found.frozen(plain) | others
+            things = {name: {"kind": kinds[name], "state": state} for name, state in frozen.items()}
+            return {"format": FORMAT, "things": things, "random": numbers}
+
+        return image, content
+
+    def capture(self, step: int) -> Capture:
+        image, content = self._walk()
+        sources = self._sources(image)
+        ranks = Ranks.now()
+        layout = self._layout = self._laid_out(image)
+        told = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
+        return Capture(
+            step=step,
+            rank=ranks.rank,
+            units=layout.units,
+            shared_units=layout.shared_units,
+            sources=sources,
+            body_bytes=layout.base + image.own_bytes,
+            header=lambda: encode({**content(), "entries": layout.encoded}),
+            layout=msgspec.to_builtins(told),
+            devices=image.devices,
+        )
+
+    def _laid_out(self, image: Image) -> _Layout:
+        """That of the snapshot before, where it is the same."""
+        before, owner, owners = self._layout, self.protection.owner, self.protection.owners
+        # Most entries are the very same objects, and compared as such.
+        if (
+            before is not None
+            and (before.owner, before.owners) == (owner, owners)
+            and before.entries == image.entries
+        ):
+            return before
+        ranges = [(n, e.offset, e.size_bytes) for n, e in enumerate(image.entries) if not e.shared]
+        shared = [(n, e.offset, e.size_bytes) for n, e in enumerate(image.entries) if e.shared]
+        base, units = 0, []
+        if shared and self.protection.keeps_shard:
+            shards = self.protection.shards(image.shared_bytes)
+            base = aligned(shards.shard_bytes(owner))
+            units = cut(shared, shards.pieces(owner))
+        own = cut(ranges, whole(image.own_bytes), base)
+        return _Layout(
+            entries=image.entries,
+            owner=owner,
+            owners=owners,
+            units=[*units, *own],
+            shared_units=len(units),
+            base=base,
+        )
+
+    def shared_digest(self) -> str:
+        """Of what DDP is to keep the same, so that all ranks see whether it is; empty: nothing is."""
+        if self.protection.facts is None:
+            return ""
+        steady = [r for r in self.things.values() if r.steady]
+        wanted = replicated_ids(steady, {r.name: r.state() for r in steady})
+        image, _ = self._walk()
+        hasher, found = xxhash.xxh3_128(), False
+        for tensor in image.tensors:
+            if id(tensor) in wanted:
+                flat = gathered(tensor).cpu().numpy()
+                hasher.update(flat.data)
+                found = True
+        return hasher.hexdigest() if found else ""
+
+    def _sources(self, image: Image) -> list[Source]:
+        """Guarded tensors themselves; of the others copies, made now."""
+        sources = image.views.copy()
+        staged = [
+            (number, view) for number in image.at_once if isinstance(view := sources[number], np.ndarray)
+        ]
+        wanted = sum(len(view) for _, view in staged)
+        if len(self._staging) < wanted:
+            self._staging = np.zeros(wanted, dtype=np.uint8)
+        end = 0
+        for number, view in staged:
+            copy = sources[number] = self._staging[end : end + len(view)]
+            copy[:] = view
+            end += len(view)
+        for number in image.at_once:
+            if not isinstance(sources[number], np.ndarray):
+                flat = gathered(image.tensors[number])
+                sources[number] = flat.numpy() if flat.device.type == "cpu" else flat
+        return cast(list[Source], sources)  # What had no view is gathered.

@@ -1,0 +1,295 @@
+"""The thread that copies a snapshot into the arena while the script goes on computing.
+
+A snapshot is cut into units. The copier takes them one after the other; numpy copies and XXH3 release the
+interpreter lock. Whoever is about to change what is being copied (an optimizer's step) comes to ``finish``
+and takes units too, so that the wait is at most one memcpy, shared. Each block's digest is made just before
+it is copied, which brings it into the cache, unless somebody waits: then copying goes first.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.script.plain_state import SnapshotError
+from runtime.script.tensor_image import Source, Unit
+from runtime.side_stream import SideStreams, copy_piece
+from storage.arena import Slot
+from storage.manifest import BLOCK_BYTES, Part, digest_of
+from storage.shards import xor_into
+
+Bytes = NDArray[np.uint8]
+HEADER = "header"
+_EXIT_S = 60.0
+
+
+def part_name(rank: int, what: str, number: int | None = None) -> str:
+    """Of a part of a rank's snapshot; unlike those of other ranks, with which it may lie side by side."""
+    return f"rank-{rank}/{what}" if number is None else f"rank-{rank}/{what}-{number:05d}"
+
+
+class _Interrupted(SnapshotError):
+    def __init__(self, by: str) -> None:
+        super().__init__(f"it was not copied to its end: {by}")
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """One snapshot on its way. The copier's lock guards what changes."""
+
+    step: int
+    rank: int
+    units: list[Unit]
+    """Of the shared image, then of this rank's own."""
+    shared_units: int
+    sources: list[Source]
+    body_bytes: int
+    """The units' together; the header comes behind them."""
+    header: Callable[[], bytes]
+    """Called on the copier's thread."""
+    layout: dict[str, Any]
+    devices: set[torch.device] = field(default_factory=set)
+    slot: Slot | None = None
+    taken: int = 0
+    copied: int = 0
+    helpers: int = 0
+    """Threads at ``finish`` that may be copying a unit."""
+    failed: bool = False
+    """Nobody needs to wait for it any more."""
+    error: Exception | None = None
+    """What a thread met that copied a unit; the copier's raises it."""
+    digests: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """What it copies may be changed; on a device, behind the copies (``SideStreams.hold``)."""
+        return self.failed or self.copied == len(self.units)
+
+    @property
+    def still(self) -> bool:
+        """Nobody writes into the slot any more; what a helper took who was interrupted is not copied."""
+        return self.helpers == 0 or self.copied == self.taken
+
+
+@dataclass(slots=True, eq=False)
+class Copier:
+    """:param open_slot: gives a slot of so many bytes; may wait, and may raise.
+    :param complete: writes the manifest: step, slot, parts, layout.
+    :param failed: is told what was raised; that snapshot is dropped and training goes on.
+    """
+
+    open_slot: Callable[[int], Slot]
+    complete: Callable[[int, Slot, tuple[Part, ...], dict[str, Any]], None]
+    failed: Callable[[int, Exception], None]
+    side: SideStreams = field(default_factory=SideStreams)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _queue: deque[Capture] = field(default_factory=deque)
+    _waiting: int = 0
+    _stopped: bool = False
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Before the first snapshot, which need not wait for a thread then."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
+            self._thread.start()
+
+    def begin(self, capture: Capture) -> None:
+        """Copy it from now on; the caller sees to it that nothing changes before ``finish``."""
+        self.start()
+        self.side.begin(capture.devices)
+        with self._changed:
+            self._queue.append(capture)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Return when all that was begun is copied, and may be changed; helps with it."""
+        with self._changed:
+            begun = list(self._queue)
+            pending = [capture for capture in begun if not capture.done]
+            self._waiting += 1
+        try:
+            for capture in pending:
+                self._help(capture)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+        # Also for those that are done: a device was asked for their copies, and may be at it.
+        for capture in begun:
+            self.side.hold(capture.devices)
+
+    def settle(self) -> None:
+        """Return when all that was begun is complete, or was dropped."""
+        self.finish()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self.settle()
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+            self._thread.join(_EXIT_S)
+        self.side.close()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopped)
+                if not self._queue:
+                    return
+                capture = self._queue[0]
+            try:
+                self._carry(capture)
+            except Exception as error:
+                with self._changed:
+                    capture.failed = True
+                    self._changed.notify_all()
+                self._drop(capture, error)
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+    def _drop(self, capture: Capture, error: Exception) -> None:
+        # A helper may still write into the slot: it must not be given to the next snapshot before.
+        with self._changed:
+            self._changed.wait_for(lambda: capture.still)
+        with contextlib.suppress(Exception):  # Of a device that failed there is nothing to wait for.
+            self.side.finish(capture.devices)
+        self.failed(capture.step, error)
+
+    def _carry(self, capture: Capture) -> None:
+        self.side.adopt(capture.devices)
+        header = capture.header()
+        slot = self.open_slot(capture.body_bytes + len(header))
+        if capture.devices:
+            self.side.pin(slot.number, slot.view)
+        with self._changed:
+            capture.slot = slot
+            self._changed.notify_all()
+        while (number := self._take(capture)) is not None:
+            self._copy(capture, number, self._copy_hashed)
+        with self._changed:
+            self._changed.wait_for(lambda: capture.still)
+        if capture.error is not None:
+            raise capture.error
+        self.side.finish(capture.devices)
+        slot.view[capture.body_bytes : capture.body_bytes + len(header)] = np.frombuffer(header, np.uint8)
+        parts = [
+            Part(
+                name=part_name(capture.rank, "shared" if number < capture.shared_units else "own", number),
+                offset=unit.offset,
+                size_bytes=unit.size_bytes,
+                digest=capture.digests.get(number) or self._digest(capture, number),
+            )
+            for number, unit in enumerate(capture.units)
+        ]
+        parts.append(
+            Part(
+                name=part_name(capture.rank, HEADER),
+                offset=capture.body_bytes,
+                size_bytes=len(header),
+                digest=digest_of(header),
+            )
+        )
+        self.complete(capture.step, slot, tuple(parts), capture.layout)
+
+    def _digest(self, capture: Capture, number: int) -> str:
+        assert capture.slot is not None
+        unit = capture.units[number]
+        return digest_of(capture.slot.view[unit.offset : unit.offset + unit.size_bytes])
+
+    # --- both threads ----------------------------------------------------------------------------
+
+    def _help(self, capture: Capture) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
+            capture.helpers += 1
+        try:
+            while (number := self._take(capture)) is not None:
+                self._copy(capture, number, self._copy_plainly)
+        except BaseException as error:
+            # Ctrl-C, or a signal's handler that ends the script: whatever was taken may be half copied.
+            with self._changed:
+                capture.error, capture.failed = _Interrupted(type(error).__name__), True
+            raise
+        finally:
+            with self._changed:
+                capture.helpers -= 1
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.wait_for(lambda: capture.done)
+
+    def _take(self, capture: Capture) -> int | None:
+        with self._changed:
+            if capture.failed or capture.taken == len(capture.units):
+                return None
+            capture.taken += 1
+            return capture.taken - 1
+
+    def _copy(self, capture: Capture, number: int, how: Callable[[Capture, int, Bytes], None]) -> None:
+        try:
+            assert capture.slot is not None
+            view = capture.slot.view
+            for offset, size in capture.units[number].gaps:
+                view[offset : offset + size] = 0
+            how(capture, number, view)
+        except Exception as error:
+            # Maybe on the training thread, whose step is none the worse for it.
+            with self._changed:
+                capture.error, capture.failed = error, True
+        with self._changed:
+            capture.copied += 1
+            self._changed.notify_all()
+
+    def _copy_hashed(self, capture: Capture, number: int, view: Bytes) -> None:
+        """With its digest, unless somebody waits, or it comes from a device. Parity's is made behind it."""
+        unit = capture.units[number]
+        if capture.devices or any(piece.added for piece in unit.pieces):
+            self._copy_plainly(capture, number, view)
+            if not capture.devices and not self._waiting:
+                capture.digests[number] = self._digest(capture, number)
+            return
+        hasher, end, hurried = xxhash.xxh3_128(), unit.offset, False
+        for piece in unit.pieces:
+            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+            target = view[piece.offset : piece.offset + piece.size_bytes]
+            assert not isinstance(source, Tensor)
+            hasher.update(view[end : piece.offset].data)
+            for first in range(0, piece.size_bytes, BLOCK_BYTES):
+                block = source[first : first + BLOCK_BYTES]
+                hurried = hurried or self._waiting > 0
+                if not hurried:
+                    hasher.update(block.data)
+                target[first : first + BLOCK_BYTES] = block
+            end = piece.offset + piece.size_bytes
+        hasher.update(view[end : unit.offset + unit.size_bytes].data)
+        if not hurried:
+            capture.digests[number] = hasher.hexdigest()
+
+    def _copy_plainly(self, capture: Capture, number: int, view: Bytes) -> None:
+        for piece in capture.units[number].pieces:
+            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
+            target = view[piece.offset : piece.offset + piece.size_bytes]
+            if piece.added and isinstance(source, Tensor):
+                with self.side.on(source.device):  # Behind the copy that it is added to.
+                    xor_into(target, source.cpu().numpy())
+            elif isinstance(source, Tensor):
+                with self.side.on(source.device):
+                    copy_piece(target, source)
+            elif piece.added:
+                self.side.finish(capture.devices)  # What it is added to may be on its way from a device.
+                xor_into(target, source)
+            else:
+                target[:] = source

@@ -1,0 +1,302 @@
+"""What a script registers: models, optimizers, other objects with a state, dicts and lists.
+
+Each kind says what its state is, what of it is *guarded* (changed by nobody but a registered optimizer's
+step, which waits for the copy), whether a saved state is one of its own, and how it is loaded.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runtime.script.plain_state import Ref, SnapshotError, rebuild
+from runtime.script.random_states import Generator, OwnGenerator
+from runtime.script.tensor_image import Entry, local
+
+Kind = Literal["module", "optimizer", "object", "dict", "list"]
+Place = Callable[[int, Tensor | None, Tensor | None], Tensor]
+"""Number, what stands there now, the parameter that it belongs to → the tensor that will be filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    name: str
+    thing: Any
+    kind: Kind
+    guarded: bool
+    """All its parameters are guarded, says its owner."""
+    replicated: bool
+    """DistributedDataParallel keeps its parameters the same on all ranks."""
+
+    @classmethod
+    def of(cls, name: str, thing: Any, *, guarded: bool) -> "Registered":
+        """:raises SnapshotError: it has no state that could be kept, or restored."""
+        kind: Kind
+        replicated = False
+        if isinstance(thing, nn.Module):
+            kind, (thing, replicated) = "module", _unwrapped(thing)
+        elif isinstance(thing, Optimizer):
+            # Accelerate's wrapper passes on all but the hooks.
+            kind, thing = "optimizer", getattr(thing, "optimizer", thing)
+        elif isinstance(thing, dict):
+            kind = "dict"
+        elif isinstance(thing, list):
+            kind = "list"
+        elif isinstance(thing, Generator):
+            kind, thing = "object", OwnGenerator(thing)
+        elif callable(getattr(thing, "state_dict", None)) and callable(
+            getattr(thing, "load_state_dict", None)
+        ):
+            kind = "object"
+        else:
+            raise SnapshotError(
+                f"{name} is a {type(thing).__qualname__}: register a module, an optimizer, a random "
+                "generator, something with state_dict() and load_state_dict(), or a dict or list of plain "
+                "data (a number that changes: {'epoch': 3})"
+            )
+        return cls(name=name, thing=thing, kind=kind, guarded=guarded, replicated=replicated)
+
+    @property
+    def steady(self) -> bool:
+        """From one snapshot to the next its tensors are the same, in all likelihood."""
+        return self.kind in ("module", "optimizer")
+
+    def state(self) -> Any:
+        """Nested, with the tensors themselves in it."""
+        match self.kind:
+            case "module":
+                return dict(self.thing.state_dict(keep_vars=True))
+            case "optimizer":
+                return _optimizer_state(self.thing)
+            case "object":
+                return self.thing.state_dict()
+            case _:
+                return self.thing
+
+    def parameters(self, *, shared: bool) -> list[list[Tensor]]:
+        """An optimizer's by groups; a module's where they are guarded, or alike everywhere and ``shared``."""
+        if self.kind == "optimizer":
+            return [group["params"] for group in self.thing.param_groups]
+        if self.kind == "module" and (self.guarded or (shared and self.replicated)):
+            return [list(self.thing.parameters())]
+        return []
+
+    def fixed(self) -> dict[str, Any]:
+        """What is kept beside ``state``, and changes with the parameters alone."""
+        return {"shapes": _shapes(self.thing)} if self.kind == "optimizer" else {}
+
+    def guarded_ids(self, state: Any) -> set[int]:
+        """Of the tensors in ``state`` and of those that the optimizer changes."""
+        if self.kind == "optimizer":
+            return {id(t) for t in (*_tensors(state["state"]), *_tensors(self.parameters(shared=False)))}
+        return {id(t) for t in _tensors(self.parameters(shared=False))}
+
+    def shared_ids(self, state: Any, replicated: set[int]) -> set[int]:
+        """Of the tensors that are the same on all ranks.
+
+        :param replicated: of the parameters that DDP keeps the same. What an optimizer keeps for such a one
+            is a function of the same gradients; not where it is sharded (``ZeroRedundancyOptimizer``).
+        """
+        if self.kind == "module" and self.replicated:
+            return {id(p) for p in self.thing.parameters()}
+        if self.kind == "optimizer" and not hasattr(self.thing, "consolidate_state_dict"):
+            parameters = [p for group in self.parameters(shared=False) for p in group]
+            alike = [s for number, s in state["state"].items() if id(parameters[number]) in replicated]
+            return {id(t) for t in _tensors(alike)}
+        return set()
+
+    def refuses(self, saved: Any, entries: list[Entry]) -> str:
+        """Why a saved state cannot be loaded; empty when it can."""
+        if self.kind == "module":
+            return _module_refuses(self.thing, saved, entries)
+        if self.kind == "optimizer":
+            return _optimizer_refuses(self.thing, saved)
+        return ""
+
+    def prepare(self, saved: Any, place: Place) -> Callable[[], None]:
+        """Ask for its tensors' places; what is returned loads it, once they are filled."""
+        match self.kind:
+            case "module":
+                return _prepare_module(self.thing, saved, place)
+            case "optimizer":
+                return _prepare_optimizer(self.thing, saved, place)
+            case "object":
+                state = rebuild(saved, None, lambda number, _: place(number, None, None))
+                return partial(self.thing.load_state_dict, state)
+            case _:
+                filled = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
+                return partial(_replace, self.thing, filled)
+
+
+def _replace(thing: dict[Any, Any] | list[Any], filled: Any) -> None:
+    if isinstance(thing, dict):
+        thing.clear()
+        thing.update(filled)
+    else:
+        thing[:] = filled
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
+    """Without DDP's and torch.compile's wrapping, whose names would not fit; and whether it was DDP's."""
+    replicated = False
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner, replicated = module.module, True
+        if not isinstance(inner, nn.Module):
+            return module, replicated
+        module = inner
+
+
+def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entry]) -> str:
+    here = module.state_dict(keep_vars=True)
+    if saved.keys() != here.keys():
+        sides = {"there": saved.keys() - here.keys(), "here": here.keys() - saved.keys()}
+        return "; ".join(f"{_some(names)}: only {side}" for side, names in sides.items() if names)
+    for name, value in here.items():
+        ref = saved[name]
+        if isinstance(value, Tensor) != isinstance(ref, Ref):
+            return f"{name} is of another kind"
+        if isinstance(value, Tensor):
+            entry, inner = entries[ref.index], local(value)
+            dtype, shape = str(inner.dtype).removeprefix("torch."), tuple(inner.shape)
+            if (entry.dtype, entry.shape) != (dtype, shape):
+                there = f"{entry.dtype} {list(entry.shape)}"
+                return f"{name} is {there} there, and {dtype} {list(shape)} here"
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+
+
+def _prepare_module(module: nn.Module, saved: dict[str, Any], place: Place) -> Callable[[], None]:
+    here = module.state_dict(keep_vars=True)
+    filled = rebuild(saved, here, lambda number, old: place(number, old, None))
+
+    def load() -> None:
+        live = {id(t) for t in (*module.parameters(), *module.buffers())}
+        if any(id(value) not in live for value in filled.values()):
+            # Something of it is made by hooks, or is no tensor: the module must take it in itself.
+            module.load_state_dict(filled)
+
+    return load
+
+
+def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = optimizer.state
+    if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
+        # As it nearly always is; a tensor's hash costs more than all else here.
+        states = dict(enumerate(kept.values()))
+    else:
+        states = {i: kept[p] for i, p in enumerate(parameters) if p in kept}
+    return {
+        "state": {i: s if type(s) is dict else dict(s) for i, s in states.items()},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+    }
+
+
+def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
+    return [[list(local(p).shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer_refuses(optimizer: Optimizer, saved: dict[str, Any]) -> str:
+    there, here = saved["shapes"], _shapes(optimizer)
+    if len(there) != len(here):
+        return f"it has {len(there)} parameter groups there, and {len(here)} here"
+    for number, (before, now) in enumerate(zip(there, here, strict=True)):
+        if len(before) != len(now):
+            return f"group {number} has {len(before)} parameters there, and {len(now)} here"
+        for index, (shape, wanted) in enumerate(zip(before, now, strict=True)):
+            if shape != wanted:
+                return f"parameter {index} of group {number} is {shape} there, and {wanted} here"
+    # A version of torch may add an option, a scheduler does; another optimizer has others and lacks some.
+    options, known = saved["groups"], optimizer.param_groups
+    missing = {key for group in options for key in optimizer.defaults.keys() - group.keys()}
+    surplus = {key for group, own in zip(options, known, strict=True) for key in group.keys() - own.keys()}
+    if missing and surplus:
+        return f"it is of another optimizer: its groups have {_some(surplus)}, and not {_some(missing)}"
+    return ""
+
+
+def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place) -> Callable[[], None]:
+    states: dict[Tensor, Any] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        state = saved["state"].get(number)
+        if state is not None:
+
+            def beside(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
+                return place(index, old, parameter)
+
+            states[parameter] = rebuild(state, optimizer.state.get(parameter), beside)
+    groups = [
+        rebuild(options, group, lambda number, old: place(number, old, None))
+        for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)
+    ]
+
+    def load() -> None:
+        for parameter in parameters:
+            if parameter in states:
+                optimizer.state[parameter] = states[parameter]
+            else:
+                optimizer.state.pop(parameter, None)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+
+    return load
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def expected_state(optimizer: Optimizer) -> tuple[int, int]:
+    """(bytes, tensors) that it will keep for parameters not stepped yet, found by a small step."""
+    size_bytes = tensors = 0
+    per_dtype: dict[torch.dtype, list[tuple[bool, int]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state or not parameter.requires_grad:
+                continue
+            if parameter.dtype not in per_dtype:
+                per_dtype[parameter.dtype] = _tried(optimizer, parameter.dtype)
+            for of_each, each_bytes in per_dtype[parameter.dtype]:
+                size_bytes += each_bytes * (local(parameter).numel() if of_each else 1)
+                tensors += 1
+    return size_bytes, tensors
+
+
+def _tried(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[bool, int]]:
+    """What one like it keeps for a parameter: (for each of its elements, bytes of it)."""
+    parameter = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    known = inspect.signature(type(optimizer).__init__).parameters
+    group = optimizer.param_groups[0]
+    options = {key: group[key] for key in optimizer.defaults if key in known and key in group}
+    try:
+        trial = type(optimizer)([parameter], **options)
+        trial.step()
+        found = _tensors(trial.state[parameter])
+    except Exception:
+        # An optimizer of the user's own that cannot be made or stepped like this. Adam's is the usual size;
+        # were it wrong, the first snapshot would only have to allocate more.
+        return [(True, max(4, dtype.itemsize)), (True, max(4, dtype.itemsize))]
+    return [
+        (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.numel() * t.element_size())
+        for t in found
+    ]

@@ -1,0 +1,87 @@
+"""A snapshot that was found, as bytes: whether it fits what is registered, and into it."""
+
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from runtime.script.filling import Filling
+from runtime.script.plain_state import rebuild, thaw
+from runtime.script.random_states import set_random_states
+from runtime.script.registered import Registered
+from runtime.script.tensor_image import Bytes, Entry
+
+FORMAT = 2
+NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """:param own: the image of what was this rank's own. :param shared: of what was the same on all ranks."""
+
+    content: dict[str, Any]
+    entries: list[Entry]
+    own: Bytes
+    shared: Bytes
+
+    @classmethod
+    def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "Saved":
+        content = thaw(header.tobytes())
+        return cls(
+            content=content,
+            entries=msgspec.convert(content["entries"], list[Entry]),
+            own=own,
+            shared=shared,
+        )
+
+    def refuses(self, things: Mapping[str, Registered]) -> str:
+        """Why it cannot be loaded; empty when it can."""
+        if self.content["format"] != FORMAT:
+            return f"it is of format {self.content['format']}, and this version reads {FORMAT}"
+        saved = {name: thing["kind"] for name, thing in self.content["things"].items()}
+        here = {name: registered.kind for name, registered in things.items()}
+        if saved != here:
+            return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
+        # Modules first: they know their tensors' names.
+        for registered in sorted(things.values(), key=lambda r: r.kind != "module"):
+            why = registered.refuses(self.content["things"][registered.name]["state"], self.entries)
+            if why:
+                return f"{registered.name}: {why}"
+        return ""
+
+    def prepare(self, things: Mapping[str, Registered], *, random: bool) -> "Prepared":
+        """Find or make the tensors that it belongs into; of what is registered nothing changes."""
+        filling = Filling(entries=self.entries, images={False: self.own, True: self.shared})
+        steps = [
+            registered.prepare(self.content["things"][registered.name]["state"], filling.take)
+            for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer"))
+        ]
+        if random and self.content["random"] is not None:
+            numbers = rebuild(
+                self.content["random"], None, lambda number, old: filling.take(number, old, None)
+            )
+            steps.append(partial(set_random_states, numbers))
+        return Prepared(filling, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    filling: Filling
+    _steps: list[Callable[[], None]]
+
+    def load(self) -> None:
+        """Once it is verified."""
+        self.filling.finish()
+        for step in self._steps:
+            step()
+
+
+def mapped(path: str) -> Bytes:
+    """A file's bytes. :raises OSError: it is gone."""
+    with Path(path).open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

@@ -1,0 +1,168 @@
+"""One snapshot on its way: what it consists of, and how far it is."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from runtime.layers.state import LayerStates
+from runtime.snapshots.groups import Group
+from runtime.snapshots.movers import Bytes, Mover
+from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
+from runtime.wire.protocol import VoteData
+from storage.image import GroupImage, LayerImage
+from storage.layerstate import ALIGNMENT_BYTES
+from storage.manifest import Digests, Part
+from storage.shards import ShardLayout
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """The lock of the writer guards what changes.
+
+    The slot holds the shards of all groups, then the small parts, twice: what no code protects is repaired
+    from its twin. Units make the shards, by any thread; the small parts are copies already.
+    """
+
+    generation: int
+    step: int
+    vote: VoteData
+    unit_bytes: int
+    """Read for one unit, at most."""
+    units: list[Unit] = field(default_factory=list)
+    shards: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name, offset in the slot, size."""
+    digests: dict[int, Digests] = field(default_factory=dict)
+    """By a shard's offset, as far as they were made beside copying; the copier's thread alone makes any."""
+    small: list[tuple[str, bytes]] = field(default_factory=list)
+    groups: list[dict[str, object]] = field(default_factory=list)
+    """For the manifest."""
+    slot: Bytes | None = None
+    taken: int = 0
+    copied: int = 0
+    left_bytes: int = 0
+    """Still to be read."""
+    hurried: bool = False
+    """Somebody waits: not only in bubbles."""
+    waiting: bool = False
+    """The main thread does; its stall is not known yet."""
+    error: Exception | None = None
+    """It is given up for this."""
+    begun_s: float = field(default_factory=time.monotonic)
+    copy_s: float = 0.0
+    stall_s: float = 0.0
+    idle_bytes: int = 0
+
+    def add(self, group: Group, states: LayerStates, mover: Mover) -> None:
+        """What this rank keeps of the group, from the state as it is now."""
+        bucket = Bucket(mover)
+        images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
+        layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
+        offset = self.shards_bytes
+        self.units += units_of(layout, group.owner, bucket, offset, self.unit_bytes)
+        name = f"group-{group.first_layer}"
+        self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
+        small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
+        self.small.append((f"{name}/small", small))
+        self.describe(group, bucket.size_bytes)
+
+    def describe(self, group: Group, bucket_bytes: int, *, parts: int = 0) -> None:
+        """Name what was added of a group.
+
+        :param bucket_bytes: of the bucket that its owners share out, or of this owner's part.
+        :param parts: under ZeRO-1, into how many.
+        """
+        self.groups.append(
+            {
+                "first_layer": group.first_layer,
+                "end_layer": group.end_layer,
+                "owners": group.owners,
+                "owner": group.owner,
+                "scheme": group.scheme,
+                "bucket_bytes": bucket_bytes,
+            }
+            | ({"parts": parts} if parts else {})
+        )
+        self.left_bytes = sum(unit.read_bytes for unit in self.units)
+
+    def host_ranges(self) -> set[tuple[int, int]]:
+        """Address and size of the tensors that are host memory."""
+        return {found for bucket in {u.bucket for u in self.units} for found in bucket.host_ranges()}
+
+    @property
+    def shards_bytes(self) -> int:
+        return self.shards[-1][1] + self.shards[-1][2] if self.shards else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.shards_bytes + 2 * sum(len(data) for _, data in self.small)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def done(self) -> bool:
+        """The state may change."""
+        return self.failed or self.copied == len(self.units)
+
+    def digests_at(self, unit: Unit) -> Digests | None:
+        """Those of its shard, if its bytes are the next to be taken."""
+        offset = max(offset for _, offset, _ in self.shards if offset <= unit.offset)
+        digests = self.digests.setdefault(offset, Digests())
+        return digests if offset + digests.size_bytes == unit.offset else None
+
+    def layout(self) -> dict[str, object]:
+        return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
+
+    def parts(self) -> tuple[Part, ...]:
+        """Write the small parts behind the shards, which are there, and make the digests that are missing."""
+        assert self.slot is not None
+        ranges = list(self.shards)
+        end = self.shards_bytes
+        for name, data in [*self.small, *((f"{name}-twin", data) for name, data in self.small)]:
+            self.slot[end : end + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            ranges.append((name, end, len(data)))
+            end += len(data)
+        parts = []
+        for name, offset, size in ranges:
+            digests = self.digests.get(offset) or Digests()
+            digests.update(self.slot[offset + digests.size_bytes : offset + size])
+            parts.append(digests.part(name, offset))
+        return tuple(parts)
+
+
+def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
+    """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
+    header, tensors = states.describe(layer)
+    begin = bucket.size_bytes
+    buffers: list[Tensor] = []
+    for entry, tensor in zip(header.entries, tensors, strict=True):
+        if entry.role == "buffer":
+            buffers.append(tensor)
+        else:
+            bucket.add(source_of(tensor), _padded(entry.size_bytes))
+    return LayerImage(
+        layer=layer,
+        offset=begin,
+        size_bytes=bucket.size_bytes - begin,
+        header=msgspec.msgpack.encode(header),
+        buffers=bytes_of(buffers),
+    )
+
+
+def bytes_of(buffers: Iterable[Tensor]) -> bytes:
+    """One after the other, padded."""
+    made = [np.asarray(source_of(tensor.detach().cpu())).tobytes() for tensor in buffers]
+    return b"".join(data.ljust(_padded(len(data)), b"\0") for data in made)
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES

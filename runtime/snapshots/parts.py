@@ -1,0 +1,127 @@
+"""What an owner of parts (ZeRO-1) keeps for snapshots: its own of each layer, and with ``arc:1`` the replica.
+
+As ``snapshot_capture`` does for whole layers: the bytes of tensors are spans of a bucket, copied beside
+training; what says what they are, and buffers, are copied at once (``storage.partimage``).
+"""
+
+from torch import Tensor
+
+from runtime.layers.model import Model, SharedTensor
+from runtime.snapshots.capture import Capture, bytes_of
+from runtime.snapshots.groups import Group
+from runtime.snapshots.movers import HostMover, Mover
+from runtime.snapshots.pieces import Bucket, source_of, units_of
+from runtime.zero.part_states import PartState
+from runtime.zero.sharding import Sharding
+from storage import partimage
+from storage.codes import make_code
+from storage.partimage import PartImage, PartOfLayer, Run, ShardedImage, WholeLayer, padded
+from storage.shards import ShardLayout
+
+
+def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, mover: Mover) -> None:
+    """What this rank keeps of the group, from the state as it is now."""
+    name = f"group-{group.first_layer}"
+    parts = len(group.owners)
+    wanted = [("shard", False)]
+    if "arc:1" in group.scheme.split("+") and parts > 1:
+        wanted.append(("replica", True))
+    held: list[PartImage] = []
+    for kind, replica in wanted:
+        bucket = Bucket(HostMover() if replica else mover)
+        layers = tuple(
+            _part_of(one, model, sharding, bucket) for one in sharding.kept(group.layers, replica=replica)
+        )
+        held.append(
+            PartImage(part=(group.owner + replica) % parts, size_bytes=bucket.size_bytes, layers=layers)
+        )
+        layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
+        offset = capture.shards_bytes
+        capture.units += units_of(layout, 0, bucket, offset, capture.unit_bytes)
+        capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
+    image = ShardedImage(
+        parts=parts, layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
+    )
+    capture.small.append((f"{name}/small", image.to_bytes()))
+    capture.describe(group, held[0].size_bytes, parts=parts)
+
+
+def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
+    tensors = model.tensors_of(layer)
+    return WholeLayer(
+        layer=layer,
+        tensors=tuple(
+            partimage.Tensor(
+                name=tensor.name,
+                role=tensor.kind,
+                dtype=_dtype(tensor.value),
+                shape=tuple(tensor.value.shape),
+                on_host=tensor.value.device.type == "cpu",
+            )
+            for tensor in tensors
+        ),
+        schedule=sharding.schedule(),
+        buffers=bytes_of(tensor.value for tensor in tensors if tensor.kind == "buffer"),
+        homes={
+            tensor.name: home
+            for tensor in tensors
+            if tensor.trainable and (home := min(tensor.layers)) != layer
+        },
+    )
+
+
+def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -> PartOfLayer:
+    """Adds the part's bytes to the bucket: its slices of trained parameters, and as much of the others."""
+    begin = bucket.size_bytes
+    runs: list[Run] = []
+    scalars: partimage.Scalars = {}
+
+    def add(name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None) -> None:
+        size = tensor.numel() * tensor.element_size()
+        runs.append(
+            Run(
+                name=name,
+                role=role,  # type: ignore[arg-type]
+                key=key,
+                dtype=_dtype(tensor),
+                on_host=tensor.device.type == "cpu",
+                start=start,
+                count=count,
+                offset=bucket.size_bytes - begin,
+                size_bytes=size,
+            )
+        )
+        bucket.add(source_of(tensor.detach()), padded(size))
+
+    for mine in one.slices:
+        cut = mine.slice
+        own = sharding.value_of(cut) if mine.value is None else mine.value
+        add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start)
+        for key, value in mine.state.items():
+            if not isinstance(value, Tensor):
+                scalars.setdefault(cut.name, {})[key] = value
+            elif value.dim() == 0:
+                add(cut.name, "optimizer", key, value, 0, None)
+            else:
+                add(cut.name, "optimizer", key, value, cut.start, cut.end - cut.start)
+    for tensor in model.tensors_of(one.layer):
+        if _frozen(tensor):
+            flat = tensor.value.detach().reshape(-1)
+            flat = flat.cpu() if one.replica else flat
+            start, end = (flat.numel() * number // one.parts for number in (one.part, one.part + 1))
+            add(tensor.name, "parameter", "", flat[start:end], start, end - start)
+    return PartOfLayer(
+        layer=one.layer,
+        offset=begin,
+        size_bytes=bucket.size_bytes - begin,
+        runs=tuple(runs),
+        scalars=scalars,
+    )
+
+
+def _frozen(tensor: SharedTensor) -> bool:
+    return tensor.kind == "parameter" and not tensor.trainable
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

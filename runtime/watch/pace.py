@@ -1,0 +1,109 @@
+"""How far the main thread is, for those who watch it from other threads.
+
+The control thread sends ``progress``, ``waiting`` and ``reading`` with every beat. Waiting for peers is not a
+hang of this trainer; standing still without waiting is, soon in a step and late while samples are read. All
+waits of the training loop pass through ``wait``: it is the one place where a stage is idle (a pipeline
+bubble), which is where time is accounted, and where other work may be done.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from runtime.groups.communicator import Communicator, Pending
+from runtime.watch.tracing import Recorder
+
+Wait = Literal["bubble", "sync", "vote"]
+"""What a step waits for: a neighbour's activations or gradients, sums of gradients, everybody."""
+
+
+class InjectedError(RuntimeError):
+    """Chaos: what the user's code might have raised."""
+
+
+class Pace:
+    """Written by the main thread, read by the control thread; single attributes need no lock."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.waiting = False
+        self.reading = False
+        """Samples of the data set: user code that may wait for a disk, which is no hang for much longer."""
+        self.bubble_s = 0.0
+        """Waited for peers since ``begin_step``."""
+        self.sums_s = 0.0
+        """Of that, for sums of gradients."""
+        self.waiting_for: Wait | None = None
+        self.slowness = 1.0
+        """Chaos: computing takes so many times as long."""
+        self.raises = ""
+        """Chaos: computing raises once, with these words."""
+        self.window: threading.Event | None = None
+        """Set while ``waiting``, for who has work for such times."""
+        self.trace = Recorder()
+        self._sleep_s = 0.0
+
+    def begin_step(self) -> None:
+        """Waits are counted from here on."""
+        self.bubble_s = self.sums_s = 0.0
+
+    def request_sleep(self, seconds: float) -> None:
+        """Chaos: have the main thread stand still at its next operation."""
+        self._sleep_s = seconds
+
+    def tick(self) -> None:
+        """The main thread begins another operation."""
+        self.progress += 1
+        if self._sleep_s > 0:
+            sleep_s, self._sleep_s = self._sleep_s, 0.0
+            time.sleep(sleep_s)
+
+    def raise_if_asked(self) -> None:
+        """:raises InjectedError: chaos wants it; once."""
+        if self.raises:
+            detail, self.raises = self.raises, ""
+            raise InjectedError(detail)
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """The data set is asked for samples."""
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+            self.progress += 1
+
+    @contextmanager
+    def idle(self, what: Wait | None = None) -> Iterator[None]:
+        """Nothing to do but wait for others. :param what: for the trace, where it is part of a step."""
+        self.waiting, self.waiting_for = True, what
+        if self.window is not None:
+            self.window.set()
+        began_s, started = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            took_s = time.monotonic() - started
+            self.bubble_s += took_s
+            if what is not None:
+                self.trace.add(what, began_s, began_s + took_s)
+            self.sums_s += took_s if what == "sync" else 0.0
+            self.waiting, self.waiting_for = False, None
+            if self.window is not None:
+                self.window.clear()
+            self.progress += 1
+
+    def wait(self, communicator: Communicator, pending: Pending, what: Wait | None = None) -> None:
+        """``communicator.wait``, as idle time where it has to wait."""
+        if pending.done:
+            communicator.wait(pending)
+            return
+        with self.idle(what):
+            communicator.wait(pending)
+
+    def wait_any(self, communicator: Communicator, pendings: Sequence[Pending]) -> None:
+        with self.idle():
+            communicator.wait_any(pendings)

@@ -1,0 +1,394 @@
+"""What a node daemon and its trainers say to each other over a unix socket. No torch in here.
+
+On the wire as ``runtime.wire.frames`` says. The runtime knows neither the planner nor the state machines: a
+plan arrives as the plain data below.
+
+Order of a trainer's life::
+
+    node → trainer   Prepare            build the job's model, dataset, optimizer factory
+    trainer → node   Prepared | Raised
+    node → trainer   Quiesce(g, mode)   enter generation g: stop (abort | boundary) and report
+    trainer → node   Quiesced(g, …)
+    node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
+    trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
+                     StagingSpoiled(g, …) where what it was to go on from is no good: Resume(g, …) once more
+    trainer → node   Done(g, …)         after the last step; the trainer stays, quiescable
+    trainer → node   Beat               all the time, from the control thread
+    node → trainer   Exit
+
+A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, then Snapped(g, s, …) or
+SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
+Mend(s, …) at any time: the daemon found bytes of it changed, and made them again.
+
+ReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
+
+A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from runtime.wire.frames import Frame
+from runtime.wire.trace_protocol import Trace, Traced
+
+
+class VoteData(msgspec.Struct, frozen=True, kw_only=True):
+    loss: float
+    gradient_norm: float
+    skipped: bool = False
+
+
+class StageData(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers ``[first_layer, end_layer)`` on these global ranks, which split each microbatch by rows."""
+
+    first_layer: int
+    end_layer: int
+    ranks: tuple[int, ...]
+
+
+class PipelineData(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages in order and the run of the global batch's microbatches that this pipeline computes."""
+
+    stages: tuple[StageData, ...]
+    first_microbatch: int
+    microbatches: int
+
+
+class TransferData(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank ``source`` sends the whole state of ``layer`` to rank ``target``."""
+
+    layer: int
+    source: int
+    target: int
+
+
+class PartData(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank ``rank`` of the new world has part ``part`` of ``parts`` of ``layer`` at the resume step (ZeRO-1).
+
+    That is this slice of its parameters and of the optimizer's state for them. ``whole``: all parameters and
+    buffers of the layer are there, too.
+    """
+
+    rank: int
+    layer: int
+    part: int
+    parts: int
+    replica: bool
+    """Kept on the host beside the rank's own part (AOR)."""
+    whole: bool
+
+
+class WorldData(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation's training group, the same on every rank (rank r talks from ``hosts[r]``)."""
+
+    pipelines: tuple[PipelineData, ...]
+    transfers: tuple[TransferData, ...]
+    """Empty under ZeRO-1: who sends what follows from ``held_parts``."""
+    hosts: tuple[str, ...]
+    held_parts: tuple[PartData, ...] = ()
+    """Under ZeRO-1, of all ranks of this world; empty otherwise."""
+
+
+class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a job that a trainer needs; validated again at this edge."""
+
+    function: str
+    """``path/to/file.py:name`` or ``package.module:name``."""
+    path: str
+    """Directory that relative paths and imports start from."""
+    seed: int
+    steps: int
+    global_batch: int
+    microbatch_rows: int
+    clip_gradient_norm: float | None = None
+    checkpoint_activations: bool = False
+    dtype: str = "float32"
+    backend: str = "gloo"
+    zero1: bool = False
+    """Each owner of a layer keeps the optimizer's state of its part only (``runtime.zero.parts``)."""
+    arguments: dict[str, str | int | float | bool] = {}
+    """Keyword arguments for the function."""
+
+
+# --- node → trainer ----------------------------------------------------------------------------
+
+
+class Prepare(Frame, frozen=True, kw_only=True):
+    job_id: str
+    training: TrainingData
+    profile: bool
+    devices_per_node: int = 1
+    """The profile tells the times of a stage of 2, 3, … up to so many devices."""
+    arena: str = ""
+    """Directory of this device's arena, in a memory file system; empty: no snapshots."""
+    arena_limit_bytes: int | None = None
+    """Of the arena's slots together; ``None`` leaves it to the file system."""
+
+
+class Quiesce(Frame, frozen=True, kw_only=True):
+    generation: int
+    mode: str
+    """``abort`` or ``boundary``."""
+
+
+class Resume(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    vote: VoteData | None
+    rank: int
+    """-1: this trainer is not in the plan; it keeps its state until told otherwise."""
+    world: WorldData
+    rendezvous_host: str
+    rendezvous_port: int
+    token: str
+    """Shared secret of the rendezvous server."""
+    nodes: tuple[str, ...] = ()
+    """The node's name of each rank: what snapshots call the owners. Empty: none are taken."""
+    protection: str = "none"
+    """``storage.codes``: what each owner keeps besides its own part."""
+    restore: str = ""
+    """Directory with what ``storage.staged`` says at ``step`` of each layer that this rank needs; what it
+    holds is dropped."""
+    lineage: int = 0
+    """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
+
+
+class Snap(Frame, frozen=True, kw_only=True):
+    """Have everybody take a snapshot behind the next step; ignored in another generation."""
+
+    generation: int
+    last: bool = False
+    """All steps are done, and there is no next one: take it at once, as everybody is told to."""
+
+
+class KeepSnapshot(Frame, frozen=True, kw_only=True):
+    """The snapshot of ``step`` is complete on all nodes: older ones are released."""
+
+    step: int
+    pinned: int = 0
+    """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
+
+
+class Mend(Frame, frozen=True, kw_only=True):
+    """Bytes of a part of a complete snapshot in the arena changed there: these were written. Not answered."""
+
+    step: int
+    generation: int
+    """Of the snapshot; in which the trainer is does not matter."""
+    part: str
+    offset: int
+    """In the part."""
+    data: bytes
+
+
+class Sleep(Frame, frozen=True, kw_only=True):
+    """Chaos: the main thread sleeps for ``seconds`` at its next operation, other threads live on."""
+
+    seconds: float
+
+
+class Slow(Frame, frozen=True, kw_only=True):
+    """Chaos: from now on computing takes ``factor`` times as long; 1 ends it."""
+
+    factor: float
+
+
+class Raise(Frame, frozen=True, kw_only=True):
+    """Chaos: an exception comes out of the next microbatch's computing, as if it were the user's."""
+
+    detail: str
+
+
+class Exit(Frame, frozen=True, kw_only=True):
+    pass
+
+
+Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | Slow | Raise | Trace | Exit
+
+# --- trainer → node ----------------------------------------------------------------------------
+
+
+class Attached(Frame, frozen=True, kw_only=True):
+    """First frame on the connection: which device's trainer this is."""
+
+    device: int
+    pid: int
+
+
+class SplitTimeData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors the planner's SplitTime."""
+
+    devices: int
+    forward_ms: float
+    backward_ms: float
+
+
+class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors the planner's LayerProfile; see there for units."""
+
+    forward_ms: float
+    backward_ms: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    output_bytes: int
+    split: tuple[SplitTimeData, ...] = ()
+
+
+class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
+    layers: tuple[LayerProfileData, ...]
+    microbatch_rows: int
+    device_memory_bytes: int | None
+
+
+class Prepared(Frame, frozen=True, kw_only=True):
+    job_id: str
+    profile: ProfileData | None
+
+
+class StatePartData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors ``StatePart`` of statemachine.values: optimizer state and parameters of one part of a layer."""
+
+    layer: int
+    part: int
+    parts: int
+    replica: bool
+
+
+class Quiesced(Frame, frozen=True, kw_only=True):
+    """See statemachine.values.DeviceReport: the same fields, the same meaning."""
+
+    generation: int
+    committed_step: int
+    ready_step: int | None
+    vote: VoteData | None
+    held: tuple[int, ...]
+    """Layers whose parameters and buffers are whole at ``committed_step``, and, without ZeRO-1, all else."""
+    lineage: int = 0
+    """Of the last Resume obeyed."""
+    parts: tuple[StatePartData, ...] = ()
+    """Under ZeRO-1, at ``committed_step``."""
+
+
+class StagingSpoiled(Frame, frozen=True, kw_only=True):
+    """What Resume's ``restore`` lends is not, or not any more, what was written. This trainer holds nothing
+    and waits for the same Resume with other bytes."""
+
+    generation: int
+    part: str
+    """The part of the snapshot that is to blame; empty: it is not known."""
+    detail: str
+
+
+class Resumed(Frame, frozen=True, kw_only=True):
+    generation: int
+    bytes_moved: int
+    rendezvous_s: float
+    state_s: float
+
+
+class Stepped(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    vote: VoteData
+    step_s: float
+    bubble_s: float
+    """Time of this step that the main thread waited for peers."""
+    microbatch_ms: float = 0.0
+    """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
+
+
+class Snapping(Frame, frozen=True, kw_only=True):
+    """The VOTE of ``step`` passed with a flag: its state is going to be copied. Said by every rank."""
+
+    generation: int
+    step: int
+
+
+class Snapped(Frame, frozen=True, kw_only=True):
+    """This rank's part is in its arena, with a manifest. May come after the generation's end.
+
+    Said by every rank; of a stage's ranks only the lowest has anything to write, the others say 0 bytes.
+    """
+
+    generation: int
+    step: int
+    size_bytes: int
+    """In the arena, parity included."""
+    copy_s: float
+    """All threads together."""
+    stall_s: float
+    """Of the main thread: to begin, and waiting before the next APPLY."""
+    idle_bytes: int
+    """Of the state, read while the main thread waited for peers anyway."""
+
+
+class SnapshotFailed(Frame, frozen=True, kw_only=True):
+    """There is no snapshot of ``step`` here; the ones before stay. Training goes on."""
+
+    generation: int
+    step: int
+    detail: str
+
+
+class ReplicaDiverged(Frame, frozen=True, kw_only=True):
+    """This rank's replica of another owner's part differed from it behind ``step``; it is made anew."""
+
+    generation: int
+    step: int
+    layer: int
+    detail: str
+
+
+class Beat(Frame, frozen=True, kw_only=True):
+    progress: int
+    waiting: bool
+    reading: bool = False
+    """Samples of the data set."""
+
+
+class PeerSuspected(Frame, frozen=True, kw_only=True):
+    generation: int
+    detail: str
+
+
+class Done(Frame, frozen=True, kw_only=True):
+    generation: int
+    step: int
+    digests: dict[int, str]
+    """Hex digest of each owned layer's parameters."""
+
+
+class Raised(Frame, frozen=True, kw_only=True):
+    """The training function or a layer raised; the process exits after this."""
+
+    where: Literal["prepare", "restore", "training"]
+    """``restore``: the state to go on from does not fit the model."""
+    detail: str
+    """Traceback; a sentence where it is known what is wrong."""
+
+
+SnapshotReport = Snapping | Snapped | SnapshotFailed
+TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
+MachineReport = (
+    Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
+)
+"""What the node's machine hears of; a trace goes to who asked for it, a spoiled staging to who staged."""
+Report = MachineReport | Traced | StagingSpoiled
+
+
+class Output(Frame, frozen=True, kw_only=True):
+    """First frame on a trainer's *second* connection: all bytes behind it are its stdout and stderr, raw.
+
+    Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of
+    the stream. A socket needs no file that could be left behind, and it ends with the process group.
+    """
+
+    device: int
+    pid: int
+
+
+Greeting = Attached | Output
+"""What the first frame on a connection to the node's socket may be."""

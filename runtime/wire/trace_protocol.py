@@ -1,0 +1,35 @@
+"""Frames by which a node asks its trainers what they do when (``runtime.watch.tracing``). No torch in
+here."""
+
+import msgspec
+
+from runtime.wire.frames import Frame
+
+
+class Trace(Frame, frozen=True, kw_only=True):
+    """Record what is done in ``steps`` steps from ``first_step`` on, or from the next; then say Traced."""
+
+    request: str
+    first_step: int
+    steps: int
+
+
+class SpanData(msgspec.Struct, frozen=True, array_like=True):
+    """``runtime.watch.tracing`` says the kinds. Times in microseconds, ``began_us`` since the epoch."""
+
+    kind: str
+    began_us: int
+    took_us: int
+    number: int = 0
+    size_bytes: int = 0
+
+
+class Traced(Frame, frozen=True, kw_only=True):
+    """What was recorded for a Trace; of fewer steps where the generation ended before."""
+
+    request: str
+    generation: int
+    rank: int
+    spans: tuple[SpanData, ...]
+    dropped: int
+    """Spans that there was no room for."""

@@ -1,0 +1,1 @@
+"""ZeRO-1: optimizer state shared out among owners, and replicas of it on the host (AOR)."""

@@ -1,0 +1,150 @@
+"""AOR (REFT §4.2): a copy of another owner's part, kept current in host memory by doing its updates again.
+
+An owner's optimizer state is nobody else's under ZeRO-1, but the gradients are everybody's. So the owner
+before it in the group repeats its updates: the same optimizer, the same options, the same slices of the same
+reduced and clipped gradients, on a thread of its own. The gradients are copied while the main thread gathers
+parameters; the update runs beside the next step's computing. On the same kind of device the arithmetic is
+the same, bit for bit.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.side_stream import SideStreams
+from runtime.watch.pace import Pace
+from runtime.zero.part_states import PartState
+from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
+
+CHECK_STEPS = 50
+"""Behind every so many steps a replica is compared with its owner's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    gradients: list[Tensor]
+    options: list[dict[str, Any]]
+
+
+class Replica:
+    """Belongs to one generation.
+
+    :param parts: with values and states, which this thread changes from here on. ``finish`` before reading.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartState],
+        optimization: ShardedOptimization,
+        device: torch.device,
+        pace: Pace,
+    ) -> None:
+        self.parts = list(parts)
+        self.slices: list[SliceState] = [one for part in parts for one in part.slices]
+        self.error: Exception | None = None
+        """What ended it; the parts are worth nothing then."""
+        self._optimizer, self._parameters = optimization.twin(self.slices)
+        self._gradients = [torch.empty_like(parameter) for parameter in self._parameters]
+        self._device = device
+        self._side = SideStreams()
+        self._pace = pace
+        self._changed = threading.Condition()
+        self._update: _Update | None = None
+        """Whose gradients are not copied yet."""
+        self._applying = False
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
+        self._thread.start()
+
+    # --- main thread -----------------------------------------------------------------------------
+
+    def follow(self, gradients: list[Tensor], options: list[dict[str, Any]]) -> None:
+        """Do this update; returns at once. ``gradients`` must not change before ``await_taken`` has returned.
+
+        :param gradients: of each of ``slices``. :param options: of the parameter groups, in this update.
+        """
+        if self._device.type == "cuda":
+            self._side.begin({self._device})
+        with self._changed:
+            self._update = _Update(gradients=gradients, options=options)
+            self._changed.notify_all()
+
+    def await_taken(self) -> None:
+        """The gradients are copied."""
+        self._await(lambda: self._update is None)
+
+    def finish(self) -> None:
+        """All updates are done."""
+        self._await(lambda: self._update is None and not self._applying)
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        self.finish()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _await(self, ready: Any) -> None:
+        """And show that this is no hang."""
+        with self._changed:
+            while not (ready() or self.error is not None):
+                self._changed.wait(0.05)
+                self._pace.progress += 1
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            self._side.adopt({self._device})
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._update is not None or self._stopped)
+                update = self._update
+            if update is None:
+                return
+            try:
+                self._take(update.gradients)
+                with self._changed:
+                    self._update, self._applying = None, True
+                    self._changed.notify_all()
+                self._apply(update.options)
+            except Exception as error:
+                # The main thread would wait for ever for a thread that is gone.
+                print(f"replica: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                self._end(error)
+                return
+            with self._changed:
+                self._applying = False
+                self._changed.notify_all()
+
+    def _take(self, gradients: Iterable[Tensor]) -> None:
+        pairs = zip(self._gradients, gradients, strict=True)
+        if self._device.type == "cuda":
+            with self._side.on(self._device):
+                for mine, gradient in pairs:
+                    mine.copy_(gradient, non_blocking=True)
+            self._side.finish({self._device})
+            return
+        for mine, gradient in pairs:
+            mine.copy_(gradient)
+
+    def _apply(self, options: list[dict[str, Any]]) -> None:
+        if self._optimizer is None:
+            return
+        for group, now in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(now)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+
+    def _end(self, error: Exception) -> None:
+        with self._changed:
+            self.error = error
+            self._update, self._applying = None, False
+            self._changed.notify_all()
