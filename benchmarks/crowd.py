@@ -39,8 +39,8 @@ from ftd.wire.public import NodeStateMessage, encode_json, timestamp
 from ftd.wire.topics import Topics
 from planner.values import Device
 from statemachine import messages as m
+from statemachine.cluster.rules import owned_layers
 from statemachine.envelopes import ToNodes
-from statemachine.rules import owned_layers
 from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
 MOST_BODIES = 1000

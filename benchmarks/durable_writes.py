@@ -22,10 +22,10 @@ from benchmarks.common import Limit, Result, command_line, main
 from ftd.coordinator.journal import Journal
 from ftd.wire.coordinators import packer, unpack
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from statemachine import durable
-from statemachine.node import NodeMachine
-from statemachine.rules import Resumption
-from statemachine.state import Attempt, Cluster, Recovery
+from statemachine.cluster.durable import durable
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.rules import Resumption
+from statemachine.cluster.state import Attempt, Cluster, Recovery
 from statemachine.timing import Timing
 from statemachine.values import CommittedStep, Job, NodeFacts, NodeState, Vote
 

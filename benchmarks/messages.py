@@ -29,7 +29,7 @@ from ftd.wire.public import event_message
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine import messages as m
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent
 from statemachine.envelopes import FromNode
 from statemachine.events import BrokerConnected, JobSubmitted, SignalArrived, TemplatesReady

@@ -30,7 +30,7 @@ from ftd.node.arenas import Arenas
 from ftd.node.persist import Persister
 from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
-from statemachine.agent_events import LayersWritten
+from statemachine.agent.events import LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist
 from statemachine.values import Snapshot, SnapshotGroup, Vote

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import structlog
 
 from ftd.errors import JournalError
+from statemachine.cluster.durable.untold import REPEATED
 from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
-from statemachine.untold import REPEATED
 
 _log = structlog.get_logger("ftd.driver")
 

@@ -1,7 +1,8 @@
 """What protects a job's snapshots on the pipelines of a preview: the groups, what each withstands, its bytes.
 
-The groups are those of a real plan (``statemachine.snapshots.groups_of``): maximal runs of layers that the
-same stages own, one in each pipeline. So every group has as many owners as there are pipelines.
+The groups are those of a real plan (``statemachine.cluster.snapshots.snapshots.groups_of``): maximal runs of
+layers that the same stages own, one in each pipeline. So every group has as many owners as there are
+pipelines.
 """
 
 from dataclasses import dataclass

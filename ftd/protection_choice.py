@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ftd.protection import code_for, stated_guarantee
 from planner.values import LayerProfile, Plan
-from statemachine.buddies import buddies_of
-from statemachine.snapshots import groups_of
+from statemachine.cluster.snapshots.buddies import buddies_of
+from statemachine.cluster.snapshots.snapshots import groups_of
 from statemachine.values import ProtectionChoice, ProtectionWish
 from storage.arena import SLOTS
 from storage.shards import ShardLayout

@@ -7,8 +7,8 @@ import msgspec
 from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
 from ftd.wire.public import SnapshotData
-from statemachine.intervals import FIRST_EVERY_STEPS
-from statemachine.protections import AUTO
+from statemachine.cluster.snapshots.intervals import FIRST_EVERY_STEPS
+from statemachine.cluster.snapshots.protections import AUTO
 from statemachine.values import SnapshotPolicy
 from storage.codes import parse_scheme
 

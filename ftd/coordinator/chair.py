@@ -13,7 +13,7 @@ from ftd.errors import WireError
 from ftd.mqtt.session import MqttSession, Will
 from ftd.wire.coordinators import JournalCopy, decode_copy, decode_leader, encode_unreachable, unpack
 from ftd.wire.topics import Topics
-from statemachine.leadership import Leader
+from statemachine.election.leadership import Leader
 
 _log = structlog.get_logger("ftd.seat")
 

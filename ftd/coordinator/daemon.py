@@ -35,7 +35,9 @@ from ftd.metrics.server import MetricsServer
 from ftd.wire.checking import encode_state
 from ftd.wire.coordinators import JournalCopy, packer
 from ftd.wire.topics import Topics
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.durable.promises import promised
+from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -55,10 +57,8 @@ from statemachine.effects import (
     SendCommand,
     WeighPlan,
 )
+from statemachine.election.leadership import Leader, Peer
 from statemachine.events import BrokerConnected, BrokerLost, Event
-from statemachine.leadership import Leader, Peer
-from statemachine.promises import promised
-from statemachine.untold import UNTOLD
 from statemachine.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")

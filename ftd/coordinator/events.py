@@ -1,7 +1,8 @@
 """The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
 
 What was decided is in the durable state, with its events, before anybody hears of it (``decide``,
-``statemachine.untold``); whoever leads next tells what the broker never acknowledged (``go_on``).
+``statemachine.cluster.durable.untold``); whoever leads next tells what the broker never acknowledged
+(``go_on``).
 
 Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
 it tells the whole story.
@@ -23,8 +24,8 @@ from ftd.wire.checking import encode_event, problem_of_details
 from ftd.wire.codec import MOST_NUMBER, check_size
 from ftd.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.wire.topics import Topics
+from statemachine.cluster.durable.untold import Untold, is_kept
 from statemachine.effects import Effect, EmitEvent
-from statemachine.untold import Untold, is_kept
 
 _log = structlog.get_logger("ftd.events")
 

@@ -6,8 +6,8 @@ Everything here happens in the planning thread, or is handed to it.
 from typing import TYPE_CHECKING
 
 from planner.values import Plan, Situation
+from statemachine.cluster.foresight import expected
 from statemachine.effects import ForeseePlan
-from statemachine.foresight import expected
 
 if TYPE_CHECKING:
     from planner.planner import Planner

@@ -2,8 +2,8 @@
 
 The state is durable before anything that follows from it is published. A write always survives a SIGKILL
 of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise
-(``statemachine.promises``). A generation number must never be used twice, not even after a power cut: they
-are reserved in quiet (``reserve``), and a host that was started anew goes on behind those.
+(``statemachine.cluster.durable.promises``). A generation number must never be used twice, not even after a
+power cut: they are reserved in quiet (``reserve``), and a host that was started anew goes on behind those.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from typing import Any
 from ftd.errors import JournalError
 from ftd.wire.public import EventMessage, encode_json
 from ftd.wire.repeats import Repeats
-from statemachine.promises import RESERVED
-from statemachine.untold import MOST
+from statemachine.cluster.durable.promises import RESERVED
+from statemachine.cluster.durable.untold import MOST
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.errors import PlanningError
 from planner.values import Plan, Situation
-from statemachine.rules import owned_layers
+from statemachine.cluster.rules import owned_layers
 
 if TYPE_CHECKING:
     from planner.planner import Planner

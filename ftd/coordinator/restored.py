@@ -9,12 +9,12 @@ import msgspec
 from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.errors import JournalError, WireError
 from ftd.wire.coordinators import JournalCopy, unpack
-from statemachine import durable
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.promises import beyond
+from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect
-from statemachine.promises import beyond
 from statemachine.timing import Timing
-from statemachine.untold import UNTOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,9 @@ from ftd.wire.coordinators import (
     is_packed,
 )
 from ftd.wire.topics import Topics
-from statemachine import durable
+from statemachine.cluster.durable import durable
 from statemachine.effects import Effect, EmitEvent, PublishCluster
-from statemachine.election import ElectionMachine, Role
-from statemachine.leadership import (
+from statemachine.election.leadership import (
     Abdicate,
     Announce,
     Leader,
@@ -47,6 +46,7 @@ from statemachine.leadership import (
     Suspend,
     TakeSeat,
 )
+from statemachine.election.machine import ElectionMachine, Role
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL
 

@@ -16,8 +16,7 @@ from ftd.wire.coordinators import JournalCopy, PeerMessage, decode_copy, decode_
 from ftd.wire.public import CoordinatorSaid, decode_json, event_message
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
-from statemachine.events import Event
-from statemachine.leadership import (
+from statemachine.election.leadership import (
     BeatHeard,
     JournalJudged,
     LeaderSeen,
@@ -28,6 +27,7 @@ from statemachine.leadership import (
     WatchBegan,
     WatchBroke,
 )
+from statemachine.events import Event
 
 _log = structlog.get_logger("ftd.seat")
 

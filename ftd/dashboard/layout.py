@@ -2,7 +2,7 @@
 
 The state names the snapshot's generation. The pipelines of that generation (``PlanChosen``, or the
 state while it is the present one) say who owned which layers; from them follow the buckets, as in
-``statemachine.snapshots.groups_of``.
+``statemachine.cluster.snapshots.snapshots.groups_of``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
-from statemachine import agent_events, effects, events
+from statemachine import effects, events
+from statemachine.agent import events as agent_events
 from statemachine.messages import TrainerLost
 from statemachine.values import FailureCause, NodeState
 

@@ -25,7 +25,8 @@ def _by(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
 def state_metrics(
     state: dict[str, Any], *, now: float, goodput: float | None, checkpoint_at: float | None
 ) -> Iterator[Metric]:
-    """Of ``statemachine.public.public_state``; ``now`` and ``checkpoint_at`` are on the machine's clock."""
+    """Of ``statemachine.cluster.public.public_state``; ``now`` and ``checkpoint_at`` are on the machine's
+    clock."""
     job = state["job"]
     yield _by(
         "ftd_cluster_phase",

@@ -37,8 +37,7 @@ from runtime.wire import protocol
 from runtime.wire.store_protocol import mark_of
 from runtime.wire.trace_protocol import Traced
 from statemachine import effects
-from statemachine.agent import AgentMachine
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
@@ -46,6 +45,7 @@ from statemachine.agent_events import (
     TrainerResumed,
     TrainerUp,
 )
+from statemachine.agent.machine import AgentMachine
 from statemachine.envelopes import ToNode
 from statemachine.events import BrokerConnected, BrokerLost, Event
 from statemachine.values import NodeFacts

@@ -23,7 +23,7 @@ from ftd.node.arenas import Arenas
 from ftd.node.restore import DamageTold, RestoreError, Restorer
 from ftd.node.shard_client import ShardClient
 from ftd.node.staging import OneByOne, Put
-from statemachine.agent_events import LayersFailed, LayersWritten
+from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist
 from statemachine.values import LayerOnDisk, Restore

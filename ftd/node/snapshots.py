@@ -28,13 +28,7 @@ from ftd.node.shard_protocol import bearer_token
 from ftd.node.shard_server import ShardServer
 from ftd.node.sources import Source
 from ftd.node.stager import Stager
-from statemachine.agent_events import (
-    CopiesHeld,
-    CopyCommitted,
-    CopyFailed,
-    HeldSnapshots,
-    SnapshotSpoiled,
-)
+from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, SnapshotSpoiled
 from statemachine.effects import SendCopy
 from statemachine.events import Event
 from statemachine.messages import Persist

@@ -24,7 +24,7 @@ from ftd.node.staging import Stage
 from ftd.node.translation import layers_of
 from planner.values import Device
 from runtime.wire.protocol import StagingSpoiled
-from statemachine.agent_events import RestoringFailed
+from statemachine.agent.events import RestoringFailed
 from statemachine.events import Event
 from statemachine.messages import Resume
 from statemachine.values import Restore

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from statemachine.agent_events import TrainerStarved
+from statemachine.agent.events import TrainerStarved
 
 PERIOD_S = 0.05
 QUIET_S = 0.15

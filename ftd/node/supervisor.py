@@ -27,7 +27,7 @@ from ftd.node.zygote import Zygote
 from runtime.wire import protocol, zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.trace_protocol import Traced
-from statemachine.agent_events import TrainerFailed
+from statemachine.agent.events import TrainerFailed
 from statemachine.events import Event
 from statemachine.values import FailureCause
 

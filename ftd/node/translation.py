@@ -12,7 +12,7 @@ from ftd.wire.profiles import problem_of_profile
 from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
 from runtime.wire import protocol
 from statemachine import messages
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     TrainerBeat,
     TrainerDone,
     TrainerFailed,

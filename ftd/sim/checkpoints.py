@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from ftd.sim.world import World
-from statemachine.cluster import ClusterEvent
+from statemachine.cluster.machine import ClusterEvent
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
 from statemachine.events import CheckpointFailed, CheckpointWritten
 

@@ -16,8 +16,9 @@ from ftd.sim.seat import SimSeat
 from ftd.sim.succession import begins
 from ftd.sim.voice import Voice
 from ftd.sim.world import World
-from statemachine.cluster import ClusterEvent, ClusterMachine
-from statemachine.durable import unseen
+from statemachine.cluster.durable.durable import unseen
+from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.machine import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -51,7 +52,6 @@ from statemachine.events import (
     StopRequested,
     TimerFired,
 )
-from statemachine.untold import UNTOLD
 from statemachine.values import Checkpoint, Job
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim.arena import Copy
-from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed
-from statemachine.buddies import copy_of
+from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed
+from statemachine.cluster.snapshots.buddies import copy_of
 from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
 from statemachine.values import HeldSnapshot
 

@@ -5,7 +5,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ftd.sim.arena import lacking
-from statemachine.agent_events import SnapshotSpoiled
+from statemachine.agent.events import SnapshotSpoiled
 from statemachine.values import HeldSnapshot, Restore
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from statemachine.durable import moved
-from statemachine.promises import RESERVED, beyond, promised
+from statemachine.cluster.durable.durable import moved
+from statemachine.cluster.durable.promises import RESERVED, beyond, promised
 from statemachine.values import ClusterPhase
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.retained import Retained
 from ftd.sim.sessions import Line
-from statemachine.phases import OVER
+from statemachine.cluster.phases import OVER
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim import losses
-from statemachine.phases import OVER
-from statemachine.records import put_together
+from statemachine.cluster.durable.records import put_together
+from statemachine.cluster.phases import OVER
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

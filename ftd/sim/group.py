@@ -8,9 +8,9 @@ from ftd.sim.sharding import is_sharded, kept_parts, moves
 from ftd.sim.trainers import SimTrainer
 from ftd.sim.world import Violation, World
 from planner.stages.layers import expected_ms
-from statemachine.agent_events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
+from statemachine.agent.events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
+from statemachine.cluster.rules import owned_layers
 from statemachine.messages import Resume
-from statemachine.rules import owned_layers
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

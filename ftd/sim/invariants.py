@@ -15,7 +15,7 @@ from ftd.wire.checking import problem_of_details
 from ftd.wire.public import encode_json
 from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume

@@ -4,7 +4,7 @@ from ftd.sim.losses import Written
 from ftd.sim.place import SimPlace
 from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
-from statemachine.buddies import copy_of
+from statemachine.cluster.snapshots.buddies import copy_of
 from statemachine.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 

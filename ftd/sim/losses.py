@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ftd.sim import arena
 from ftd.sim.trainers import SimTrainer
 from planner.changes.parts import incomplete
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

@@ -13,8 +13,8 @@ from ftd.sim.disk import Copy
 from ftd.sim.retained import Retained
 from ftd.sim.sessions import COORDINATOR, Client, Line, Session, Vacant
 from ftd.sim.world import World
+from statemachine.election.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen, PeerVanished
 from statemachine.envelopes import FromNode, ToNode, ToNodes
-from statemachine.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen, PeerVanished
 
 if TYPE_CHECKING:
     from ftd.sim.seat import SimSeat

@@ -14,8 +14,7 @@ from ftd.sim.versions import Versions
 from ftd.sim.world import World
 from ftd.sim.writer import SimWriter
 from planner.values import ModelProfile
-from statemachine.agent import AgentEvent, AgentMachine
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     HeldSnapshots,
@@ -25,6 +24,7 @@ from statemachine.agent_events import (
     TrainerPrepared,
     TrainerUp,
 )
+from statemachine.agent.machine import AgentEvent, AgentMachine
 from statemachine.effects import (
     CancelTimer,
     Effect,

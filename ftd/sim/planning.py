@@ -8,7 +8,7 @@ from ftd.sim.plans import plan_event, planner_for
 from ftd.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
-from statemachine.cluster import ClusterEvent
+from statemachine.cluster.machine import ClusterEvent
 from statemachine.effects import BuildTemplates, CheckRestore, ComputePlan, WeighPlan
 from statemachine.events import PlanWeighed, TemplatesReady
 

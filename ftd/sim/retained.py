@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from ftd.sim.disk import Copy
-from statemachine.leadership import Leader, Peer
+from statemachine.election.leadership import Leader, Peer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from ftd.sim.world import World
 from statemachine.effects import CancelTimer, EmitEvent, PublishCluster, SetTimer
-from statemachine.election import ElectionMachine
-from statemachine.events import TimerFired
-from statemachine.leadership import (
+from statemachine.election.leadership import (
     Abdicate,
     Announce,
     BeatHeard,
@@ -35,6 +33,8 @@ from statemachine.leadership import (
     WatchBegan,
     WatchBroke,
 )
+from statemachine.election.machine import ElectionMachine
+from statemachine.events import TimerFired
 
 if TYPE_CHECKING:
     from ftd.sim.coordinator import SimCoordinator

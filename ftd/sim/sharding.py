@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from planner.changes.parts import incomplete
 from planner.values import Device, StatePart
+from statemachine.cluster.rules import owned_layers
+from statemachine.cluster.sharding import owned_parts
 from statemachine.messages import Resume
-from statemachine.rules import owned_layers
-from statemachine.sharding import owned_parts
 
 Parts = Mapping[StatePart, int]
 """Version of each part."""

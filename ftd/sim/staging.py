@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from ftd.sim.arena import restored
 from ftd.sim.trainers import SimTrainer
 from planner.values import Device
-from statemachine.agent_events import RestoringFailed
+from statemachine.agent.events import RestoringFailed
+from statemachine.cluster.rules import owned_layers
 from statemachine.effects import TrainerResume
-from statemachine.rules import owned_layers
 from statemachine.values import Restore
 
 if TYPE_CHECKING:

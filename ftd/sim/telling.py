@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim.disk import Copy
+from statemachine.cluster.durable.untold import UNTOLD
 from statemachine.effects import EmitEvent
-from statemachine.untold import UNTOLD
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

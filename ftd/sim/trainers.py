@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ftd.sim.arena import Shard
 from ftd.sim.sharding import all_of, is_sharded
 from planner.values import Device, StatePart
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     TrainerDone,
     TrainerQuiesced,
     TrainerSnapped,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from statemachine.cluster.durable.untold import UNTOLD, Untold, is_kept
 from statemachine.effects import Effect, EmitEvent
-from statemachine.untold import UNTOLD, Untold, is_kept
 
 if TYPE_CHECKING:
     from ftd.sim.coordinator import SimCoordinator

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from statemachine.agent_events import LayersFailed, LayersWritten
+from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.effects import PersistLayers, StopPersisting
 from statemachine.messages import Persist
 from statemachine.values import LayerOnDisk

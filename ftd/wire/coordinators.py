@@ -10,7 +10,7 @@ from ftd.wire.codec import MAX_COMMAND_BYTES, check_size
 from ftd.wire.folding import unfold
 from ftd.wire.public import SCHEMA, decode_json, encode_json
 from ftd.wire.refolding import Refolder
-from statemachine.leadership import Leader, Peer
+from statemachine.election.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
 """Of a journal on its topic, and of what it may unfold to."""

@@ -17,7 +17,7 @@ from ftd.config.job import load_job_data
 from ftd.local.cluster import BROKER
 from ftd.mqtt.mosquitto import find_mosquitto
 from ftd.node.processes import module_command
-from statemachine import durable
+from statemachine.cluster.durable import durable
 from tests.e2e.playground import Playground, Run, playground, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]

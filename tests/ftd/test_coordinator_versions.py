@@ -21,8 +21,8 @@ from ftd.doctor.cluster import check_cluster
 from ftd.errors import JournalError
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.public import StatusRequest
-from statemachine import durable
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.durable import durable
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL
 from tests.ftd.conftest import RunningBroker
@@ -34,7 +34,7 @@ OF_SCHEMA = """
 import importlib.metadata, sys
 schema, known = int(sys.argv.pop(1)), importlib.metadata.version
 importlib.metadata.version = lambda name: f"{schema}.0" if name == "ftd" else known(name)
-from statemachine import durable
+from statemachine.cluster.durable import durable
 durable.SCHEMA = schema
 from ftd.cli.main import main
 main()

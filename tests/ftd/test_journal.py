@@ -31,12 +31,12 @@ from ftd.wire.coordinators import (
 )
 from ftd.wire.public import EventMessage
 from ftd.wire.refolding import Refolder
-from statemachine import durable
-from statemachine.node import NodeMachine
-from statemachine.promises import RESERVED
-from statemachine.state import Cluster, Exposure
+from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.promises import RESERVED
+from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.state import Cluster, Exposure
 from statemachine.timing import Timing
-from statemachine.untold import UNTOLD
 from statemachine.values import PROTOCOL, NodeFacts
 
 

@@ -30,8 +30,8 @@ from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MOST_CONNECTIONS, MetricsServer
 from ftd.mqtt.mosquitto import free_port
 from ftd.wire.public import EventMessage
-from statemachine.agent_events import TrainerSnapped, TrainerStepped, TrainerUp
-from statemachine.cluster import ClusterMachine
+from statemachine.agent.events import TrainerSnapped, TrainerStepped, TrainerUp
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, PublishNode, SendSignal
 from statemachine.events import BrokerLost
 from statemachine.messages import TrainerLost

@@ -27,7 +27,7 @@ from ftd.node.arenas import Arenas
 from ftd.node.persist import Persister, read_checkpoint
 from ftd.node.restore import RestoreError
 from ftd.node.staging import Stage
-from statemachine.agent_events import LayersFailed, LayersWritten
+from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist
 from statemachine.values import Restore, Snapshot, SnapshotGroup, Vote

@@ -18,7 +18,7 @@ from ftd.node.sources import Source
 from ftd.node.staging import Stage
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from runtime.wire.protocol import Instruction, StagingSpoiled
-from statemachine.agent_events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
+from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
 from statemachine.events import Event
 from statemachine.messages import Resume

@@ -7,7 +7,7 @@ import msgspec
 from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, resume_frame, world_data
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, StatePart, Transfer
 from runtime.wire import protocol
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     TrainerFailed,
     TrainerQuiesced,
     TrainerReplicaDiverged,

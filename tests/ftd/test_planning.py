@@ -25,6 +25,7 @@ from ftd.node.processes import alive
 from planner.errors import PlanningError
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
+from statemachine.cluster.foresight import expected
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import (
     Event,
@@ -34,7 +35,6 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
-from statemachine.foresight import expected
 from statemachine.values import Job, Profiled
 
 PATIENCE_S = 60.0

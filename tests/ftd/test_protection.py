@@ -27,7 +27,7 @@ from planner.values import (
     StageTemplate,
     Template,
 )
-from statemachine.snapshots import groups_of
+from statemachine.cluster.snapshots.snapshots import groups_of
 from storage.codes import make_code
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from ftd.mqtt.session import MqttSession
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
-from statemachine.leadership import Leader, Peer
+from statemachine.election.leadership import Leader, Peer
 from statemachine.timing import Timing
 from tests.ftd.conftest import RunningBroker
 

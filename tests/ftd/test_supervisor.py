@@ -20,7 +20,7 @@ from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
 from planner.values import Policy
 from runtime.wire import frames, protocol
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     TrainerBeat,
     TrainerDone,
     TrainerFailed,
@@ -274,7 +274,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     program.write_text(
         "import asyncio, pathlib, sys\n"
         "from ftd.node.supervisor import Supervisor\n"
-        "from statemachine.agent_events import TrainerUp\n"
+        "from statemachine.agent.events import TrainerUp\n"
         "async def main(directory):\n"
         "    def feed(event):\n"
         "        if isinstance(event, TrainerUp):\n"

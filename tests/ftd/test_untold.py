@@ -32,7 +32,7 @@ from tests.ftd.test_coordinator import (
 KILLED = """
 import os, signal, sys
 from ftd.coordinator.events import EventStream
-from statemachine.untold import Untold
+from statemachine.cluster.durable.untold import Untold
 moment, name = sys.argv.pop(1), sys.argv.pop(1)
 tell, told, ids = EventStream._publish, Untold.told, set()
 def kill():

@@ -8,9 +8,9 @@ import pytest
 
 from ftd.sim.run import run_seed
 from ftd.wire import codec
-from statemachine.agent import AgentMachine
-from statemachine.agent_events import CommandArrived
-from statemachine.cluster import ClusterMachine
+from statemachine.agent.events import CommandArrived
+from statemachine.agent.machine import AgentMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand
 from statemachine.events import SignalArrived
 

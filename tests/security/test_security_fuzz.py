@@ -31,10 +31,10 @@ from ftd.wire.public import (
 )
 from runtime.wire import protocol, store_protocol, trace_protocol, zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from statemachine import durable
-from statemachine.agent import AgentMachine
-from statemachine.agent_events import CommandArrived
-from statemachine.cluster import ClusterMachine
+from statemachine.agent.events import CommandArrived
+from statemachine.agent.machine import AgentMachine
+from statemachine.cluster.durable import durable
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand, SendCommand
 from statemachine.events import SignalArrived
 from statemachine.timing import Timing

@@ -17,31 +17,21 @@ from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
 from ftd.sim.voice import Voice
 from planner.changes.parts import part_needs
-from statemachine import (
-    agent_commands,
-    agent_snapshots,
-    durable,
-    forgetting,
-    jobs,
-    persisting,
-    raising,
-    recovery,
-    rollback,
-    rules,
-    signals,
-    snapshots,
-    timeouts,
-)
-from statemachine.agent_events import TrainerSnapped
-from statemachine.cluster import ClusterMachine
+from statemachine.agent import commands as agent_commands
+from statemachine.agent import snapshots as agent_snapshots
+from statemachine.agent.events import TrainerSnapped
+from statemachine.cluster import forgetting, jobs, raising, recovery, rollback, rules, signals, timeouts
+from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.promises import promised
+from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.rules import Decision, Reports, Resumption
+from statemachine.cluster.snapshots import persisting, snapshots
+from statemachine.cluster.state import Cluster, Ledger
 from statemachine.effects import Effect, PersistState
-from statemachine.election import ElectionMachine
+from statemachine.election.machine import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Prepare
-from statemachine.promises import promised
-from statemachine.rules import Decision, Reports, Resumption
-from statemachine.state import Cluster, Ledger
-from statemachine.untold import UNTOLD
 from statemachine.values import CommittedStep, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import BEHIND_A_SAVE
 

@@ -15,7 +15,7 @@ from ftd.cli.main import app
 from ftd.errors import ConfigurationError
 from ftd.sim.scenario import play
 from ftd.sim.setting import setting_of, unsupported
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.events import NodeVanished
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -86,7 +86,7 @@ def test_an_expectation_fails_where_a_bug_is_planted(tmp_path: Path, monkeypatch
 def test_a_broken_invariant_fails_a_scenario_that_does_not_expect_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statemachine.recovery.next_generation", lambda c: max(c.generation, 1))
+    monkeypatch.setattr("statemachine.cluster.recovery.next_generation", lambda c: max(c.generation, 1))
     found = played(scenario_file(tmp_path, **KILL), 0)
     assert not found.met
     assert found.simulated is not None

@@ -16,7 +16,7 @@ from ftd.sim.bugs import WORDS, raise_everywhere
 from ftd.sim.drawing import RARER
 from ftd.sim.faults import Fault
 from ftd.sim.run import SHAPES, Leaning, Simulation, run_seed
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
 

@@ -6,8 +6,7 @@ import pytest
 from transcripts import PROFILE, Script, committed, facts, job, report, vote
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
-from statemachine.agent import AgentMachine
-from statemachine.agent_events import (
+from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
@@ -23,6 +22,7 @@ from statemachine.agent_events import (
     TrainerSuspectedPeer,
     TrainerUp,
 )
+from statemachine.agent.machine import AgentMachine
 from statemachine.effects import (
     EmitEvent,
     ExitDaemon,

@@ -7,7 +7,7 @@ from transcripts import PROFILE, Coordination, committed, job, report, vote
 
 from ftd.coordinator.restoring import check_restore
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
-from statemachine.buddies import buddies_of
+from statemachine.cluster.snapshots.buddies import buddies_of
 from statemachine.effects import CheckRestore, ComputePlan, EmitEvent
 from statemachine.events import (
     BrokerConnected,

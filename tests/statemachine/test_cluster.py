@@ -9,8 +9,13 @@ import pytest
 from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
 from planner.values import Device
-from statemachine.cluster import ClusterMachine
-from statemachine.durable import JournalError
+from statemachine.cluster.durable.durable import JournalError
+from statemachine.cluster.durable.untold import is_kept
+from statemachine.cluster.foresight import expected
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.rules import owned_layers
+from statemachine.cluster.state import Cluster
 from statemachine.effects import (
     AnswerRequest,
     BroadcastCommand,
@@ -34,7 +39,6 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
-from statemachine.foresight import expected
 from statemachine.messages import (
     Fence,
     Finished,
@@ -55,11 +59,7 @@ from statemachine.messages import (
     Stop,
     TrainerLost,
 )
-from statemachine.node import NodeMachine
-from statemachine.rules import owned_layers
-from statemachine.state import Cluster
 from statemachine.timing import Timing
-from statemachine.untold import is_kept
 from statemachine.values import ClusterPhase, CommittedStep, FailureCause, Vote
 
 

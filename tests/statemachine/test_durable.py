@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from test_snapshots import HELD, KEY, Snapshots
 from transcripts import GOLDEN, Coordination, report
 
-from statemachine.cluster import ClusterMachine
-from statemachine.columns import columns, rows
-from statemachine.durable import SCHEMA, JournalError, read
+from statemachine.cluster.durable.columns import columns, rows
+from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
+from statemachine.cluster.durable.records import put_together
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
-from statemachine.node import NodeMachine
-from statemachine.records import put_together
 from statemachine.timing import Timing
 from statemachine.values import NodeFacts
 

@@ -4,9 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from statemachine.effects import Effect, PublishCluster
-from statemachine.election import ElectionMachine, Role
-from statemachine.events import TimerFired
-from statemachine.leadership import (
+from statemachine.election.leadership import (
     Abdicate,
     Announce,
     BeatHeard,
@@ -28,6 +26,8 @@ from statemachine.leadership import (
     WatchBegan,
     WatchBroke,
 )
+from statemachine.election.machine import ElectionMachine, Role
+from statemachine.events import TimerFired
 from statemachine.timing import Timing
 
 TIMING = Timing()

@@ -6,7 +6,7 @@ import pytest
 from test_cluster import events, running, sent
 from transcripts import PROFILE, Coordination, committed, job, report
 
-from statemachine import forgetting
+from statemachine.cluster import forgetting
 from statemachine.effects import ComputePlan, EmitEvent, ForgetNode
 from statemachine.events import (
     BrokerConnected,

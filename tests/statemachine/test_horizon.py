@@ -8,7 +8,8 @@ import pytest
 from transcripts import PROFILE, Coordination, job, report
 
 from planner.values import Situation
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.horizon import PRIOR_FAILURES, PRIOR_NODE_S
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan
 from statemachine.events import (
     BrokerConnected,
@@ -17,7 +18,6 @@ from statemachine.events import (
     StopRequested,
     TemplatesReady,
 )
-from statemachine.horizon import PRIOR_FAILURES, PRIOR_NODE_S
 from statemachine.messages import Leaving, Prepare, Prepared
 from statemachine.timing import Timing
 

@@ -7,9 +7,10 @@ from typing import Any
 from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
 
 from planner.errors import StateLostError
-from statemachine.agent import AgentMachine
-from statemachine.agent_events import AgentStarted, CommandArrived, LayersFailed, LayersWritten
-from statemachine.cluster import ClusterMachine
+from statemachine.agent.events import AgentStarted, CommandArrived, LayersFailed, LayersWritten
+from statemachine.agent.machine import AgentMachine
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.snapshots.persisting import attempt_of, shared
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -51,7 +52,6 @@ from statemachine.messages import (
     SnapshotCompleted,
     TrainerLost,
 )
-from statemachine.persisting import attempt_of, shared
 from statemachine.timing import Timing
 from statemachine.values import (
     Checkpoint,

@@ -4,7 +4,7 @@ from test_agent import Daemon
 from test_persisting import NODES, Writing, all_done, gone
 from transcripts import LAYERS, report, vote
 
-from statemachine.agent_events import TrainerDone, TrainerResumed, TrainerStepped
+from statemachine.agent.events import TrainerDone, TrainerResumed, TrainerStepped
 from statemachine.effects import CommitCheckpoint, FindCheckpoint, KeepCopies, SetTimer, TrainerSnap
 from statemachine.events import CheckpointFound, CheckpointWritten, RestoreChecked
 from statemachine.messages import KeepSnapshot, RestoreFailed, Snap

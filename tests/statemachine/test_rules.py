@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
-from statemachine.rules import Resumption, decide, owned_layers, trusted
-from statemachine.sharding import held_parts, only_replicas
+from statemachine.cluster.rules import Resumption, decide, owned_layers, trusted
+from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.values import CommittedStep, DeviceReport, Vote
 
 

@@ -7,7 +7,7 @@ from test_snapshots import HELD, Snapshots
 from transcripts import PROFILE, committed, report
 
 from ftd.protection_choice import protect
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
 from statemachine.messages import Heartbeat, Quiesce, Resume, Snap, Snapping, SnapshotCompleted, Stepped

@@ -8,8 +8,8 @@ from transcripts import PROFILE, Coordination, committed, job, report, vote
 from ftd.coordinator.restoring import check_restore
 from planner.errors import StateLostError
 from planner.values import Device
-from statemachine import snapshots
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.snapshots import snapshots
 from statemachine.effects import BroadcastCommand, CheckRestore, ComputePlan, EmitEvent, PersistState
 from statemachine.events import (
     BrokerConnected,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transcripts import Coordination, committed, report
 
-from statemachine.cluster import ClusterMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
 from statemachine.events import NodeVanished, PlanReady, PlanWeighed
 from statemachine.messages import Heartbeat, Quiesce

@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 
-from statemachine import membership, node, phases
-from statemachine.membership import Standing
+from statemachine.cluster import membership, node, phases
+from statemachine.cluster.membership import Standing
+from statemachine.cluster.node import NodeEvent, NodeMachine
+from statemachine.cluster.phases import MachineError, PhaseEvent, next_phase
 from statemachine.messages import Hello, Signal
-from statemachine.node import NodeEvent, NodeMachine
-from statemachine.phases import MachineError, PhaseEvent, next_phase
 from statemachine.values import ClusterPhase, NodeFacts, NodeState
 
 FACTS = NodeFacts(devices=1, host="h", rendezvous_port=1)

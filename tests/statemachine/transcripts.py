@@ -12,8 +12,8 @@ from typing import Any
 
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
-from statemachine.agent import AgentMachine
-from statemachine.cluster import ClusterMachine
+from statemachine.agent.machine import AgentMachine
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand, ComputePlan, Effect, EmitEvent, SendCommand, SetTimer
 from statemachine.envelopes import FromNode, ToNode
 from statemachine.events import (

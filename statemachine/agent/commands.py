@@ -1,0 +1,345 @@
+"""What the agent does on each command of the coordinator."""
+
+from typing import assert_never
+
+from statemachine.agent import persisting as agent_persisting
+from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
+from statemachine.agent.state import HELLO, Agent, TrainerPhase
+from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
+from statemachine.messages import (
+    CancelPersist,
+    Command,
+    Fence,
+    Finished,
+    Heartbeat,
+    Hello,
+    Inquiry,
+    KeepSnapshot,
+    Leaving,
+    Persist,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Rejection,
+    Released,
+    Resume,
+    Resumed,
+    Snap,
+    Stepped,
+    StepsWanted,
+    Stop,
+)
+from statemachine.values import CommittedStep, NodeState
+
+STEPS_PER_MESSAGE = 1000
+
+
+def obey(a: Agent, command: Command) -> None:
+    """One command of the coordinator for this incarnation. Any but a Rejection says that we belong."""
+    if a.rejected and not isinstance(command, Rejection | Inquiry):
+        a.rejected = False
+        a.cancel_timer(HELLO)
+    match command:
+        case Inquiry():
+            hello(a)
+        case Prepare():
+            prepare(a, command)
+        case Quiesce():
+            quiesce(a, command)
+        case Resume():
+            resume(a, command)
+        case StepsWanted():
+            steps_wanted(a, command)
+        case Stop():
+            stop(a, command)
+        case Fence():
+            fence(a, command)
+        case Rejection():
+            a.rejected = True
+            a.publish(a.state, f"rejected: {command.reason}")
+            a.set_timer(HELLO, a.timing.hello_retry_s)
+        case Released():
+            released(a)
+        case Snap():
+            snap(a, command)
+        case KeepSnapshot():
+            keep(a, command)
+        case Persist():
+            agent_persisting.persist(a, command)
+        case CancelPersist():
+            agent_persisting.cancel(a, command)
+        case _:
+            assert_never(command)
+
+
+# --- saying where we are -------------------------------------------------------------------------
+
+
+def hello(a: Agent) -> None:
+    """Introduce the node and repeat every standing fact: whatever fell into an outage is said again."""
+    a.say(
+        Hello(
+            facts=a.facts,
+            job_id=a.job.job_id if a.job is not None else None,
+            prepared=a.built,
+            generation=a.generation,
+            training=a.training,
+            quiesced=a.quiesced,
+            snapshots=tuple(a.snapshots),
+        )
+    )
+    if a.rejected:
+        return
+    if a.lost is not None:
+        a.say(a.lost)
+    if a.built and a.job is not None:
+        a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+    say_snapshot(a)
+    agent_persisting.say_persisted(a)
+    heartbeat(a)
+    say_quiesced(a)
+    say_resumed(a)
+    say_finished(a)
+    if a.suspected is not None:
+        a.say(a.suspected)
+    if a.leaving is not None:
+        a.say(Leaving(reason=a.leaving))
+
+
+def heartbeat(a: Agent) -> None:
+    a.say(
+        Heartbeat(
+            generation=a.generation,
+            committed=a.committed,
+            microbatch_ms=a.microbatch_ms(),
+            lineage=a.lineage,
+            kept=a.kept,
+            spoiled=a.spoiled,
+        )
+    )
+
+
+def say_quiesced(a: Agent) -> None:
+    if a.quiesced:
+        reports = tuple(trainer.report for trainer in a.trainers if trainer.report is not None)
+        a.say(Quiesced(generation=a.generation, reports=reports))
+
+
+def say_resumed(a: Agent) -> None:
+    """Once every trainer with a rank here has met the others and holds its layers."""
+    if a.resume is None or not a.training:
+        return
+    resumed = [a.trainers[device].resumed for device in a.mine(a.resume)]
+    there = [event for event in resumed if event is not None]
+    if len(there) == len(resumed):
+        a.say(
+            Resumed(
+                generation=a.resume.generation,
+                bytes_moved=sum(event.bytes_moved for event in there),
+                rendezvous_s=max(event.rendezvous_s for event in there),
+                state_s=max(event.state_s for event in there),
+            )
+        )
+
+
+def say_finished(a: Agent) -> None:
+    """Once every trainer with a rank here is done. Devices that disagree show as both digests."""
+    if a.resume is None or a.job is None or not a.training:
+        return
+    digests: dict[int, str] = {}
+    for device in a.mine(a.resume):
+        own = a.trainers[device].digests
+        if own is None:
+            return
+        for layer, digest in own.items():
+            other = digests.setdefault(layer, digest)
+            if other != digest:
+                digests[layer] = f"{other}|{digest}"
+    a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests))
+
+
+def flush_steps(a: Agent) -> None:
+    if a.resume is not None and a.unsent:
+        steps = tuple(a.unsent)
+        a.say(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
+    a.unsent.clear()
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def prepare(a: Agent, command: Prepare) -> None:
+    """Idempotent: ready trainers say so, busy ones go on; anything else means fresh trainers."""
+    if a.leaving is not None:
+        return
+    if command.job.job_id in a.past_jobs:
+        a.ignore("a Prepare for a job that is over")
+        return
+    same = a.job is not None and a.job.job_id == command.job.job_id
+    if same and (a.wants_profile or not command.profile):
+        if a.built:
+            a.say(Prepared(job_id=command.job.job_id, profile=a.profile))
+        return
+    fresh = a.job is None and all(
+        trainer.phase in (TrainerPhase.STARTING, TrainerPhase.UP) for trainer in a.trainers
+    )
+    if a.job is not None and not same:
+        a.past_jobs.append(a.job.job_id)
+    a.job, a.wants_profile, a.profile, a.lost = command.job, command.profile, None, None
+    a.failures = 0
+    if not same:
+        agent_persisting.give_up(a)
+        a.lineage = a.kept = a.kept_in = a.pinned = a.unbuilt = 0
+    a.history.clear()
+    a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
+    if not fresh:
+        a.kill()
+        a.launch()
+    for trainer in a.trainers:
+        if trainer.phase is TrainerPhase.UP:
+            prepare_trainer(a, trainer.device)
+
+
+def prepare_trainer(a: Agent, device: int) -> None:
+    """One trainer measures the model, the others just build it."""
+    trainer, job = a.trainers[device], a.job
+    if job is None:
+        trainer.phase = TrainerPhase.UP
+        return
+    trainer.phase = TrainerPhase.PREPARING
+    profile = a.wants_profile and a.profile is None and device == 0
+    a.out.append(TrainerPrepare(cause=a.cause, device=device, job=job, profile=profile))
+
+
+def quiesce(a: Agent, command: Quiesce) -> None:
+    """Enter a higher generation, whatever the trainers are in the middle of."""
+    if command.generation < a.generation:
+        a.ignore("a Quiesce of an older generation")
+        return
+    if command.generation == a.generation:
+        say_quiesced(a)  # said again because the coordinator did not hear it
+        return
+    a.generation = command.generation
+    a.suspected = None
+    if not a.built:
+        a.say(Quiesced(generation=a.generation, reports=()))
+        return
+    for trainer in a.trainers:
+        trainer.phase = TrainerPhase.QUIESCING
+        trainer.report = trainer.resumed = trainer.digests = None
+        a.out.append(
+            TrainerQuiesce(
+                cause=a.cause, device=trainer.device, generation=command.generation, mode=command.mode
+            )
+        )
+    a.underway = None
+    resting = NodeState.HEALTHY if a.state in (NodeState.SNAP, NodeState.COMPLETED) else a.state
+    a.publish(resting, f"quiescing for generation {a.generation}")
+
+
+def resume(a: Agent, command: Resume) -> None:
+    """Hand it to every trainer, also to those without a rank; what was undone is history no more."""
+    if (
+        command.generation != a.generation
+        or not a.quiesced
+        or a.job is None
+        or command.job_id != a.job.job_id
+    ):
+        a.ignore("a Resume that this node does not wait for")
+        return
+    if command.lineage != a.lineage:
+        # What it remembers is of a past that was undone, unless that was undone by this very Resume.
+        restore, last = command.restore, a.resume.generation if a.resume is not None else 0
+        if restore is None or restore.url or restore.generation > last:
+            a.history.clear()
+        begin_lineage(a, command.restore)
+    if command.restore is not None and command.restore.url:
+        forget_all(a)
+    a.resume, a.stepping, a.lineage = command, False, command.lineage
+    a.forget_beyond(command.step)
+    # Said under the new lineage, a step that was undone would count again.
+    a.unsent = [step for step in a.unsent if a.history.get(step.step) == step]
+    if command.vote is not None:
+        remember(a, CommittedStep(step=command.step, vote=command.vote))
+    ranked = set(a.mine(command))
+    a.committed = a.history.get(command.step) if ranked else None
+    for trainer in a.trainers:
+        trainer.computed_ms.clear()
+        trainer.phase = TrainerPhase.RESUMING if trainer.device in ranked else TrainerPhase.PARKED
+        a.out.append(TrainerResume(cause=a.cause, device=trainer.device, resume=command))
+    a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")
+
+
+def remember(a: Agent, committed: CommittedStep) -> None:
+    a.history.pop(committed.step, None)
+    a.history[committed.step] = committed
+    while len(a.history) > a.timing.steps_kept:
+        del a.history[next(iter(a.history))]
+
+
+def steps_wanted(a: Agent, command: StepsWanted) -> None:
+    last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
+    steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
+    # Also when it is nothing: the coordinator then asks somebody else.
+    a.say(
+        Stepped(
+            generation=a.generation,
+            steps=tuple(steps),
+            step_s=a.step_s,
+            wanted=command.first,
+            lineage=a.lineage,
+        )
+    )
+
+
+def stop(a: Agent, command: Stop) -> None:
+    if not command.failed:
+        forget_job(a, command.job_id)
+    if a.job is None or a.job.job_id != command.job_id:
+        return
+    a.past_jobs.append(a.job.job_id)
+    agent_persisting.give_up(a)
+    a.job = a.profile = a.lost = None
+    a.wants_profile, a.failures = False, 0
+    a.history.clear()
+    a.durations.clear()
+    a.kill()
+    if a.leaving is not None:
+        leave_now(a)
+        return
+    a.launch()
+    a.publish(NodeState.HEALTHY, f"the job is over: {command.reason}")
+
+
+def fence(a: Agent, command: Fence) -> None:
+    """This incarnation is out: nothing of it may go on."""
+    a.kill()
+    agent_persisting.give_up(a)
+    a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")
+    for name in list(a.due):
+        a.cancel_timer(name)
+    a.active = False
+    a.out.append(RenewIncarnation(cause=a.cause))
+
+
+def released(a: Agent) -> None:
+    if a.leaving is not None:
+        leave_now(a)
+        return
+    a.kill(a.timing.kill_grace_s)
+    agent_persisting.give_up(a)
+    a.job = a.profile = a.lost = None
+    a.wants_profile = False
+    a.history.clear()
+    a.publish(NodeState.HEALTHY, "drained: it may be stopped")
+
+
+def leave_now(a: Agent) -> None:
+    a.kill(a.timing.kill_grace_s)
+    agent_persisting.give_up(a)
+    for name in list(a.due):
+        a.cancel_timer(name)
+    a.active = False
+    a.publish(NodeState.OFFLINE, f"left: {a.leaving}")
+    a.out.append(ExitDaemon(cause=a.cause, code=0))

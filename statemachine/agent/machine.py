@@ -1,0 +1,390 @@
+"""The agent machine: one node daemon's part of the protocol, as one pure object.
+
+It stands between the coordinator and the trainers of its node: passes commands down, gathers what the
+trainers answer into one signal per node, notices trainers that die, raise or hang, and keeps going while
+the broker or the coordinator is away. ``step(event) -> list[Effect]``, effects in order.
+"""
+
+from typing import assert_never
+
+from statemachine.agent import persisting as agent_persisting
+from statemachine.agent import snapshots as agent_snapshots
+from statemachine.agent.commands import (
+    flush_steps,
+    heartbeat,
+    hello,
+    leave_now,
+    obey,
+    prepare_trainer,
+    remember,
+    say_finished,
+    say_quiesced,
+    say_resumed,
+)
+from statemachine.agent.events import (
+    AgentStarted,
+    CommandArrived,
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
+    HeldSnapshots,
+    LayersFailed,
+    LayersWritten,
+    RestoringFailed,
+    SnapshotSpoiled,
+    TerminationRequested,
+    TrainerBeat,
+    TrainerDone,
+    TrainerFailed,
+    TrainerPrepared,
+    TrainerQuiesced,
+    TrainerReplicaDiverged,
+    TrainerResumed,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
+    TrainerStarved,
+    TrainerStepped,
+    TrainerSuspectedPeer,
+    TrainerUp,
+)
+from statemachine.agent.state import (
+    HEARTBEAT,
+    HELLO,
+    LEAVE,
+    RESTART,
+    STEPPED,
+    YOUNG,
+    Agent,
+    Trainer,
+    TrainerPhase,
+)
+from statemachine.agent.watch import hear, look
+from statemachine.effects import Effect
+from statemachine.events import BrokerConnected, BrokerLost, TimerFired
+from statemachine.messages import (
+    Leaving,
+    PeerSuspected,
+    Prepared,
+    ReplicaDiverged,
+    RestoreFailed,
+    TrainerLost,
+)
+from statemachine.timing import Timing
+from statemachine.values import CommittedStep, FailureCause, NodeState
+
+AgentEvent = (
+    AgentStarted
+    | TimerFired
+    | BrokerConnected
+    | BrokerLost
+    | CommandArrived
+    | TrainerUp
+    | TrainerPrepared
+    | TrainerQuiesced
+    | TrainerResumed
+    | TrainerStepped
+    | TrainerBeat
+    | TrainerStarved
+    | TrainerSuspectedPeer
+    | TrainerReplicaDiverged
+    | TrainerDone
+    | TrainerFailed
+    | TrainerSnapping
+    | TrainerSnapped
+    | TrainerSnapshotFailed
+    | HeldSnapshots
+    | CopiesHeld
+    | SnapshotSpoiled
+    | CopyCommitted
+    | CopyFailed
+    | RestoringFailed
+    | LayersWritten
+    | LayersFailed
+    | TerminationRequested
+)
+
+
+class AgentMachine:
+    """Feed ``AgentStarted`` first, and again after each ``RenewIncarnation``."""
+
+    def __init__(self, node: str, timing: Timing) -> None:
+        self._a = Agent(name=node, timing=timing)
+
+    def step(self, event: AgentEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        a = self._a
+        a.at, a.cause = event.at, event.cause
+        self._dispatch(event)
+        a = self._a  # AgentStarted makes a new one
+        out, a.out = a.out, []
+        return out
+
+    @property
+    def state(self) -> NodeState:
+        return self._a.state
+
+    def remembers(self, step: int) -> bool:
+        """Does it know the vote of this committed step?"""
+        return step in self._a.history
+
+    @property
+    def generation(self) -> int:
+        return self._a.generation
+
+    @property
+    def lineage(self) -> int:
+        return self._a.lineage
+
+    @property
+    def incarnation(self) -> int:
+        return self._a.incarnation
+
+    def _dispatch(self, event: AgentEvent) -> None:
+        a = self._a
+        match event:
+            case AgentStarted():
+                self._started(event)
+            case BrokerConnected():
+                a.connected = True
+                if a.active:
+                    self._introduce()
+            case BrokerLost():
+                a.connected = False
+                a.cancel_timer(HEARTBEAT)
+                a.cancel_timer(HELLO)
+            case HeldSnapshots():
+                agent_snapshots.found(a, event)
+                if a.active and a.connected:
+                    hello(a)
+            case CopiesHeld():
+                agent_snapshots.hold(a, event)
+            case SnapshotSpoiled():
+                agent_snapshots.spoil(a, event)
+            case _ if not a.active:
+                pass  # fenced or gone: nothing counts until a new AgentStarted
+            case CommandArrived():
+                if event.message.node == a.name and event.message.incarnation == a.incarnation:
+                    obey(a, event.message.command)
+                else:
+                    a.ignore(f"{type(event.message.command).__name__} for another incarnation")
+            case TimerFired():
+                self._timer(event)
+            case TerminationRequested():
+                self._terminate(event)
+            case TrainerFailed():
+                self._trainer_failed(event)
+            case CopyCommitted():
+                agent_snapshots.sent(a, event)
+            case CopyFailed():
+                agent_snapshots.failed(a, event)
+            case RestoringFailed():
+                if self._in_group(event.generation):
+                    failed = RestoreFailed(
+                        generation=event.generation, detail=event.detail, bad=event.bad, damaged=event.damaged
+                    )
+                    a.say(failed)
+            case LayersWritten() | LayersFailed():
+                agent_persisting.take(a, event)
+            case TrainerReplicaDiverged():
+                if self._in_group(event.generation):
+                    where = {"generation": event.generation, "step": event.step, "layer": event.layer}
+                    a.say(ReplicaDiverged(**where, detail=event.detail))
+            case _:
+                self._trainer(event)
+
+    def _started(self, event: AgentStarted) -> None:
+        old = self._a
+        a = self._a = Agent(name=old.name, timing=old.timing)
+        a.at, a.cause, a.connected = old.at, old.cause, old.connected
+        a.over, a.snapshots = old.over, old.snapshots
+        a.incarnation, a.facts = event.incarnation, event.facts
+        a.trainers = [Trainer(device=device) for device in range(event.facts.devices)]
+        a.active = True
+        a.launch()
+        if a.connected:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        a = self._a
+        hello(a)
+        a.publish(a.state, a.reason)
+        a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
+        if a.rejected:
+            a.set_timer(HELLO, a.timing.hello_retry_s)
+
+    # --- trainers ----------------------------------------------------------------------------
+
+    def _trainer(
+        self,
+        event: TrainerUp
+        | TrainerPrepared
+        | TrainerQuiesced
+        | TrainerResumed
+        | TrainerStepped
+        | TrainerBeat
+        | TrainerStarved
+        | TrainerSuspectedPeer
+        | TrainerDone
+        | TrainerSnapping
+        | TrainerSnapped
+        | TrainerSnapshotFailed,
+    ) -> None:
+        """News of a live trainer. What an ended one still said before its end does not count."""
+        a = self._a
+        device = event.report.device if isinstance(event, TrainerQuiesced) else event.device
+        trainer = a.trainers[device]
+        alive = trainer.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
+        match event:
+            case TrainerUp():
+                # A second one: the first was news of a process that was ended before we knew its number.
+                if trainer.phase in YOUNG and event.pid != trainer.pid:
+                    trainer.pid = event.pid
+                    a.over.discard(event.pid)
+                    trainer.beat_at = trainer.moved_at = a.at
+                    prepare_trainer(a, device)
+            case _ if not alive:
+                pass
+            case TrainerBeat() | TrainerStarved():
+                hear(a, event)
+            case TrainerPrepared():
+                self._trainer_prepared(event, trainer)
+            case TrainerQuiesced():
+                if event.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
+                    trainer.phase, trainer.report = TrainerPhase.QUIESCED, event.report
+                    say_quiesced(a)
+            case TrainerResumed():
+                if self._in_group(event.generation) and trainer.phase is TrainerPhase.RESUMING:
+                    trainer.phase, trainer.resumed = TrainerPhase.TRAINING, event
+                    say_resumed(a)
+            case TrainerStepped():
+                self._trainer_stepped(event)
+            case TrainerSuspectedPeer():
+                suspicion = PeerSuspected(generation=event.generation, detail=event.detail)
+                if self._in_group(event.generation):
+                    a.suspected = suspicion
+                    a.suspected_at_step = a.committed.step if a.committed is not None else 0
+                a.say(suspicion)
+            case TrainerDone():
+                if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:
+                    trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
+                    flush_steps(a)
+                    say_finished(a)
+            case TrainerSnapping() | TrainerSnapped() | TrainerSnapshotFailed():
+                agent_snapshots.take(a, event)
+            case _:
+                assert_never(event)
+
+    def _in_group(self, generation: int) -> bool:
+        """Is this the generation that the trainers of this node last resumed, and still the present one?"""
+        a = self._a
+        return a.resume is not None and generation == a.resume.generation == a.generation
+
+    def _trainer_prepared(self, event: TrainerPrepared, trainer: Trainer) -> None:
+        a = self._a
+        if a.job is None or event.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
+            return
+        trainer.phase = TrainerPhase.PREPARED
+        agent_snapshots.tell_kept(a, event.device)
+        if event.profile is not None:
+            a.profile = event.profile
+        if a.built:
+            a.lost, a.unbuilt = None, 0
+            a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+            a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
+
+    def _trainer_stepped(self, event: TrainerStepped) -> None:
+        """A commit counts as long as no later Resume was obeyed, also while a Quiesce is under way."""
+        a = self._a
+        if a.resume is None or event.generation != a.resume.generation:
+            return
+        if event.microbatch_ms > 0:
+            a.trainers[event.device].computed_ms.append(event.microbatch_ms)
+        if a.committed is not None and event.step <= a.committed.step:
+            return
+        a.committed = CommittedStep(step=event.step, vote=event.vote)
+        if event.step > a.suspected_at_step + 1:
+            a.suspected = None
+        remember(a, a.committed)
+        a.failures = 0
+        a.step_s = event.step_s
+        a.durations.append(event.step_s)
+        # Behind the last step a trainer computes digests, which takes as long as it takes.
+        a.stepping = a.job is not None and event.step < a.job.steps
+        if a.leads(a.resume):
+            a.unsent.append(a.committed)
+            if STEPPED not in a.due:
+                flush_steps(a)
+                a.set_timer(STEPPED, a.timing.stepped_s)
+
+    def _trainer_failed(self, event: TrainerFailed) -> None:
+        a = self._a
+        trainer = a.trainers[event.device]
+        known = trainer.pid is None or trainer.pid == event.pid
+        if trainer.phase is TrainerPhase.DOWN or event.pid in a.over or not known:
+            return
+        self._lose(trainer, event.cause_of_failure, event.detail)
+
+    def _lose(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
+        """One trainer is gone: the node starts over with fresh ones, all of them."""
+        a = self._a
+        device = trainer.device
+        a.failures += 1
+        tries = a.failures if cause == "unprepared" else a.failures - 1
+        if trainer.phase is TrainerPhase.PREPARING and cause != "unprepared":
+            a.unbuilt += 1
+            if a.unbuilt >= a.timing.raise_limit:  # A job that ends the process is none that waiting helps.
+                detail = f"trainers ended {a.unbuilt} times while they built the model; the last: {detail}"
+                cause = "unprepared"
+        if a.job is not None:
+            # The newest commit first: it counts for the roll-forward rule.
+            heartbeat(a)
+            a.lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
+            a.say(a.lost)
+            a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
+        a.kill()
+        if tries <= 0:
+            a.launch()
+        else:
+            delay = a.timing.restart_backoff_s * 2 ** min(tries - 1, 16)
+            a.set_timer(RESTART, min(delay, a.timing.restart_backoff_max_s))
+
+    # --- time, and the end ----------------------------------------------------------------------
+
+    def _timer(self, event: TimerFired) -> None:
+        a = self._a
+        late_s = a.at - a.due.pop(event.name, a.at)
+        match event.name:
+            case "heartbeat":
+                if a.connected:
+                    heartbeat(a)
+                    a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
+            case "hello":
+                if a.connected and a.rejected:
+                    hello(a)
+                    a.set_timer(HELLO, a.timing.hello_retry_s)
+            case "stepped":
+                if a.unsent:
+                    flush_steps(a)
+                    a.set_timer(STEPPED, a.timing.stepped_s)
+            case "watch":
+                hanging = look(a, late_s)
+                if hanging is not None:
+                    a.cause = f"hang:{a.name}/{hanging[0].device}:{a.generation}"
+                    self._lose(hanging[0], "hung", hanging[1])
+            case "restart":
+                a.launch()
+            case _:  # "leave": nobody released us in time
+                leave_now(a)
+
+    def _terminate(self, event: TerminationRequested) -> None:
+        """Leave with notice where there is somebody to notice; a second request does not wait."""
+        a = self._a
+        first = a.leaving is None
+        a.leaving = event.reason
+        if not first or not a.connected or a.job is None or not a.built:
+            leave_now(a)
+            return
+        a.say(Leaving(reason=event.reason))
+        a.publish(a.state, f"leaving: {event.reason}")
+        a.set_timer(LEAVE, a.timing.leave_s)

@@ -1,0 +1,237 @@
+"""Snapshots on one node: orders go down to its trainers, and what they wrote comes up as one signal.
+
+What the node's memory holds outlives trainers and daemons. Of what is not the kept snapshot only the newest
+is reckoned with: a new one may be written over an older (``storage.arena``).
+"""
+
+from dataclasses import replace
+
+from statemachine.agent.events import (
+    CopiesHeld,
+    CopyCommitted,
+    CopyFailed,
+    HeldSnapshots,
+    SnapshotSpoiled,
+    TrainerSnapped,
+    TrainerSnapping,
+    TrainerSnapshotFailed,
+)
+from statemachine.agent.state import BUILT, Agent, BegunSnapshot, TrainerPhase
+from statemachine.effects import (
+    KeepCopies,
+    RemoveSnapshots,
+    SendCopy,
+    TrainerKeepSnapshot,
+    TrainerSnap,
+)
+from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
+from statemachine.values import HeldSnapshot, NodeState, Restore
+
+
+def snap(a: Agent, command: Snap) -> None:
+    """Once for each order: a late duplicate would begin a snapshot that nobody waits for.
+
+    So would a second trainer that is told behind the ballot in which the first one asked.
+    """
+    order = command.generation, command.behind
+    if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
+        a.ignore("a Snap of another generation")
+        return
+    if order <= a.snap_order:
+        a.ignore("a Snap that was obeyed")
+        return
+    a.snap_order = order
+    last = a.job is not None and command.behind >= a.job.steps
+    for device in a.mine(a.resume) if last else a.mine(a.resume)[:1]:
+        if a.trainers[device].phase is (TrainerPhase.DONE if last else TrainerPhase.TRAINING):
+            snap = TrainerSnap(cause=a.cause, device=device, generation=command.generation, last=last)
+            a.out.append(snap)
+
+
+def keep(a: Agent, command: KeepSnapshot) -> None:
+    """Said again by the coordinator until a heartbeat confirms it."""
+    said = command.lineage, command.step
+    old = said < (a.kept_in, a.kept) or command.lineage < a.lineage
+    if a.job is None or command.job_id != a.job.job_id or old:
+        a.ignore("a KeepSnapshot of another job, or of an older one")
+        return
+    news, a.kept, a.pinned = said > (a.kept_in, a.kept), command.step, command.pinned
+    a.kept_in = command.lineage
+    a.snapshots = [
+        held
+        for held in a.snapshots
+        if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
+    ]
+    a.out.append(KeepCopies(cause=a.cause, job_id=command.job_id, step=command.step, restore=command.restore))
+    for trainer in a.trainers:
+        if trainer.phase in BUILT:
+            tell_kept(a, trainer.device)
+    if a.underway is not None and a.underway.snapping.step <= a.kept:
+        a.underway = None
+    if news:
+        settle(a, f"the snapshot of step {a.kept} is complete everywhere")
+
+
+def tell_kept(a: Agent, device: int) -> None:
+    """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
+    if a.kept:
+        a.out.append(TrainerKeepSnapshot(cause=a.cause, device=device, step=a.kept, pinned=a.pinned))
+
+
+def settle(a: Agent, reason: str) -> None:
+    """No snapshot is under way here any more."""
+    a.underway = None
+    if a.state in (NodeState.SNAP, NodeState.COMPLETED):
+        a.publish(NodeState.HEALTHY, reason)
+
+
+def forget_job(a: Agent, job_id: str) -> None:
+    """The job is over for good."""
+    a.snapshots = [held for held in a.snapshots if held.job_id != job_id]
+    a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
+
+
+def begin_lineage(a: Agent, restore: Restore | None) -> None:
+    """There was a rollback, and perhaps without this node: what it keeps counts if it is what is restored.
+
+    If it still counts otherwise, the next heartbeat has the coordinator say so. One that did not would stay
+    for ever: the next to be kept may be of an earlier step, and none is ordered while a node keeps another.
+    """
+    if restore is None or restore.url or restore.step != a.kept:
+        a.kept = a.pinned = 0
+
+
+def forget_all(a: Agent) -> None:
+    """Back to a persistent checkpoint: no snapshot counts."""
+    a.kept = a.pinned = a.spoiled = 0
+    a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
+
+
+def found(a: Agent, event: HeldSnapshots) -> None:
+    """What the daemon found in memory: besides what was completed since."""
+    a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
+
+
+def hold(a: Agent, event: CopiesHeld) -> None:
+    """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
+    a.snapshots = [held for held in a.snapshots if not held.owner]
+    found(a, HeldSnapshots(at=event.at, cause=event.cause, snapshots=event.snapshots))
+
+
+def spoil(a: Agent, event: SnapshotSpoiled) -> None:
+    """The next heartbeat says so; what is sound of it still counts."""
+    a.spoiled = event.step
+
+
+def say_snapshot(a: Agent) -> None:
+    """Where the snapshot under way stands here."""
+    if a.underway is not None:
+        a.say(a.underway.snapping)
+        if a.underway.completed is not None:
+            a.say(a.underway.completed)
+
+
+# --- trainers ------------------------------------------------------------------------------------
+
+
+def take(a: Agent, event: TrainerSnapping | TrainerSnapped | TrainerSnapshotFailed) -> None:
+    """News of a trainer's snapshot."""
+    match event:
+        case TrainerSnapping():
+            began(a, event)
+        case TrainerSnapped():
+            wrote(a, event)
+        case TrainerSnapshotFailed():
+            failed(a, event)
+
+
+def began(a: Agent, event: TrainerSnapping) -> None:
+    """The first trainer that says so speaks for the node; older snapshots but two are no more.
+
+    The kept one, and the newest: if that came after the one that is pinned, it was given up.
+    """
+    if a.job is None or a.resume is None or event.generation != a.resume.generation:
+        return
+    if a.underway is not None and event.step <= a.underway.snapping.step:
+        return
+    own = [held for held in a.snapshots if held.job_id == a.job.job_id and not held.owner]
+    mine = [held for held in own if held.step != event.step]
+    pinned = a.pinned if a.pinned != a.kept else 0
+    others = [held for held in mine if (held.step == pinned if pinned else held.step != a.kept)]
+    spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
+    spared |= {held for held in mine if held.step == a.kept}
+    a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
+    a.underway = BegunSnapshot(snapping=Snapping(generation=event.generation, step=event.step))
+    a.say(a.underway.snapping)
+    a.publish(NodeState.SNAP, f"a snapshot of step {event.step}")
+
+
+def wrote(a: Agent, event: TrainerSnapped) -> None:
+    """With the last of the trainers that have a rank the node's part is complete, here at least."""
+    underway = a.underway
+    if underway is None or a.resume is None or a.job is None or underway.written is not None:
+        return
+    if (event.generation, event.step) != (underway.snapping.generation, underway.snapping.step):
+        return
+    underway.shards[event.device] = event
+    committed = a.history.get(event.step)
+    if committed is None or any(device not in underway.shards for device in a.mine(a.resume)):
+        return
+    shards = underway.shards.values()
+    a.snapshots.append(
+        HeldSnapshot(job_id=a.job.job_id, step=event.step, generation=event.generation),
+    )
+    underway.written = SnapshotCompleted(
+        generation=event.generation,
+        step=event.step,
+        vote=committed.vote,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        copy_s=max(shard.copy_s for shard in shards),
+        stall_s=max(shard.stall_s for shard in shards),
+    )
+    buddy = a.resume.buddies.get(a.name)
+    if buddy is None:
+        complete(a, underway.written)
+        return
+    a.out.append(
+        SendCopy(
+            cause=a.cause,
+            job_id=a.job.job_id,
+            step=event.step,
+            generation=event.generation,
+            buddy=buddy,
+        )
+    )
+
+
+def sent(a: Agent, event: CopyCommitted) -> None:
+    """The buddy has it: now the node's part is safe from this host's end."""
+    underway = a.underway
+    if underway is None or underway.written is None or underway.completed is not None:
+        return
+    written = underway.written
+    if (event.generation, event.step) == (written.generation, written.step):
+        complete(a, replace(written, size_bytes=written.size_bytes + event.size_bytes))
+
+
+def complete(a: Agent, part: SnapshotCompleted) -> None:
+    assert a.underway is not None, "a snapshot is under way"
+    a.underway.completed = part
+    a.say(part)
+    a.publish(NodeState.COMPLETED, f"the snapshot of step {part.step} is complete here")
+
+
+def failed(a: Agent, event: TrainerSnapshotFailed | CopyFailed) -> None:
+    underway = a.underway
+    if (
+        underway is None
+        or underway.completed is not None
+        or (event.generation, event.step)
+        != (
+            underway.snapping.generation,
+            underway.snapping.step,
+        )
+    ):
+        return
+    a.say(SnapshotFailed(generation=event.generation, step=event.step, detail=event.detail))
+    settle(a, f"no snapshot of step {event.step}: {event.detail}")

@@ -1,0 +1,1 @@
+"""The cluster machine: the coordinator's whole protocol. Start at ``machine``."""

@@ -1,0 +1,360 @@
+"""The journal's content: everything a coordinator must know again after SIGKILL at any point.
+
+Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the clock is the host's monotonic
+one, the same for a coordinator that comes back on this host.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from planner.values import Device, Plan
+from statemachine.cluster.durable.columns import columns
+from statemachine.cluster.durable.promises import beyond
+from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, put_together
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.rules import Resumption
+from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
+from statemachine.cluster.state import Attempt, Cluster, Exposure, Ledger, Recovery
+from statemachine.timing import Timing
+from statemachine.values import PROTOCOL, NodeFacts
+
+T = TypeVar("T")
+
+SCHEMA = 2
+"""Of what ``write`` gives: one more where an older program could not read it. In 1 each node had a row."""
+OLDEST = 1
+"""That ``read`` takes: with a new schema the one before it, too, so that a newer program can take over."""
+
+
+class JournalError(ValueError):
+    """The journal is not of this program, or of another version of it."""
+
+
+def unreadable(schema: int, protocol: int) -> str:
+    """Why this program cannot go on from the journal of another one, in words; empty: it can.
+
+    :param schema: of the journal. :param protocol: that the nodes of its writer speak.
+    """
+    if not OLDEST <= schema <= SCHEMA:
+        readable = str(SCHEMA) if OLDEST == SCHEMA else f"{OLDEST} to {SCHEMA}"
+        return f"the journal has schema {schema}, and this program reads {readable}"
+    if protocol != PROTOCOL:
+        return f"the nodes speak protocol {protocol}, and this program {PROTOCOL}"
+    return ""
+
+
+_FACTS = tuple(field.name for field in fields(NodeFacts))
+_STANDING = tuple(
+    field.name for field in fields(NodeRecord) if field.name not in ("incarnation", "facts", "snapshots")
+)
+
+
+def _nodes(c: Cluster) -> dict[str, Any]:
+    """What a Hello says of them, what they hold, and the rest, which a recovery changes: a part of each."""
+    nodes = list(c.nodes.values())
+    incarnations, facts = [node.incarnation for node in nodes], [node.facts for node in nodes]
+    held = [node.snapshots for node in nodes]
+    return {
+        "hosts": _alike(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
+        "nodes": columns(nodes, _STANDING),
+        "held": _alike(c, "held", held, list),
+    }
+
+
+def _hosts(said: tuple[list[str], list[int], list[NodeFacts]]) -> dict[str, Any]:
+    names, incarnations, facts = said
+    return {"name": names, "incarnation": incarnations, "facts": columns(facts, _FACTS)}
+
+
+MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
+"""Of a recovery: between them lie its phases."""
+
+
+def _recovery(record: Recovery) -> dict[str, Any]:
+    return {
+        "cause": record.cause,
+        "nodes": list(record.nodes),
+        "detected_how": record.detected_how,
+        "detected_at": record.detected_at,
+        "tried": record.tried,
+        "recomputed_steps": record.recomputed_steps,
+        "rolled_back_steps": record.rolled_back_steps,
+        "tier": record.tier,
+        **{name: getattr(record, name) for name in MOMENTS},
+    }
+
+
+def _persisting(c: Cluster) -> dict[str, Any]:
+    persisting, writing = c.persisting, c.persisting.writing
+    return {
+        "newest": persisting.newest,
+        "tried": persisting.tried,
+        "done": persisting.done,
+        "spoiled": sorted(persisting.spoiled),
+        "attempt": writing.attempt if writing is not None else "",
+        "record": writing.record if writing is not None else None,
+        "writers": sorted(writing.shares) if writing is not None else [],
+    }
+
+
+def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
+    """What was being written is given up once the broker is there; so this much of it is enough."""
+    writing = None
+    if past.record is not None:
+        writing = Writing(
+            record=past.record,
+            attempt=past.attempt,
+            shares=dict.fromkeys(past.writers, ()),
+            incarnations={},
+            sources={},
+            began_at=at,
+        )
+    return Persisting(
+        newest=past.newest, tried=past.tried, done=past.done, spoiled=set(past.spoiled), writing=writing
+    )
+
+
+def _once(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
+    """What is made of a large value that does not change, for as long as it is the same one."""
+    cached = c.made.get(name)
+    if cached is None or cached[0] is not value:
+        cached = c.made[name] = (value, make(value))
+    return cached[1]
+
+
+def _alike(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
+    """The same of what was gathered just for this: made once for as long as it is equal."""
+    cached = c.made.get(name)
+    return _once(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
+
+
+def _but_its_pipelines(plan: Plan) -> dict[str, Any]:
+    """Which are a part of their own, as those of the plan before may be."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "pipelines"}
+
+
+def _pairs(mapping: dict[Device, Any]) -> list[Any]:
+    return list(mapping.items())
+
+
+def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
+    return {
+        "resumed_generation": resumption.generation,
+        "resumed_step": resumption.step,
+        "resumed_vote": resumption.vote,
+        "resumed_ready": _once(c, "ready", resumption.ready, _pairs),
+        "pipelines": resumption.plan.pipelines,
+        "plan": _once(c, "plan", resumption.plan, _but_its_pipelines),
+        "resumed_lineage": resumption.lineage,
+        "resumed_restore": resumption.restore,
+        "resumed_protection": resumption.protection,
+        "resumed_wish": resumption.wish,
+        "resumed_ready_parts": _once(c, "ready_parts", resumption.ready_parts, _pairs),
+        "resumed_held_parts": resumption.held_parts,
+        "resumed_buddies": dict(resumption.buddies),
+    }
+
+
+def write(c: Cluster) -> dict[str, Any]:
+    """The durable state as it is now, for ``msgspec`` to encode; what is yet to be told of it goes with it
+    (``untold``).
+
+    Large parts that are as they were the last time are the same objects; none changes once it is given out.
+    """
+    attempt, record, resumption, ledger = c.attempt, c.recovery, c.resumption, c.ledger
+    state: dict[str, Any] = {
+        "schema": SCHEMA,
+        "phase": str(c.phase),
+        "generation": c.generation,
+        "outcome": c.outcome,
+        "lacking": c.lacking,
+        "giving_up": c.giving_up,
+        "raised": c.raised,
+        "raising": c.raising,
+        "last_failure": c.last_failure,
+        "job": c.job,
+        "profiled": c.profiled,
+        "known": ledger.known,
+        "told": ledger.told,
+        "loss": ledger.loss,
+        "step_s": ledger.step_s,
+        **_nodes(c),
+        "templates_for": max(c.templates_for, c.templates_before),
+        "exposure": msgspec.to_builtins(c.exposure),
+        "snapshot": c.keeping.newest,
+        "snapshot_behind": c.keeping.behind,
+        "snapshot_asked": c.keeping.asked or (c.keeping.underway is not None and c.keeping.underway.asked),
+        "lineage": c.lineage,
+        "persisting": _persisting(c),
+    }
+    if attempt is not None:
+        state["attempt"] = {
+            "generation": attempt.generation,
+            "mode": attempt.mode,
+            "kept": sorted(attempt.kept),
+            "kept_for": list(attempt.kept_for),
+            "resume_sent": attempt.resume_sent,
+            "sources": list(attempt.sources),
+        }
+        state["expected"] = _alike(c, "expected", list(attempt.expected), list)
+        state["members"] = _alike(c, "members", attempt.members.copy(), sorted)
+    if record is not None:
+        state["recovery"], state["before"] = _recovery(record), record.before
+    if resumption is not None:
+        state |= _resumption(c, resumption)
+    return state
+
+
+def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
+    """The same on another clock: of a host whose monotonic clock is so much ahead of the writer's."""
+    state = dict(durable)
+    recovery = [("recovery", field) for field in ("detected_at", *MOMENTS)]
+    for name, field in (*recovery, ("exposure", "since"), ("snapshot", "at")):
+        part = state.get(name)
+        if isinstance(part, dict) and isinstance(part.get(field), float):
+            state[name] = {**part, field: part[field] + by_s}
+    return state
+
+
+UNSEEN = 1000
+"""Generations left out where the last leader may have started some that only it and the broker knew of."""
+
+
+def unseen(durable: dict[str, Any]) -> dict[str, Any]:
+    """What a standby kept, where the broker lost what the leader left there last, or has an older one: so
+    that no generation that was started behind it is used again, for another plan."""
+    generation = durable.get("generation")
+    return beyond(durable, generation + UNSEEN) if isinstance(generation, int) else durable
+
+
+def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
+    """A cluster as the journal left it; every node counts as just heard.
+
+    :raises JournalError: the journal does not fit this program.
+    """
+    schema = durable.get("schema") if isinstance(durable, dict) else None
+    if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
+        raise JournalError(problem)
+    try:
+        journal = msgspec.convert(put_together(durable) if schema != 1 else durable, Journal)
+    except ValueError as error:
+        raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
+    c = Cluster(
+        timing=timing,
+        phase=journal.phase,
+        generation=journal.generation,
+        outcome=journal.outcome,
+        lacking=journal.lacking,
+        giving_up=journal.giving_up,
+        raised=journal.raised,
+        raising=journal.raising,
+        last_failure=journal.last_failure,
+        job=journal.job,
+        profiled=journal.profiled,
+        ledger=Ledger(known=journal.known, told=journal.told, loss=journal.loss, step_s=journal.step_s),
+        restored=True,
+        at=at,
+        templates_before=journal.templates_for,
+        keeping=Keeping(
+            newest=journal.snapshot,
+            behind=journal.snapshot_behind,
+            urgent=True,
+            asked=journal.snapshot_asked,
+        ),
+        persisting=_read_persisting(journal.persisting, at),
+        lineage=journal.lineage,
+        exposure=Exposure(
+            failures=journal.exposure.failures,
+            node_s=journal.exposure.node_s,
+            nodes=journal.exposure.nodes,
+            since=min(journal.exposure.since, at),
+        ),
+    )
+    _read_generation(c, journal)
+    return c
+
+
+def _read_generation(c: Cluster, journal: Journal) -> None:
+    """Nodes, and what the present generation is about."""
+    at = c.at
+    for name, record in journal.nodes.items():
+        c.nodes[name] = _read_node(name, record, at)
+    if journal.plan is not None:
+        c.resumption = Resumption(
+            generation=journal.resumed_generation,
+            step=journal.resumed_step,
+            vote=journal.resumed_vote,
+            plan=journal.plan,
+            ready={device: frozenset(layers) for device, layers in journal.resumed_ready},
+            lineage=journal.resumed_lineage,
+            restore=journal.resumed_restore,
+            ready_parts=dict(journal.resumed_ready_parts),
+            held_parts=journal.resumed_held_parts,
+            protection=journal.resumed_protection or _given(journal),
+            wish=journal.resumed_wish,
+            buddies=journal.resumed_buddies,
+        )
+    if journal.attempt is not None:
+        past = journal.attempt
+        c.attempt = Attempt(
+            generation=past.generation,
+            mode=past.mode,
+            began_at=at,
+            expected=dict.fromkeys(past.expected),
+            members=set(past.members),
+            kept=frozenset(past.kept),
+            kept_for=past.kept_for,
+            resume_sent=past.resume_sent,
+            sources=past.sources,
+        )
+    if journal.recovery is not None:
+        old = journal.recovery
+        c.recovery = Recovery(
+            cause=old.cause,
+            nodes=list(old.nodes),
+            detected_how=old.detected_how,
+            detected_at=min(old.detected_at, at),
+            tried=old.tried,
+            recomputed_steps=old.recomputed_steps,
+            rolled_back_steps=old.rolled_back_steps,
+            tier=old.tier,
+            before=old.before,
+            quiesced_at=_past(old.quiesced_at, at),
+            planned_at=_past(old.planned_at, at),
+            resumed_at=_past(old.resumed_at, at),
+        )
+
+
+def _past(moment: float | None, at: float) -> float | None:
+    return None if moment is None else min(moment, at)
+
+
+def _given(journal: Journal) -> str:
+    """By the job, where an older program wrote the journal."""
+    return journal.job.snapshot.protection if journal.job is not None else "none"
+
+
+def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
+    return NodeMachine(
+        name=name,
+        incarnation=record.incarnation,
+        facts=record.facts,
+        state=record.state,
+        heard_at=at,
+        prepared=record.prepared,
+        unfit=record.unfit,
+        draining=record.draining,
+        leaving=record.leaving,
+        released=record.released,
+        returning=record.returning,
+        counted_in=record.counted_in,
+        obeyed=record.obeyed,
+        lost_after=record.lost_after,
+        gone=record.gone,
+        speed=record.speed,
+        retired=record.retired,
+        snapshots=frozenset(record.snapshots),
+    )

@@ -1,0 +1,182 @@
+"""The durable state as the journal has it: ``durable`` writes it, field by field, and reads it back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from planner.values import Device, PipelinePlacement, Plan, StatePart
+from statemachine.cluster.durable.columns import rows
+from statemachine.values import (
+    Checkpoint,
+    ClusterPhase,
+    CommittedStep,
+    HeldPart,
+    HeldSnapshot,
+    Job,
+    NodeFacts,
+    NodeState,
+    Profiled,
+    QuiesceMode,
+    Raising,
+    Restore,
+    Snapshot,
+    Vote,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    incarnation: int
+    facts: NodeFacts
+    state: NodeState
+    prepared: bool
+    unfit: str | None
+    draining: str | None
+    leaving: bool
+    released: bool
+    returning: bool
+    counted_in: int
+    obeyed: int
+    lost_after: int
+    gone: bool
+    retired: tuple[int, ...]
+    speed: float = 1.0
+    snapshots: tuple[HeldSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    generation: int
+    mode: QuiesceMode
+    expected: tuple[str, ...]
+    members: tuple[str, ...]
+    kept: tuple[str, ...]
+    resume_sent: bool
+    sources: tuple[str, ...] = ()
+    kept_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecord:
+    cause: str
+    nodes: tuple[str, ...]
+    detected_how: str | None
+    detected_at: float
+    tried: int
+    recomputed_steps: int
+    before: tuple[PipelinePlacement, ...] = ()
+    rolled_back_steps: int = 0
+    tier: str | None = None
+    quiesced_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureRecord:
+    failures: int = 0
+    node_s: float = 0.0
+    nodes: int = 0
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistingRecord:
+    newest: Checkpoint | None = None
+    tried: int = 0
+    done: bool = False
+    spoiled: tuple[int, ...] = ()
+    attempt: str = ""
+    """Of what is being written; empty: nothing is."""
+    record: Snapshot | None = None
+    """Which is this."""
+    writers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostColumns:
+    name: list[str]
+    incarnation: list[Any]
+    facts: dict[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What is written in parts, each of which changes at other times than the rest. Of all nodes, in one
+    order: what each said of itself, its standing, what it holds."""
+
+    hosts: HostColumns
+    nodes: dict[str, list[Any]]
+    held: list[Any]
+    attempt: dict[str, Any] | None = None
+    expected: Any = ()
+    members: Any = ()
+    recovery: dict[str, Any] | None = None
+    before: Any = ()
+    plan: dict[str, Any] | None = None
+    pipelines: Any = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    schema: int
+    phase: ClusterPhase
+    generation: int
+    outcome: str
+    lacking: str
+    giving_up: bool
+    raised: int
+    last_failure: str
+    job: Job | None
+    profiled: Profiled | None
+    known: CommittedStep | None
+    told: int
+    loss: float | None
+    step_s: float
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    attempt: AttemptRecord | None = None
+    recovery: RecoveryRecord | None = None
+    resumed_generation: int = 0
+    resumed_step: int = 0
+    resumed_vote: Vote | None = None
+    resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
+    plan: Plan | None = None
+    templates_for: int = 0
+    exposure: ExposureRecord = ExposureRecord()
+    snapshot: Snapshot | None = None
+    snapshot_behind: int = 0
+    snapshot_asked: bool = False
+    lineage: int = 0
+    resumed_lineage: int = 0
+    resumed_restore: Restore | None = None
+    resumed_protection: str = ""
+    resumed_wish: str = ""
+    resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
+    resumed_held_parts: tuple[HeldPart, ...] = ()
+    resumed_buddies: dict[str, str] = field(default_factory=dict)
+    persisting: PersistingRecord = PersistingRecord()
+    raising: Raising | None = None
+
+
+def put_together(durable: Any) -> dict[str, Any]:
+    """The durable state as ``Journal`` has it, with a row for each node, of ``Parts``.
+
+    :raises ValueError: these are not there, or the nodes' not of one length.
+    """
+    written = msgspec.convert(durable, Parts)
+    hosts = written.hosts
+    nodes = {
+        name: {**standing, "incarnation": incarnation, "facts": facts, "snapshots": held}
+        for name, incarnation, facts, standing, held in zip(
+            hosts.name, hosts.incarnation, rows(hosts.facts), rows(written.nodes), written.held, strict=True
+        )
+    }
+    whole: dict[str, Any] = {**durable, "nodes": nodes}
+    if written.attempt is not None:
+        whole["attempt"] = {**written.attempt, "expected": written.expected, "members": written.members}
+    if written.recovery is not None:
+        whole["recovery"] = {**written.recovery, "before": written.before}
+    if written.plan is not None:
+        whole["plan"] = {**written.plan, "pipelines": written.pipelines}
+    return whole

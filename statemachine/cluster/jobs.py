@@ -1,0 +1,354 @@
+"""A job's life: accepted, built and measured on nodes, templates, the first plan, the end."""
+
+import hashlib
+from typing import Any
+
+from statemachine.cluster.foresight import foresee
+from statemachine.cluster.group import follow_group, release, release_drained, release_idle
+from statemachine.cluster.joining import want_join
+from statemachine.cluster.ledger import tell
+from statemachine.cluster.membership import healthy, misfit, reject
+from statemachine.cluster.node import NodeEvent, NodeMachine
+from statemachine.cluster.phases import PhaseEvent
+from statemachine.cluster.recovery import note_cause, reconfigure
+from statemachine.cluster.snapshots import orders as snapshot_orders
+from statemachine.cluster.snapshots import persisting
+from statemachine.cluster.snapshots.buddies import lost_buddies
+from statemachine.cluster.snapshots.keeping import Keeping, Persisting
+from statemachine.cluster.snapshots.protections import overdue, wish_of
+from statemachine.cluster.state import (
+    FIND,
+    FINISH,
+    GIVE_UP,
+    JOIN,
+    QUIESCE,
+    RESUME,
+    SETTLE,
+    SNAPSHOT,
+    STEPS,
+    SUSPICION,
+    Balance,
+    Cluster,
+    Exposure,
+    Ledger,
+)
+from statemachine.cluster.words import counted
+from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
+from statemachine.events import DrainRequested, JobSubmitted, StopRequested
+from statemachine.messages import Prepare, Prepared, Stop
+from statemachine.values import ClusterPhase, CommittedStep, Profiled
+
+SPARE_TEMPLATES = 2
+"""Templates are made for this many nodes more than there are, so that a join finds them ready."""
+
+
+def answer(c: Cluster, request: str, accepted: bool, detail: str) -> None:
+    c.out.append(AnswerRequest(cause=c.cause, request=request, accepted=accepted, detail=detail))
+
+
+def submit(c: Cluster, event: JobSubmitted) -> None:
+    """Take a job on when none is under way; everything that was true of the last one is forgotten."""
+    job = event.job
+    if c.active and c.job is not None:
+        if c.job.job_id == job.job_id:
+            answer(c, event.request, True, job.job_id)  # the client asks again: its answer was lost
+        else:
+            answer(
+                c,
+                event.request,
+                False,
+                f"job {c.job.name!r} is under way: ftd stop {c.job.name}",
+            )
+        return
+    begin = event.begin
+    if begin is not None and begin.step > job.steps:
+        beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
+        answer(c, event.request, False, f"{beyond}: give it more steps, or another url")
+        return
+    c.enter(PhaseEvent.JOB_ACCEPTED)
+    c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
+    c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
+    c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
+    c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
+    c.keeping, c.lineage = Keeping(), 0
+    c.persisting = Persisting(newest=begin, tried=begin.step if begin is not None else 0)
+    if event.profile is not None:
+        c.profiled = Profiled(job=job, profile=event.profile)
+    if begin is not None:
+        # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
+        c.ledger.known, c.ledger.told = CommittedStep(step=begin.step, vote=begin.vote), begin.step
+        c.ledger.loss = begin.vote.loss
+    for node in list(c.nodes.values()):
+        node.forget_job()
+        problem = misfit(node.facts, job.policy)
+        if node.alive and problem is not None:
+            del c.nodes[node.name]
+            reject(c, node.name, node.incarnation, problem)
+    c.persist()
+    answer(c, event.request, True, job.job_id)
+    c.emit(
+        "JobSubmitted",
+        f"job {job.name!r}: {job.steps} steps",
+        name=job.name,
+        steps=job.steps,
+        job=job.job_id,
+        global_batch=job.policy.global_batch,
+    )
+    c.publish()
+
+
+def stop(c: Cluster, event: StopRequested) -> None:
+    job = c.job
+    if job is None or not c.active:
+        answer(c, event.request, False, "no job is under way")
+    elif event.job not in (job.job_id, job.name):
+        answer(c, event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
+    else:
+        answer(c, event.request, True, f"job {job.name!r} is stopped")
+        end_job(c, PhaseEvent.JOB_ENDED, "stopped by a user", "JobStopped")
+
+
+def drain(c: Cluster, event: DrainRequested) -> None:
+    node = c.nodes.get(event.node)
+    if node is None or not node.alive:
+        answer(
+            c, event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}"
+        )
+        return
+    when = "is released already" if node.released else "will be released at the next step boundary"
+    answer(c, event.request, True, f"{node.name} {when}")
+    set_draining(c, node, "drain requested")
+
+
+def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
+    if node.draining is not None:
+        return
+    node.draining = reason
+    c.dirty = True
+    c.persist()
+    c.emit("NodeDraining", f"{node.name}: {reason}", node=node.name)
+    c.publish()
+
+
+def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
+    """The job is over, one way or another: the trainers end, the nodes stay."""
+    assert c.job is not None, "only a job under way ends"
+    c.enter(event)
+    c.outcome = reason
+    persisting.ended(c)
+    c.keeping.underway = None
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+        if node.alive:
+            node.feed(NodeEvent.HEALTHY)  # Its trainers end with the job, lost ones or not; others come.
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
+        c.cancel_timer(timer)
+    c.persist()
+    c.emit(name, reason, **details)
+    if c.templates_for:
+        c.out.append(CancelTemplates(cause=c.cause, job_id=c.job.job_id))
+    c.send_all(c.alive(), Stop(job_id=c.job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE))
+    for node in c.alive():
+        if node.draining is not None and not node.released:
+            release(c, node)
+    c.publish()
+
+
+def say_not_under_way(c: Cluster, node: NodeMachine, job_id: str) -> None:
+    """What a node holds of a job that failed, or that is none of ours, may be needed."""
+    done = c.job is not None and c.job.job_id == job_id and c.phase is ClusterPhase.FINISHED
+    c.send(node, Stop(job_id=job_id, reason="this job is not under way", failed=not done))
+
+
+def fail(c: Cluster, reason: str) -> None:
+    end_job(c, PhaseEvent.JOB_BROKE, reason, "JobFailed")
+
+
+# --- towards the first plan ----------------------------------------------------------------------
+
+
+def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
+    job = c.job
+    if job is None or not c.active or signal.job_id != job.job_id or node.released:
+        c.ignore("prepared for a job that is not under way", node.name)
+        say_not_under_way(c, node, signal.job_id)
+        node.asked = False
+        c.dirty = True
+        return
+    if c.profiler == node.name and signal.profile is None:
+        c.ignore("prepared without the profile that was asked for", node.name)
+        return
+    news = not node.prepared
+    healthy(c, node)
+    if signal.profile is not None and c.profiled is None:
+        c.profiled = Profiled(job=job, profile=signal.profile)
+        c.profiler = None
+        c.persist()
+    if news:
+        c.publish()
+
+
+def templates_ready(c: Cluster, job_id: str) -> None:
+    if c.job is None or c.job.job_id != job_id or c.templates_ready or not c.active:
+        return
+    c.templates_ready = True
+    c.dirty = True
+    if c.resumption is None:
+        c.emit("JobPrepared", f"templates for up to {c.templates_for} nodes are ready")
+        c.set_timer(SETTLE, c.timing.start_settle_s)
+    c.publish()
+
+
+def templates_failed(c: Cluster, job_id: str, reason: str) -> None:
+    if c.job is None or c.job.job_id != job_id or not c.active:
+        return
+    if c.templates_ready:
+        c.ignore(f"templates for more nodes cannot be made: {reason}")
+    else:
+        fail(c, reason)
+
+
+def build(c: Cluster) -> None:
+    """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
+    job = c.job
+    assert job is not None, "a job is under way"
+    others = []
+    for node in c.alive():
+        if node.asked or node.released or node.draining is not None or node.unfit is not None:
+            continue
+        profile = c.profiled is None and c.profiler is None
+        if node.prepared and not profile:
+            continue
+        node.asked, node.prepared = True, False
+        if profile:
+            c.profiler = node.name
+            c.send(node, Prepare(job=job, profile=True))
+        else:
+            others.append(node)
+    c.send_all(others, Prepare(job=job, profile=False))
+    build_templates(c)
+
+
+def build_templates(c: Cluster) -> None:
+    """Ask for templates when there are none in this process, or when more nodes came than they are for."""
+    present = sum(1 for node in c.alive() if not node.released)
+    if c.profiled is not None and (c.templates_for == 0 or present > c.templates_for):
+        c.templates_for = max(present + SPARE_TEMPLATES, c.templates_before)
+        c.out.append(
+            BuildTemplates(
+                cause=c.cause, profiled=c.profiled, max_nodes=c.templates_for, present=max(present, 1)
+            )
+        )
+
+
+def nobody_can_build(c: Cluster) -> str | None:
+    """Every node that is here failed to build the job: it is the job's fault."""
+    alive = [node for node in c.alive() if not node.released]
+    unfit = [node.unfit for node in alive if node.unfit is not None]
+    if alive and len(unfit) == len(alive):
+        return f"no node can build the job; {alive[-1].name} says: {unfit[-1]}"
+    return None
+
+
+def maybe_start(c: Cluster) -> None:
+    """The first plan: with everybody, or after a short while with those that are there."""
+    job = c.job
+    if job is None or not c.templates_ready or c.profiled is None:
+        return
+    ready = [node.name for node in c.alive() if node.ready and node.draining is None]
+    building = any(node.asked for node in c.alive())
+    enough = len(ready) > job.policy.tolerate
+    settled = SETTLE not in c.due
+    if not ready or not (settled or (enough and not building)):
+        return
+    c.cancel_timer(SETTLE)
+    note_cause(c, "start", ready)
+    reconfigure(c, f"job {job.name!r} starts on {counted(len(ready), 'node')}", "abort")
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def maybe_finish(c: Cluster) -> None:
+    """Every planned node finished, and the world was told of every step."""
+    attempt, job = c.attempt, c.job
+    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING:
+        return
+    planned = c.planned
+    if not c.ended:
+        return
+    if c.ledger.told < job.steps:
+        known = c.ledger.known
+        if known is not None and known.step not in c.ledger.pending:
+            c.ledger.pending[known.step] = known.vote
+            tell(c)
+        return
+    if snapshot_orders.last_wanted(c):
+        return
+    digests: dict[int, str] = {}
+    for name in planned:
+        for layer, digest in sorted(attempt.finished[name].digests.items()):
+            if digests.setdefault(layer, digest) != digest:
+                c.emit(
+                    "ReplicasDiverged",
+                    f"the owners of layer {layer} do not agree",
+                    node=name,
+                    layer=layer,
+                    digests=[digests[layer], digest],
+                )
+    lines = "".join(f"{layer}:{digest}\n" for layer, digest in sorted(digests.items()))
+    checksum = hashlib.sha256(lines.encode()).hexdigest()
+    end_job(c, PhaseEvent.JOB_ENDED, f"finished after {job.steps} steps", "JobFinished", checksum=checksum)
+
+
+# --- level-triggered: run after every event that changed something --------------------------------
+
+
+def pursue(c: Cluster) -> None:
+    """Do what the present state calls for, however it came about."""
+    if not c.active:
+        release_drained(c)
+        return
+    follow_group(c)
+    build(c)
+    persisting.pursue(c)
+    match c.phase:
+        case ClusterPhase.WAITING:
+            problem = nobody_can_build(c)
+            if problem is not None:
+                fail(c, problem)
+                return
+            release_drained(c)
+            maybe_start(c)
+        case ClusterPhase.RUNNING:
+            maybe_finish(c)
+            if c.phase is ClusterPhase.RUNNING:
+                release_idle(c)
+                want_join(c)
+                change_protection(c)
+            if c.phase is ClusterPhase.RUNNING:
+                mend_buddies(c)
+            if c.phase is ClusterPhase.RUNNING:
+                snapshot_orders.pursue(c)
+        case ClusterPhase.PAUSED:
+            want_join(c)
+        case ClusterPhase.QUIESCING:
+            foresee(c)
+        case _:
+            pass
+
+
+def change_protection(c: Cluster) -> None:
+    """Another one was asked for than the group under way was planned with: a boundary, and the same plan."""
+    if c.recovery is not None or JOIN in c.due or not overdue(c):
+        return
+    note_cause(c, "protection_changed", [])
+    reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
+
+
+def mend_buddies(c: Cluster) -> None:
+    """A node that keeps copies is gone: others must have one. Planned ones are missed before this."""
+    lost = lost_buddies(c)
+    if lost and c.recovery is None:
+        note_cause(c, "node_lost", lost)
+        reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")

@@ -1,0 +1,165 @@
+"""Committed steps: what is known, what the world has been told, and how gaps are filled.
+
+``StepCommitted`` goes out once per step and in order. A coordinator that was away, or a message that fell
+into an outage, leaves a gap; the votes are asked back from a node that trained on (``StepsWanted``), since
+every rank knows the vote of every step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from statemachine.cluster import raising
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.state import STEPS, Cluster
+from statemachine.messages import Heartbeat, Stepped, StepsWanted
+from statemachine.values import ClusterPhase, CommittedStep, Vote
+
+
+def _is_news(c: Cluster, generation: int) -> bool:
+    """May a commit reported under ``generation`` raise what is known?
+
+    Not when a later generation was resumed since, and not between a decision and its Resume: the step to
+    resume from is settled then, and what a dead rank did beyond it is being redone.
+    """
+    settled = c.attempt is not None and c.attempt.decision is not None and not c.attempt.resume_sent
+    return generation >= c.resumed_generation > 0 and not settled
+
+
+def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
+    """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
+    ledger = c.ledger
+    if not c.active:
+        c.ignore("steps while no job is under way", node.name)
+        return
+    if signal.lineage != c.lineage:
+        c.ignore("steps of another lineage", node.name)
+        signal = replace(signal, steps=())
+    fresh = _is_news(c, signal.generation)
+    steps = [s for s in signal.steps if fresh or s.step <= ledger.known_step]
+    if len(steps) < len(signal.steps):
+        c.ignore("steps of an older generation", node.name)
+    before, told = ledger.known_step, ledger.told
+    learn(c, steps)
+    if fresh and steps and signal.step_s > 0:
+        ledger.step_s = signal.step_s
+    if steps and node.step < steps[-1].step:
+        node.step = steps[-1].step
+    if ledger.known_step > before:
+        committed_again(c)
+        c.persist()
+        tell(c)
+        c.publish()
+        c.dirty = True
+    else:
+        tell(c)
+        c.dirty = True
+    if signal.wanted == told + 1:
+        c.cancel_timer(STEPS)
+        if ledger.told == told:
+            ledger.lacking.add(node.name)
+        if ledger.told < ledger.known_step and ledger.pending:
+            ask(c)
+
+
+def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
+    committed = signal.committed
+    if committed is None or signal.lineage != c.lineage or not c.active:
+        return
+    node.step = max(node.step, committed.step)
+    if committed.step > c.ledger.known_step and _is_news(c, signal.generation):
+        c.ledger.known = committed
+        committed_again(c)
+        c.persist()
+        c.dirty = True
+
+
+def committed_again(c: Cluster) -> None:
+    """There is progress: what was in its way is not."""
+    raising.committed(c)
+    c.persisting.refused_at = None
+
+
+def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
+    ledger = c.ledger
+    for committed in steps:
+        if committed.step > ledger.known_step:
+            ledger.known = committed
+        if committed.step > ledger.told:
+            ledger.pending[committed.step] = committed.vote
+
+
+def tell(c: Cluster) -> None:
+    """Emit every step that is next in order; ask for the gap before the others."""
+    ledger, job = c.ledger, c.job
+    if job is None:
+        return
+    samples_per_s = job.policy.global_batch / ledger.step_s if ledger.step_s > 0 else None
+    while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
+        ledger.told += 1
+        c.dirty = True
+        ledger.loss = vote.loss
+        ledger.lacking.clear()
+        c.emit(
+            "StepCommitted",
+            f"step {ledger.told} of {job.steps}",
+            generation=c.resumed_generation,
+            step=ledger.told,
+            loss=vote.loss,
+            gradient_norm=vote.gradient_norm,
+            skipped=vote.skipped,
+            step_s=ledger.step_s,
+            samples_per_s=samples_per_s,
+        )
+        _warn_of_skipped(c, vote)
+    if ledger.told >= ledger.known_step:
+        ledger.behind_since = None
+        ledger.pending.clear()
+        c.cancel_timer(STEPS)
+    elif ledger.pending:
+        ask(c)
+
+
+def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
+    """Of the first in a row, the tenth, the hundredth …: a job that learns nothing must not look well."""
+    ledger = c.ledger
+    ledger.skipped = ledger.skipped + 1 if vote.skipped else 0
+    if ledger.skipped and str(ledger.skipped).strip("0") == "1":
+        so_far = f", {ledger.skipped} steps in a row" if ledger.skipped > 1 else ""
+        c.emit(
+            "UpdateSkipped",
+            f"the gradients of step {ledger.told} are not finite: no parameter was updated{so_far}",
+            step=ledger.told,
+            loss=vote.loss,
+            steps=ledger.skipped,
+        )
+
+
+def ask(c: Cluster) -> None:
+    """Ask one node after the other for the missing steps; when nobody has them, go on behind the gap."""
+    ledger = c.ledger
+    if STEPS in c.due:
+        return
+    names = [node.name for node in c.alive() if node.prepared and node.name not in ledger.lacking]
+    last = min(ledger.pending) - 1 if ledger.pending else ledger.known_step
+    if names:
+        after = [name for name in names if ledger.asked is not None and name > ledger.asked]
+        ledger.asked = (after or names)[0]
+        c.send(c.nodes[ledger.asked], StepsWanted(first=ledger.told + 1, last=last))
+        c.set_timer(STEPS, c.timing.steps_wanted_s)
+    elif ledger.pending and c.phase is ClusterPhase.RUNNING:
+        c.ignore(f"nobody has the votes of steps {ledger.told + 1} to {last}")
+        ledger.told = last
+        tell(c)
+
+
+def look(c: Cluster) -> None:
+    """At every tick: heartbeats know of steps that no Stepped told, for longer than one should take."""
+    ledger = c.ledger
+    if ledger.told >= ledger.known_step:
+        ledger.behind_since = None
+    elif ledger.behind_since is None:
+        ledger.behind_since = c.at
+    elif c.at - ledger.behind_since > c.timing.steps_wanted_s / 2 and ledger.known is not None:
+        ledger.pending.setdefault(ledger.known.step, ledger.known.vote)
+        tell(c)

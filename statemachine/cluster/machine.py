@@ -1,0 +1,377 @@
+"""The cluster machine: the coordinator's whole protocol as one pure object.
+
+``step(event) -> list[Effect]``; effects are to be carried out in order. What it knows is in ``state``, what
+it does in ``signals``, ``membership``, ``recovery``, ``jobs``, ``ledger`` and ``timeouts``; this module only
+tells each event where to go.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
+
+import msgspec
+
+from statemachine.cluster import (
+    jobs,
+    joining,
+    public,
+    recovery,
+    resuming,
+    rollback,
+    signals,
+    stragglers,
+    timeouts,
+)
+from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.untold import is_kept
+from statemachine.cluster.membership import inquire_all
+from statemachine.cluster.snapshots import persisting, snapshots
+from statemachine.cluster.snapshots import requests as snapshot_requests
+from statemachine.cluster.state import (
+    FINISH,
+    GIVE_UP,
+    PERSIST,
+    QUIESCE,
+    RESUME,
+    SNAPSHOT,
+    STEPS,
+    TICK,
+    Cluster,
+)
+from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
+from statemachine.events import (
+    BrokerConnected,
+    BrokerLost,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
+    DrainRequested,
+    JobSubmitted,
+    NodeVanished,
+    PlanImpossible,
+    PlanReady,
+    PlanWeighed,
+    RestoreChecked,
+    SignalArrived,
+    SnapshotRequested,
+    StopRequested,
+    TemplatesFailed,
+    TemplatesReady,
+    TimerFired,
+)
+from statemachine.timing import Timing
+from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
+
+ClusterEvent = (
+    TimerFired
+    | BrokerConnected
+    | BrokerLost
+    | SignalArrived
+    | NodeVanished
+    | JobSubmitted
+    | StopRequested
+    | DrainRequested
+    | SnapshotRequested
+    | TemplatesReady
+    | TemplatesFailed
+    | PlanReady
+    | PlanWeighed
+    | PlanImpossible
+    | RestoreChecked
+    | CheckpointWritten
+    | CheckpointFailed
+    | CheckpointFound
+)
+
+
+class ClusterMachine:
+    """Make one for a fresh coordinator and feed ``BrokerConnected``; or ``restore`` one from a journal."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._c = Cluster(timing=timing)
+
+    @classmethod
+    def restore(
+        cls, timing: Timing, durable_state: dict[str, Any], at: float, cause: str
+    ) -> tuple["ClusterMachine", list[Effect]]:
+        """Go on from what ``durable_state()`` last said; the next event is ``BrokerConnected``.
+
+        :raises durable.JournalError: the journal is damaged or of another version.
+        """
+        machine = cls(timing)
+        c = machine._c = durable.read(timing, durable_state, at)
+        c.at, c.cause = at, cause
+        if c.active:
+            jobs.build_templates(c)
+        return machine, machine._take_out()
+
+    def step(self, event: ClusterEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        return self.steps([event])
+
+    def steps(
+        self, events: Sequence[ClusterEvent], failed: Callable[[ClusterEvent], None] | None = None
+    ) -> list[Effect]:
+        """Take events that came together as one step: durable state is written once for all of them.
+
+        :param failed: told of each event that raises, from the handler; the others are taken nevertheless.
+        """
+        c = self._c
+        for event in events:
+            c.at, c.cause = event.at, event.cause
+            try:
+                self._dispatch(event)
+            except Exception:
+                if failed is None:
+                    raise
+                failed(event)
+        while c.dirty:
+            c.dirty = False
+            jobs.pursue(c)
+        return self._take_out()
+
+    def durable_parts(self) -> dict[str, Any]:
+        """What must survive a crash, to be stored when ``PersistState`` is carried out."""
+        return durable.write(self._c)
+
+    def durable_state(self) -> dict[str, Any]:
+        """The same as plain data."""
+        state: dict[str, Any] = msgspec.to_builtins(self.durable_parts())
+        return state
+
+    def public_state(self) -> dict[str, Any]:
+        """What outside tools see; to be published when ``PublishCluster`` is carried out."""
+        return public.public_state(self._c)
+
+    @property
+    def generation(self) -> int:
+        return self._c.generation
+
+    @property
+    def phase(self) -> ClusterPhase:
+        return self._c.phase
+
+    @property
+    def job(self) -> Job | None:
+        """The job under way, or the last one; its snapshot policy as it is now."""
+        return self._c.job
+
+    @property
+    def job_id(self) -> str | None:
+        """Of the job under way, or of the last one."""
+        return self._c.job.job_id if self._c.job is not None else None
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step known to be committed."""
+        return self._c.ledger.known_step
+
+    def plan_in_words(self, generation: int) -> dict[str, Any]:
+        """Of a ``PlanChosen`` what the durable state need not have twice, as long as this plan is in it."""
+        resumption = self._c.resumption
+        if resumption is None or resumption.generation != generation:
+            return {"pipelines": [], "considered": []}
+        return public.plan_in_words(resumption.plan)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Nodes whose reports counted in the present generation."""
+        return tuple(sorted(self._c.attempt.members)) if self._c.attempt is not None else ()
+
+    @property
+    def lineage(self) -> int:
+        """Generation of the job's last rollback; 0: none."""
+        return self._c.lineage
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The job's newest snapshot that is complete everywhere."""
+        return self._c.keeping.newest
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The job's newest persistent one, as far as this coordinator knows."""
+        return self._c.persisting.newest
+
+    @property
+    def writing(self) -> str:
+        """Attempt at a persistent checkpoint that is under way; empty: none is."""
+        writing = self._c.persisting.writing
+        return writing.attempt if writing is not None else ""
+
+    def _take_out(self) -> list[Effect]:
+        """What this step wants, in the order that serves best and is still safe.
+
+        Durable state first, once (it is the state at the end of the step, and has what is to be told of it),
+        then commands and plans, which trainers stand still for, then what the world is told.
+        """
+        out, self._c.out = self._c.out, []
+        persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
+        publish = [effect for effect in out if isinstance(effect, PublishCluster)][-1:]
+        events = [effect for effect in out if isinstance(effect, EmitEvent)]
+        if not persist and any(is_kept(event.name) for event in events):
+            persist = [PersistState(cause=self._c.cause)]
+        others = (PersistState, PublishCluster, EmitEvent)
+        return [*persist, *(effect for effect in out if not isinstance(effect, others)), *events, *publish]
+
+    def _dispatch(self, event: ClusterEvent) -> None:
+        c = self._c
+        match event:
+            case SignalArrived():
+                signals.arrived(c, event)
+            case TimerFired():
+                self._timer(event)
+            case NodeVanished():
+                signals.vanished(c, event)
+            case BrokerConnected():
+                self._connected()
+            case BrokerLost():
+                self._disconnected()
+            case JobSubmitted():
+                jobs.submit(c, event)
+            case StopRequested():
+                jobs.stop(c, event)
+            case DrainRequested():
+                jobs.drain(c, event)
+            case SnapshotRequested():
+                snapshot_requests.requested(c, event)
+            case TemplatesReady():
+                self._templates_ready(event)
+            case TemplatesFailed():
+                jobs.templates_failed(c, event.job_id, event.reason)
+            case PlanReady():
+                self._plan_ready(event)
+            case PlanWeighed():
+                stragglers.weighed(c, event)
+            case PlanImpossible():
+                self._plan_impossible(event)
+            case RestoreChecked():
+                self._lost(rollback.checked(c, event))
+            case CheckpointWritten():
+                persisting.written(c, event)
+            case CheckpointFailed():
+                persisting.commit_failed(c, event)
+            case CheckpointFound():
+                self._fail(rollback.found(c, event))
+            case _:
+                assert_never(event)
+
+    def _timer(self, event: TimerFired) -> None:
+        c = self._c
+        late_s = c.at - c.due.pop(event.name, c.at)
+        if timeouts.postponed(c, event.name, late_s):
+            return
+        match event.name:
+            case "tick":
+                timeouts.tick(c, late_s)
+                stragglers.look(c)
+                snapshots.remind(c)
+            case "quiesce":
+                timeouts.quiesce_overdue(c)
+            case "resume":
+                timeouts.resume_overdue(c)
+            case "join":
+                joining.join(c)
+                c.dirty = True
+            case "steps":
+                timeouts.steps_overdue(c)
+            case "snapshot":
+                snapshots.overdue(c)
+            case "persist":
+                persisting.overdue(c)
+            case "finish":
+                persisting.end_overdue(c)
+            case "find":
+                self._fail(rollback.find_overdue(c))
+            case "suspicion":
+                timeouts.suspicion_overdue(c)
+            case "give_up":
+                if c.phase is ClusterPhase.PAUSED and any(node.asked for node in c.alive()):
+                    c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
+                elif c.phase is ClusterPhase.PAUSED and not rollback.go_back(c):
+                    jobs.fail(c, c.lacking)
+            case _:  # "settle": pursue sees that the time is over
+                c.dirty = True
+
+    def _connected(self) -> None:
+        """The broker is (back) there: everybody has a while to say Hello before anybody is missed."""
+        c = self._c
+        first = not c.started
+        c.started = c.connected = True
+        c.grace_until = c.at + c.timing.hello_grace_s
+        c.set_timer(TICK, c.timing.heartbeat_s)
+        if first:
+            c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
+        else:
+            c.emit("BrokerRestored", "the broker is back")
+        c.presumed_at = c.at
+        inquire_all(c)
+        restored, c.restored = c.restored, False
+        if restored:
+            persisting.restarted(c)
+        attempt = c.attempt
+        if c.changing and attempt is not None and restored and not attempt.resume_sent:
+            # The reports that came before the crash are lost with it.
+            recovery.reconfigure(c, "the coordinator was restarted during a recovery", attempt.mode)
+        elif c.phase is ClusterPhase.QUIESCING:
+            c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
+        elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
+            c.set_timer(RESUME, resuming.resume_limit_s(c))
+        elif c.phase is ClusterPhase.PAUSED and c.giving_up:
+            c.set_timer(GIVE_UP, c.timing.lost_state_s)
+        if c.keeping.underway is not None:
+            c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+        if c.persisting.writing is not None:
+            committing = c.persisting.writing.committing
+            c.set_timer(PERSIST, c.timing.place_s if committing else c.timing.persist_s)
+        c.dirty = True
+        c.publish()
+
+    def _disconnected(self) -> None:
+        """Nobody can be heard, so nobody is late."""
+        c = self._c
+        c.connected = False
+        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST, FINISH):
+            c.cancel_timer(name)
+        c.emit("BrokerLost", "the broker is away; training goes on")
+
+    def _templates_ready(self, event: TemplatesReady) -> None:
+        c = self._c
+        first = not c.templates_ready
+        jobs.templates_ready(c, event.job_id)
+        attempt = c.attempt
+        waiting = c.phase is ClusterPhase.RECOVERING and attempt is not None and not attempt.resume_sent
+        if first and c.templates_ready and waiting and attempt is not None and attempt.situation is not None:
+            recovery.ask_plan(c, attempt, with_draining=bool(attempt.kept))
+
+    def _plan_impossible(self, event: PlanImpossible) -> None:
+        c = self._c
+        attempt = c.attempt
+        if (
+            attempt is None
+            or c.phase is not ClusterPhase.RECOVERING
+            or attempt.resume_sent
+            or event.generation != attempt.generation
+        ):
+            c.ignore("a plan of an older generation")
+            return
+        lost = recovery.no_plan(c, attempt, event)
+        if lost is not None and not rollback.check(c, attempt, lost, event.lost_layers):
+            self._lost(rollback.wait_or_lose(c, lost))
+
+    def _plan_ready(self, event: PlanReady) -> None:
+        c, attempt = self._c, self._c.attempt
+        if attempt is not None and attempt.restoring is not None and recovery.awaits_plan(c, event):
+            rollback.undo(c, attempt)
+        recovery.take_plan(c, event)
+
+    def _fail(self, reason: str | None) -> None:
+        if reason is not None:
+            jobs.fail(self._c, reason)
+
+    def _lost(self, reason: str | None) -> None:
+        """The job cannot go on."""
+        c = self._c
+        if reason is not None and not rollback.search(c, reason):
+            raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
+            why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
+            jobs.fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)

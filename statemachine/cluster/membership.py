@@ -1,0 +1,282 @@
+"""Who belongs to the cluster: Hello, rejection, loss, return, fencing.
+
+What a signal's sender is to the cluster (``Standing``) decides together with the kind of signal what is
+done with it; the table below says it for every pair.
+"""
+
+from enum import StrEnum
+
+from planner.values import Policy
+from statemachine.cluster.node import RETIRED_KEPT, NodeEvent, NodeMachine
+from statemachine.cluster.state import Cluster
+from statemachine.cluster.words import counted
+from statemachine.messages import (
+    Fence,
+    Finished,
+    Heartbeat,
+    Hello,
+    Inquiry,
+    LayersPersisted,
+    Leaving,
+    PeerSuspected,
+    PersistFailed,
+    Prepared,
+    Quiesced,
+    Rejection,
+    ReplicaDiverged,
+    RestoreFailed,
+    Resumed,
+    Signal,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
+    Stepped,
+    TrainerLost,
+)
+from statemachine.values import PROTOCOL, NodeFacts, NodeState
+
+
+class Standing(StrEnum):
+    CURRENT = "CURRENT"
+    """The incarnation we know under this name, not OFFLINE."""
+    ABSENT = "ABSENT"
+    """The incarnation we know, declared OFFLINE."""
+    RETIRED = "RETIRED"
+    """An incarnation of this name that is over (fenced, replaced)."""
+    OTHER = "OTHER"
+    """Another incarnation than the one we know, never seen before."""
+    UNKNOWN = "UNKNOWN"
+    """No node of this name."""
+
+
+class Verdict(StrEnum):
+    TAKE = "TAKE"
+    """Handle the signal."""
+    ADMIT = "ADMIT"
+    """A newcomer: admit it, or reject it."""
+    RETURN = "RETURN"
+    """Declared OFFLINE and yet alive: take it back where that is safe, fence it otherwise."""
+    FENCE = "FENCE"
+    INQUIRE = "INQUIRE"
+    """Ask for a Hello."""
+    IGNORE = "IGNORE"
+    """Stale: counted and logged."""
+
+
+_ROWS: dict[type[Signal], tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = {
+    # signal: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN)
+    Hello: (Verdict.TAKE, Verdict.RETURN, Verdict.FENCE, Verdict.ADMIT, Verdict.ADMIT),
+    Heartbeat: (Verdict.TAKE, Verdict.RETURN, Verdict.FENCE, Verdict.INQUIRE, Verdict.INQUIRE),
+    Prepared: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Quiesced: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Resumed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Stepped: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    TrainerLost: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    PeerSuspected: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
+    ReplicaDiverged: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
+    Finished: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Leaving: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Snapping: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
+    SnapshotCompleted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    SnapshotFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    RestoreFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    LayersPersisted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    PersistFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+}
+
+TABLE: dict[tuple[type[Signal], Standing], Verdict] = {
+    (signal, standing): verdict
+    for signal, row in _ROWS.items()
+    for standing, verdict in zip(Standing, row, strict=True)
+}
+
+
+def standing(c: Cluster, name: str, incarnation: int) -> Standing:
+    node = c.nodes.get(name)
+    if node is None:
+        return Standing.UNKNOWN
+    if incarnation == node.incarnation:
+        return Standing.CURRENT if node.alive else Standing.ABSENT
+    return Standing.RETIRED if incarnation in node.retired else Standing.OTHER
+
+
+def misfit(facts: NodeFacts, policy: Policy) -> str | None:
+    """Why a node of this shape cannot take part in a job with this policy."""
+    if facts.devices == policy.devices_per_node:
+        return None
+    return (
+        f"this node has {counted(facts.devices, 'device')}, but every node of the running job has "
+        f"{policy.devices_per_node}: start it with that many"
+    )
+
+
+def stranger(c: Cluster, name: str, facts: NodeFacts) -> str | None:
+    """Why a node cannot be understood, or let in by the others: it would hold all of them up."""
+    if facts.protocol != PROTOCOL:
+        return (
+            f"it speaks protocol {facts.protocol}, and this coordinator {PROTOCOL}: install the same version "
+            "of ftd on all hosts"
+        )
+    others = [node for node in c.nodes.values() if node.alive and node.facts.mark and node.name != name]
+    if facts.mark and others and all(node.facts.mark != facts.mark for node in others):
+        return (
+            f"its secret is not that of {others[0].name}: the same secret (secret_file) on all nodes, and "
+            "restart the one that has another"
+        )
+    return None
+
+
+def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
+    c.send_to(name, incarnation, Rejection(reason=reason))
+    if c.rejected.get((name, incarnation)) != reason:
+        c.rejected[name, incarnation] = reason
+        c.emit("NodeRejected", reason, node=name, incarnation=incarnation)
+
+
+def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
+    """Take a newcomer in under this name; the caller made sure that nobody alive has the name."""
+    job = c.job if c.active else None
+    problem = stranger(c, name, hello.facts)
+    if problem is None and job is not None:
+        problem = misfit(hello.facts, job.policy)
+    if problem is not None:
+        reject(c, name, incarnation, problem)
+        return False
+    if job is not None and hello.job_id == job.job_id and hello.generation > 0 and hello.prepared:
+        # It holds state of this job that no journal of ours accounts for.
+        fence(
+            c, name, incarnation, "its state belongs to a part of the job that this coordinator does not know"
+        )
+        return False
+    old = c.nodes.get(name)
+    node = NodeMachine(name=name, incarnation=incarnation, facts=hello.facts)
+    if old is not None:
+        node.retired = (*old.retired, old.incarnation)[-RETIRED_KEPT:]
+    c.nodes[name] = node
+    c.rejected.pop((name, incarnation), None)
+    node.feed(NodeEvent.HEALTHY)
+    node.heard_at = c.at
+    c.dirty = True
+    c.persist()
+    c.emit(
+        "NodeJoined",
+        f"{name} at {hello.facts.host} with {counted(hello.facts.devices, 'device')}",
+        node=name,
+        devices=hello.facts.devices,
+        host=hello.facts.host,
+        incarnation=incarnation,
+    )
+    c.publish()
+    return True
+
+
+def may_return(c: Cluster, node: NodeMachine) -> bool:
+    """Nothing was resumed since this absent node was last heard: its state is as good as a survivor's."""
+    return not node.gone and node.lost_after == c.resumed_generation
+
+
+def take_back(c: Cluster, node: NodeMachine) -> None:
+    node.feed(NodeEvent.HEALTHY)
+    node.heard_at = c.at
+    c.dirty = True
+    c.persist()
+    c.emit(
+        "NodeJoined",
+        f"{node.name} is back with its state: nothing was resumed without it",
+        node=node.name,
+        devices=node.facts.devices,
+        host=node.facts.host,
+        incarnation=node.incarnation,
+    )
+    c.publish()
+
+
+def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
+    """Order an incarnation to end its trainers and to come back as a new one."""
+    c.send_to(name, incarnation, Fence(reason=reason))
+    node = c.nodes.get(name)
+    if node is not None and node.incarnation == incarnation and not node.gone:
+        node.gone = True
+        c.emit("NodeFenced", reason, node=name, incarnation=incarnation)
+
+
+def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+    """Declare a node OFFLINE. What that means for the job is the caller's next question."""
+    node.feed(NodeEvent.OFFLINE)
+    node.lost_after = c.resumed_generation
+    node.asked = False
+    if how == "goodbye":
+        node.gone = True
+    if c.profiler == node.name:
+        c.profiler = None
+    if c.attempt is not None and node.name not in c.planned:
+        c.attempt.members.discard(node.name)
+    for rejected in [one for one in c.rejected if one[0] == node.name]:
+        del c.rejected[rejected]  # Its name is free. It may not have heard that it was not: so it is asked.
+    c.dirty = True
+    c.emit("NodeLost", reason, node=node.name, how=how, detected_at=c.at, incarnation=node.incarnation)
+
+
+def inquire_all(c: Cluster) -> None:
+    """Everybody that should be here, anew."""
+    nodes = c.alive()
+    c.inquired = {(node.name, node.incarnation): c.at for node in nodes}
+    c.send_all(nodes, Inquiry())
+
+
+def inquire(c: Cluster, name: str, incarnation: int) -> None:
+    """Ask for a Hello, once in a while: a backlog of heartbeats is one question."""
+    asked = c.inquired.get((name, incarnation))
+    if asked is None or c.at - asked >= c.timing.heartbeat_s:
+        c.inquired[name, incarnation] = c.at
+        c.send_to(name, incarnation, Inquiry())
+
+
+def remind(c: Cluster, node: NodeMachine) -> None:
+    """It was told to build the job and has not said that it did: should either be lost, its Hello says so."""
+    key = (node.name, node.incarnation)
+    if c.at - c.inquired.setdefault(key, c.at) >= c.timing.resume_s:
+        inquire(c, *key)
+
+
+def silent(c: Cluster) -> list[NodeMachine]:
+    """Nodes that have said nothing for too long, while others are heard.
+
+    Where several should be heard and nobody is, it is more likely we (or the broker) who are cut off; nobody
+    is left to go on without the others anyway. They have a while from the first word on, as after an outage
+    of the broker. Should they all be gone, the broker will say so.
+    """
+    alive = c.alive()
+    newest = max((c.heard_at(node) for node in alive), default=c.at)
+    newest = max(newest, c.others_heard_at)
+    if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
+        c.grace_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
+    if c.at < c.grace_until:
+        return []
+    limit = c.at - c.timing.silence_s
+    return [node for node in alive if c.heard_at(node) < limit]
+
+
+def unhealthy(c: Cluster, node: NodeMachine) -> bool:
+    """``False`` when the node was UNHEALTHY already."""
+    changed = node.feed(NodeEvent.UNHEALTHY)
+    node.prepared = False
+    node.asked = False
+    if c.profiler == node.name:
+        c.profiler = None
+    if c.attempt is not None and node.name not in c.planned:
+        c.attempt.members.discard(node.name)
+    c.dirty = True
+    return changed
+
+
+def healthy(c: Cluster, node: NodeMachine) -> None:
+    """Every trainer of the node built the job."""
+    was = node.state
+    node.feed(NodeEvent.HEALTHY)
+    node.asked = False
+    node.prepared = True
+    node.unfit = None
+    c.dirty = True
+    if was is NodeState.UNHEALTHY:
+        c.emit("NodeRecovered", f"the trainers of {node.name} are back", node=node.name)

@@ -1,0 +1,164 @@
+"""What outside tools see of the cluster: plain JSON-compatible data (the retained cluster state)."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from planner.values import PipelinePlacement, Plan
+from statemachine.cluster.snapshots.snapshots import holders
+from statemachine.cluster.state import Cluster
+from statemachine.cluster.words import who
+from statemachine.values import ClusterPhase
+
+
+def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
+    """A plan's for people and scripts: stages with their layers and devices, and the share of the batch."""
+    return [
+        {
+            "stages": [
+                {
+                    "first_layer": stage.first_layer,
+                    "end_layer": stage.end_layer,
+                    "devices": [f"{device.node}/{device.index}" for device in stage.devices],
+                }
+                for stage in pipeline.stages
+            ],
+            "microbatches": pipeline.microbatches,
+        }
+        for pipeline in placed
+    ]
+
+
+def considered(plan: Plan) -> list[dict[str, Any]]:
+    """The layouts that a plan was chosen from, itself first: each method with its pipelines and costs."""
+    return [asdict(layout) for layout in plan.considered]
+
+
+def waiting_for(c: Cluster) -> str:
+    """One line for people: what has to happen next. Empty while training runs or the job is over."""
+    match c.phase:
+        case ClusterPhase.WAITING:
+            return _before_the_start(c)
+        case ClusterPhase.QUIESCING if c.attempt is not None:
+            missing = [name for name in c.attempt.expected if name not in c.attempt.reports]
+            return f"reports of {who(missing)}" if missing else "the decision"
+        case ClusterPhase.RECOVERING if c.attempt is not None:
+            if not c.attempt.resume_sent:
+                return "a plan" if c.templates_ready else "templates"
+            missing = [name for name in c.planned if name not in c.attempt.resumed]
+            return f"{who(missing)} to resume"
+        case ClusterPhase.PAUSED:
+            return c.lacking
+        case _:
+            return ""
+
+
+def _before_the_start(c: Cluster) -> str:
+    if c.job is None:
+        return "a job"
+    alive = c.alive()
+    if not alive:
+        return "nodes"
+    if c.profiled is None:
+        return (
+            f"{c.profiler} to build and measure the model"
+            if c.profiler
+            else "a node that can build the model"
+        )
+    if not c.templates_ready:
+        return "pipeline templates"
+    building = [node.name for node in alive if node.asked]
+    return f"{', '.join(building)} to build the model" if building else "nodes"
+
+
+def _snapshot(c: Cluster) -> dict[str, Any] | None:
+    """The newest that is complete everywhere. ``at`` is on the machine's clock."""
+    record = c.keeping.newest
+    if record is None:
+        return None
+    present = holders(c, record)
+    return {
+        "step": record.step,
+        "generation": record.generation,
+        "at": record.at,
+        "size_bytes": record.size_bytes,
+        "protection": record.groups[0].protection,
+        "owners": len(record.owners),
+        "present": len(present),
+        "missing": sorted({*record.owners}.difference(present)),
+    }
+
+
+def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
+    """What is taken from now on; ``None`` where the job takes no snapshots at all."""
+    if c.job is None or not c.active or c.job.snapshot.every_steps < 1:
+        return None
+    policy = c.job.snapshot
+    return {
+        "every_steps": 0 if policy.paused else policy.every_steps,
+        "auto_interval": policy.auto_interval,
+        "protection": c.resumption.protection if c.resumption is not None else policy.protection,
+        "auto_protection": policy.auto_protection,
+    }
+
+
+def _checkpoint(c: Cluster) -> dict[str, Any] | None:
+    """The newest persistent one; ``None`` where the job writes none."""
+    job, persisting = c.job, c.persisting
+    if job is None or not job.checkpoint.url:
+        return None
+    newest, writing = persisting.newest, persisting.writing
+    return {
+        "url": job.checkpoint.url,
+        "step": newest.step if newest is not None else None,
+        "size_bytes": newest.size_bytes if newest is not None else 0,
+        "writing_step": writing.record.step if writing is not None else None,
+    }
+
+
+def plan_in_words(plan: Plan) -> dict[str, Any]:
+    """Of a thousand nodes it is long, and the durable state has the plan anyway."""
+    return {"pipelines": pipelines(plan.pipelines), "considered": considered(plan)}
+
+
+def public_state(c: Cluster) -> dict[str, Any]:
+    """The cluster, its job and its nodes in one JSON-compatible object."""
+    ledger, job = c.ledger, c.job
+    in_plan = set(c.planned) if c.active else set()
+    running = job is not None and ledger.step_s > 0
+    return {
+        "phase": str(c.phase),
+        "generation": c.generation,
+        "step": ledger.known_step,
+        "loss": ledger.loss,
+        "step_s": ledger.step_s if running else None,
+        "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
+        "waiting_for": waiting_for(c),
+        "gives_up": c.phase is ClusterPhase.PAUSED and c.giving_up,
+        "outcome": c.outcome,
+        "snapshot": _snapshot(c),
+        "snapshot_policy": _snapshot_policy(c),
+        "checkpoint": _checkpoint(c),
+        "job": None
+        if job is None
+        else {
+            "id": job.job_id,
+            "name": job.name,
+            "steps": job.steps,
+            "global_batch": job.policy.global_batch,
+        },
+        "pipelines": pipelines(c.resumption.plan.pipelines) if in_plan and c.resumption is not None else [],
+        "nodes": {
+            name: {
+                "state": str(node.state),
+                "incarnation": node.incarnation,
+                "devices": node.facts.devices,
+                "host": node.facts.host,
+                "in_plan": name in in_plan,
+                "draining": node.draining is not None,
+                "step": node.step,
+                "speed": node.speed,
+            }
+            for name, node in sorted(c.nodes.items())
+        },
+    }

@@ -1,0 +1,337 @@
+"""When live replicas are not enough: everybody goes back to the newest snapshot that is complete everywhere.
+
+Who holds a part of it is known from Hellos and from its completion; whether that is enough the coordinator
+computes (``CheckRestore``). If it is, the decision of the generation is replaced: the snapshot's step, and
+every layer is to be had on every device. What was committed behind that step is undone with the Resume, and
+never before it, since until then somebody who holds it may come back. The Resume begins a new *lineage*:
+reports, heartbeats and votes of another one are of a past that is no more.
+
+When nobody who is here, or may come back, has that snapshot either, the newest persistent checkpoint is
+looked for (``FindCheckpoint``) and gone back to in the same way; no snapshot counts from then on. A job that
+begins from one begins like this: its steps are known, and nobody holds them. What a node finds damaged is
+passed over.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from planner.values import Device, StatePart
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
+from statemachine.cluster.snapshots import persisting
+from statemachine.cluster.snapshots.buddies import copies, copy_of
+from statemachine.cluster.snapshots.keeping import Keeping
+from statemachine.cluster.snapshots.snapshots import holders, key_of
+from statemachine.cluster.state import FIND, GIVE_UP, Attempt, Cluster
+from statemachine.cluster.words import who
+from statemachine.effects import CheckRestore, FindCheckpoint
+from statemachine.events import CheckpointFound, RestoreChecked
+from statemachine.messages import RestoreFailed, TrainerLost
+from statemachine.values import ClusterPhase, Snapshot, Vote
+
+RESTORE_TRIES = 3
+"""So often a node's part may turn out not to be had, before the node counts as one that lost it."""
+REFUSED_TRIES = 10
+"""So often the place of checkpoints is looked at within ``lost_state_s`` while it cannot be read."""
+
+
+def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...]) -> bool:
+    """Ask whether the newest snapshot can be put together. ``False``: there is none."""
+    newest = c.keeping.newest
+    if newest is None or not lost_layers or attempt.restoring is not None:
+        return False
+    attempt.why_lost = reason
+    _ask(c, attempt, newest)
+    return True
+
+
+def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
+    """Everybody who is here and holds a part of it, or a copy of one."""
+    kept = copies(c, newest, key_of(c, newest), failures=failures)
+    return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
+
+
+def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, failures: int = 0) -> None:
+    attempt.sources = _sources(c, newest, failures)
+    c.out.append(
+        CheckRestore(
+            cause=c.cause,
+            generation=attempt.generation,
+            record=newest,
+            present=holders(c, newest, failures=failures),
+            copied=tuple(sorted(copies(c, newest, key_of(c, newest), failures=failures))),
+        )
+    )
+
+
+def checked(c: Cluster, event: RestoreChecked) -> str | None:
+    """Go on from the snapshot; else wait for who may help. Returns why the job is lost, if it is."""
+    attempt, newest = c.attempt, c.keeping.newest
+    if (
+        attempt is None
+        or newest is None
+        or attempt.decision is None
+        or c.phase is not ClusterPhase.RECOVERING
+        or attempt.resume_sent
+        or event.generation != attempt.generation
+    ):
+        c.ignore("a check of a snapshot for an older generation")
+        return None
+    others = _sources(c, newest, RESTORE_TRIES - 1)
+    if not event.possible and others != attempt.sources:
+        # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
+        _ask(c, attempt, newest, RESTORE_TRIES - 1)
+        return None
+    if not event.possible:
+        reason = f"{attempt.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
+        return wait_or_lose(c, reason)
+    attempt.restoring = event
+    _plan_from(c, attempt, newest.step, newest.vote, newest.groups[-1].end_layer)
+    return None
+
+
+def wait_or_lose(c: Cluster, reason: str) -> str | None:
+    """Nobody who is here has the state. Wait a while for who may still have it."""
+    live = [
+        node.name
+        for _, node in sorted(c.nodes.items())
+        if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
+    ]
+    newest = c.keeping.newest
+    kept = [
+        name
+        for name in (_keepers(newest) if newest is not None else ())
+        if name not in live and _may_hold(c, name, newest)
+    ]
+    if c.persisting.impatient or _as_good(c) or not (live or kept):
+        return reason
+    then = "the newest checkpoint is looked for" if c.job and c.job.checkpoint.url else "the job fails"
+    waited = (
+        f"{reason}; {who(live + kept)} may still hold it: waiting for their return for "
+        f"{c.timing.lost_state_s:g} s, then {then}"
+    )
+    pause(c, waited, needed=None)
+    c.giving_up = True
+    c.set_timer(GIVE_UP, c.timing.lost_state_s)
+    return None
+
+
+def _as_good(c: Cluster) -> bool:
+    """Nothing was committed behind the persistent checkpoint: nobody who is away has more."""
+    return c.persisting.newest is not None and c.ledger.known_step <= c.persisting.newest.step
+
+
+def _keepers(newest: Snapshot) -> list[str]:
+    return sorted({*newest.owners, *newest.buddies.values()})
+
+
+def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
+    """Somebody who kept a part or a copy and is away, or is just back and has yet to find what its memory
+    holds."""
+    node = c.nodes.get(name)
+    if newest is None or node is None or not node.alive:
+        return newest is not None
+    key = key_of(c, newest)
+    parts = [key] if name in newest.owners else []
+    parts += [copy_of(key, owner) for owner, buddy in newest.buddies.items() if buddy == name]
+    return any(part not in node.snapshots for part in parts)
+
+
+# --- persistent checkpoints ----------------------------------------------------------------------
+
+
+def search(c: Cluster, reason: str) -> bool:
+    """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
+    attempt, job = c.attempt, c.job
+    if job is None or not job.checkpoint.url or attempt is None or attempt.decision is None:
+        return False
+    if c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
+        return False
+    attempt.why_lost = reason
+    if c.at < c.persisting.again_at:
+        _wait_for_place(c, reason)
+        return True
+    spoiled = tuple(sorted(c.persisting.spoiled))
+    c.set_timer(FIND, c.timing.place_s)
+    c.out.append(FindCheckpoint(cause=c.cause, generation=attempt.generation, job=job, spoiled=spoiled))
+    return True
+
+
+def _refused(c: Cluster) -> bool:
+    """The place cannot be read. May it be tried again?"""
+    persisting = c.persisting
+    if persisting.refused_at is None:
+        persisting.refused_at = c.at
+    persisting.again_at = c.at + c.timing.lost_state_s / REFUSED_TRIES
+    return c.at - persisting.refused_at < c.timing.lost_state_s
+
+
+def _wait_for_place(c: Cluster, reason: str) -> None:
+    assert c.job is not None, "a job is under way"
+    pause(c, f"{reason}; {c.job.checkpoint.url} is tried again", needed=None)
+    c.giving_up = True
+    c.set_timer(GIVE_UP, c.persisting.again_at - c.at)
+
+
+def find_overdue(c: Cluster) -> str | None:
+    """No word of the newest checkpoint. Returns why the job is lost, if it has waited long enough."""
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
+        return None
+    return _unreadable(c, f"{attempt.why_lost}; and there was no answer in {c.timing.place_s:g} s")
+
+
+def _unreadable(c: Cluster, reason: str) -> str | None:
+    if not _refused(c):
+        return f"{reason}; and so it has been for {c.timing.lost_state_s:g} s"
+    _wait_for_place(c, reason)
+    return None
+
+
+def go_back(c: Cluster) -> bool:
+    """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
+    if c.job is None or not c.job.checkpoint.url:
+        return False
+    c.persisting.impatient = True
+    note_cause(c, "resumed", [])
+    reconfigure(c, f"{c.lacking}; back to a persistent checkpoint", "abort")
+    return True
+
+
+def found(c: Cluster, event: CheckpointFound) -> str | None:
+    """Go on from it. Returns why the job is lost, if there is none."""
+    attempt, job, checkpoint = c.attempt, c.job, event.checkpoint
+    if (
+        attempt is None
+        or job is None
+        or attempt.decision is None
+        or c.phase is not ClusterPhase.RECOVERING
+        or attempt.resume_sent
+        or attempt.restoring is not None
+        or event.generation != attempt.generation
+    ):
+        c.ignore("a checkpoint for an older generation")
+        return None
+    c.cancel_timer(FIND)
+    if event.unreadable:
+        return _unreadable(c, f"{attempt.why_lost}; and the checkpoints cannot be read: {event.reason}")
+    for passed in event.skipped:
+        c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
+    if checkpoint is None:
+        look = f"ftd checkpoint verify {job.checkpoint.url}"
+        return f"{attempt.why_lost}; nor is there a sound checkpoint: {event.reason} (see: {look})"
+    layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
+    if checkpoint.layers != layers:
+        return (
+            f"checkpoint.url: {job.checkpoint.url} holds a model of {checkpoint.layers} layers under the "
+            f"name {job.name!r}, and this job's has {layers}: give the job another url or another name"
+        )
+    attempt.checkpoint, attempt.sources = checkpoint, ()
+    attempt.restoring = RestoreChecked(
+        at=event.at,
+        cause=event.cause,
+        generation=event.generation,
+        possible=True,
+        reason=f"the newest persistent checkpoint in {job.checkpoint.url}",
+        tier="persistent",
+    )
+    _plan_from(c, attempt, checkpoint.step, checkpoint.vote, layers)
+    return None
+
+
+def _plan_from(c: Cluster, attempt: Attempt, step: int, vote: Vote, layers: int) -> None:
+    """A plan as if everybody held everything at this step."""
+    assert attempt.decision is not None, "nothing is looked for before the decision"
+    everything = frozenset(range(layers))
+    devices = [
+        Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
+    ]
+    holdings = dict.fromkeys(devices, everything)
+    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in range(layers))
+    attempt.decision = replace(
+        attempt.decision,
+        step=step,
+        vote=vote,
+        holdings=holdings,
+        ready={},
+        parts=dict.fromkeys(devices, parts),
+    )
+    ask_plan(c, attempt, with_draining=False)
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def undo(c: Cluster, attempt: Attempt) -> None:
+    """With the Resume: what was committed behind that step is forgotten, and done again."""
+    target, event = attempt.checkpoint or c.keeping.newest, attempt.restoring
+    assert target is not None, "it was checked"
+    assert event is not None, "it was checked"
+    ledger, before = c.ledger, c.ledger.known_step
+    ledger.roll_back(target.step, target.vote)
+    c.lineage = attempt.generation
+    if attempt.checkpoint is not None:
+        persisting.rolled_back(c, attempt.checkpoint)
+        c.keeping = Keeping()
+    c.keeping.behind = target.step
+    for node in c.nodes.values():
+        node.step = min(node.step, target.step)
+    undone = before - target.step
+    if c.recovery is not None:
+        c.recovery.rolled_back_steps += undone
+        c.recovery.tier = event.tier
+    what = "checkpoint" if attempt.checkpoint is not None else "snapshot"
+    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", attempt.why_lost
+    told: dict[str, Any] = {
+        "generation": attempt.generation,
+        "step": target.step,
+        "from_step": before,
+        "to_step": target.step,
+        "undone": undone,
+        "tier": event.tier,
+        "sources": list(attempt.sources),
+    }
+    if c.resumption is None:
+        c.emit("JobResumed", goes_on, **told)
+    else:
+        back = f"{lost}; back to the {what} of step {target.step}: {event.reason}"
+        c.emit("RolledBack", back, **told)
+
+
+def foreign(c: Cluster, signal: TrainerLost) -> str | None:
+    """A trainer cannot take the checkpoint's state. Returns why the job is lost, if that is why."""
+    restore, job = c.resumption.restore if c.resumption is not None else None, c.job
+    if restore is None or not restore.url or job is None or signal.generation != c.resumed_generation:
+        return None
+    return (
+        f"checkpoint.url: {restore.url} holds another model under the name {job.name!r} than this job's: "
+        f"{signal.detail}; give the job another url or name, or the arguments of the one that wrote it"
+    )
+
+
+def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
+    """Try again without those whose shards cannot be had. Returns why the job is lost, if it is."""
+    attempt, newest = c.attempt, c.keeping.newest
+    restore = c.resumption.restore if c.resumption is not None else None
+    restoring = attempt is not None and attempt.resume_sent and c.phase is ClusterPhase.RECOVERING
+    if attempt is None or restore is None or not restoring or signal.generation != attempt.generation:
+        c.ignore("a RestoreFailed that nobody waits for", node.name)
+        return None
+    for name in signal.bad:
+        if name in c.nodes and newest is not None:
+            c.nodes[name].spoiled[key_of(c, newest)] += 1
+    c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
+    what = f"{'checkpoint' if restore.url else 'snapshot'} of step {restore.step}"
+    if restore.url and signal.damaged:
+        c.persisting.spoiled.add(restore.step)
+        c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
+    elif restore.url:
+        if not _refused(c):
+            return f"{node.name} cannot restore the {what}: {signal.detail}"
+    elif not signal.bad:
+        c.raised += 1
+        if c.raised >= c.timing.raise_limit:
+            return f"{node.name} cannot restore the {what}: {signal.detail}"
+    note_cause(c, "connection_lost", [], "no_answer")
+    reconfigure(c, f"{node.name} cannot restore the {what}: {signal.detail}", "abort")
+    return None

@@ -1,0 +1,199 @@
+"""The roll-forward rule (design §4) as one pure function.
+
+A step t+1 commits on a rank after the VOTE all-reduce of t+1, and that all-reduce completes on nobody before
+everybody entered it with complete gradients. Hence the rule: *if anybody is known to have committed t+1,
+every survivor of that group can apply its gradients and reach t+1; otherwise all discard and redo t+1.*
+
+What makes it safe when generations follow each other closely, each maybe half delivered:
+
+* Only the group of the last *resumed* generation R (``Resumption``: the coordinator sent ``Resume``) can have
+  committed anything after R's own resume step, and it can only if each planned rank obeyed R. So complete
+  gradients of a step after R's resume step count only from ranks of R's plan: an idle node that never got
+  R's Resume may still hold gradients of a step that R decided to redo.
+* At R's resume step itself, gradients count from exactly those devices whose gradients counted when R was
+  decided (``Resumption.ready``): they just did not get, or had no time to obey, R's order to apply.
+* Gradients exist only for the layers a rank owned; of layers it merely kept from before it has the old
+  state. So a device that counts by its gradients holds only what it owned in the plan of those gradients.
+* Under ZeRO-1 gradients make new what a rank owned in the plan of those gradients: its own part, and the
+  replica of the next owner's, if it has one. Of its layers nothing else is at the step then, since parameters
+  are whole only once the parts are gathered, and that takes the group.
+* After a rollback (``rollback``) only reports of its lineage count: who did not get to obey the Resume that
+  undid steps may still be at one of them, and holds nothing.
+* A node whose report did not count in R's decision and whose trainers are not freshly made is not to be
+  trusted at all: it may have committed a step that R redid (``trusted``).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from planner.values import Device, Plan, StatePart
+from statemachine.cluster.sharding import owned_parts
+from statemachine.values import CommittedStep, DeviceReport, HeldPart, QuiesceMode, Restore, Vote
+
+Outcome = Literal["start", "boundary", "redo", "roll_forward"]
+Reports = Mapping[str, tuple[DeviceReport, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """The last generation whose ``Resume`` was sent, and what was decided for it."""
+
+    generation: int
+    step: int
+    vote: Vote | None
+    plan: Plan
+    ready: dict[Device, frozenset[int]] = field(default_factory=dict)
+    """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
+    ready_parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
+    """Under ZeRO-1, what of those layers they have then."""
+    held_parts: tuple[HeldPart, ...] = ()
+    """Under ZeRO-1, what the devices of the plan have."""
+    lineage: int = 0
+    """Generation of the last rollback; 0: none."""
+    restore: Restore | None = None
+    """The snapshot that the state of ``step`` comes from."""
+    protection: str = "none"
+    """Of this generation's snapshots."""
+    wish: str = ""
+    """What was asked for when it was planned: a scheme, or ``auto``."""
+    buddies: dict[str, str] = field(default_factory=dict)
+    """Owner → the node that keeps a copy of its part of this generation's snapshots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    step: int
+    vote: Vote | None
+    outcome: Outcome
+    holdings: dict[Device, frozenset[int]]
+    """Layers that each device holds complete at ``step`` (after applying, where it is to roll forward)."""
+    ready: dict[Device, frozenset[int]]
+    """The part of ``holdings`` that counts by gradients; under ZeRO-1, the layers that ``parts`` are of."""
+    in_flight: bool
+    """Some rank had gradients of a step that is now discarded and redone."""
+    parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
+    """Under ZeRO-1: what each device has of which layers at ``step``, as ``holdings``, which then says whose
+    parameters are whole."""
+
+
+def pristine(report: DeviceReport) -> bool:
+    """A freshly prepared trainer: the model as the seed made it, at step 0."""
+    return report.committed_step == 0 and report.ready_step is None
+
+
+def trusted(reports: Iterable[DeviceReport], counted_in: int, resumption: Resumption | None) -> bool:
+    """May a node's reports count? It took part in every decision that was carried out, or is fresh."""
+    if resumption is None or counted_in == resumption.generation:
+        return True
+    return all(pristine(report) for report in reports)
+
+
+def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:
+    """The layers each device computes (and so has gradients of) under ``plan``."""
+    owned: dict[Device, frozenset[int]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            layers = frozenset(range(stage.first_layer, stage.end_layer))
+            for device in stage.devices:
+                owned[device] = owned.get(device, frozenset()) | layers
+    return owned
+
+
+def decide(
+    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+) -> Decision:
+    """What step to resume from, and who holds which layer of it.
+
+    ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
+    """
+    lineage = resumption.lineage if resumption is not None else 0
+    everybody = [
+        (Device(node=node, index=report.device), report)
+        for node, devices in sorted(reports.items())
+        for report in devices
+    ]
+    flat = [(device, report) for device, report in everybody if report.lineage == lineage]
+    target = max((report.committed_step for _, report in flat), default=0)
+    vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
+    if known is not None and known.step >= target:
+        target, vote = known.step, known.vote
+    # Of a thousand nodes' plan only where somebody's gradients count.
+    owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
+    holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in everybody}
+    parts: dict[Device, tuple[StatePart, ...]] = dict.fromkeys(holdings, ())
+    ready: dict[Device, frozenset[int]] = {}
+    for device, report in flat:
+        if report.committed_step == target:
+            holdings[device], parts[device] = frozenset(report.held), report.parts
+        elif report.ready_step == target:
+            layers = _by_gradients(device, report, target, resumption, owned)
+            if layers:
+                ready[device] = layers
+                parts[device] = _parts_by_gradients(device, report, layers, target, resumption)
+                holdings[device] = _whole(layers, parts[device]) if report.parts else layers
+    in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
+    outcome: Outcome
+    if resumption is None:
+        outcome = "start"
+    elif ready:
+        outcome = "roll_forward"
+    elif mode == "boundary" and not in_flight:
+        outcome = "boundary"
+    else:
+        outcome = "redo"
+    return Decision(
+        step=target,
+        vote=vote,
+        outcome=outcome,
+        holdings=holdings,
+        ready=ready,
+        in_flight=in_flight,
+        parts=parts,
+    )
+
+
+def _by_gradients(
+    device: Device,
+    report: DeviceReport,
+    target: int,
+    resumption: Resumption | None,
+    owned: Callable[[], dict[Device, frozenset[int]]],
+) -> frozenset[int]:
+    """Layers that ``device`` holds at ``target`` once it applies the gradients it reports."""
+    if resumption is None:
+        return frozenset()
+    if target > resumption.step:
+        return owned().get(device, frozenset()) & frozenset(report.held)
+    if target == resumption.step:
+        return resumption.ready.get(device, frozenset()) & frozenset(report.held)
+    return frozenset()
+
+
+def _parts_by_gradients(
+    device: Device,
+    report: DeviceReport,
+    layers: frozenset[int],
+    target: int,
+    resumption: Resumption | None,
+) -> tuple[StatePart, ...]:
+    """What ``device`` has of these layers at ``target`` once it applies the gradients it reports."""
+    if resumption is None or not report.parts:
+        return ()
+    if target == resumption.step:
+        counted = set(resumption.ready_parts.get(device, ()))
+        return tuple(part for part in report.parts if part in counted and part.layer in layers)
+    owned = owned_parts(resumption.plan, device)
+    if "aor" not in resumption.protection:  # Replicas of the group before do not follow this one's steps.
+        owned = frozenset(kept for kept in owned if not kept[2])
+    return tuple(
+        part
+        for part in report.parts
+        if part.layer in layers and (part.part, part.parts, part.replica) in owned
+    )
+
+
+def _whole(layers: frozenset[int], parts: tuple[StatePart, ...]) -> frozenset[int]:
+    """Layers that have no part but the one here."""
+    return layers.intersection(part.layer for part in parts if part.parts == 1)

@@ -1,0 +1,1 @@
+"""Snapshots and persistent checkpoints of the whole cluster: when, complete or given up, kept where."""

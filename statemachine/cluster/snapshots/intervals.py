@@ -1,0 +1,105 @@
+"""How often snapshots are taken, where that follows from what they cost (``planner.intervals`` says how).
+
+Nodes say how long training waited for a snapshot, and how long steps take. A snapshot of step s is copied
+beside step s + 1; so it costs what it makes that step longer than steps without one, or what training
+waited, whichever is more. Every snapshot that is complete everywhere adds to what is known, and the interval
+is looked at again; also when a generation begins, since a failure says something about the next one.
+"""
+
+from dataclasses import replace
+from statistics import median
+
+from planner.intervals import SnapshotCost, choose_interval
+from statemachine.cluster.horizon import horizon_s
+from statemachine.cluster.snapshots.keeping import SnapshotCosts
+from statemachine.cluster.state import Cluster
+from statemachine.messages import Stepped
+from statemachine.values import ClusterPhase, Job
+
+FIRST_EVERY_STEPS = 5
+"""While too little is measured."""
+ENOUGH_SNAPSHOTS = 2
+ENOUGH_STEPS = 3
+"""Without a snapshot."""
+GROWTH = 4
+"""At most so many times the interval before: what the first few measurements say is soon looked at again."""
+
+
+def every_steps(c: Cluster, job: Job) -> int:
+    """Steps from one snapshot to the next. Behind every step there is none to compare with: not at first."""
+    policy = job.snapshot
+    if policy.auto_interval and policy.every_steps < 2 and len(c.keeping.costs.plain_s) < ENOUGH_STEPS:
+        return FIRST_EVERY_STEPS
+    return policy.every_steps
+
+
+def note_step(c: Cluster, signal: Stepped) -> None:
+    """The newest step of the group that trains was so long."""
+    attempt, resumption, keeping = c.attempt, c.resumption, c.keeping
+    if attempt is None or resumption is None or not signal.steps or signal.step_s <= 0:
+        return
+    running = c.phase is ClusterPhase.RUNNING and c.recovery is None
+    step = signal.steps[-1].step
+    if not running or signal.generation != attempt.generation or signal.wanted is not None:
+        return
+    if step <= c.ledger.known_step or step < resumption.step + 2:
+        return  # an old one; or the first of a group, which makes and allocates
+    costs = keeping.costs
+    if costs.last and step == costs.last + 1:
+        costs.copying_s.append(signal.step_s)
+    elif keeping.underway is None or step <= costs.last:
+        costs.plain_s.append(signal.step_s)
+
+
+def note_snapshot(c: Cluster, *, stall_s: float) -> None:
+    """One more is complete everywhere, and training waited so long for it."""
+    costs = c.keeping.costs
+    costs.stall_s.append(stall_s)
+    if len(costs.stall_s) < ENOUGH_SNAPSHOTS or len(costs.plain_s) < ENOUGH_STEPS:
+        return
+    step_s = median(costs.plain_s)
+    slower_s = median(costs.copying_s) - step_s if costs.copying_s else 0.0
+    _choose(c, step_s, max(median(costs.stall_s), slower_s))
+
+
+def begin_anew(c: Cluster) -> None:
+    """A generation begins: other stages, other costs. Until they are known the old ones count."""
+    keeping = c.keeping
+    keeping.costs = SnapshotCosts()
+    if keeping.measured is not None:
+        _choose(c, keeping.measured.step_s, keeping.measured.cost_s)
+
+
+def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
+    job, settled = c.job, c.keeping.measured is not None
+    nodes = len(c.planned) or sum(1 for node in c.alive() if node.ready)
+    expected_s = horizon_s(c, nodes)
+    if job is None or not job.snapshot.auto_interval or expected_s is None:
+        return
+    policy = job.snapshot
+    cost = SnapshotCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)
+    choice = choose_interval(
+        cost,
+        present=policy.every_steps,
+        # Checkpoints are made of snapshots.
+        most=min(job.steps, job.checkpoint.every_steps or job.steps, GROWTH * policy.every_steps),
+        cheap_share=policy.cheap_share,
+        settled=settled,
+    )
+    c.keeping.measured = cost
+    if choice.every_steps == policy.every_steps and settled:
+        return
+    c.job = replace(job, snapshot=replace(policy, every_steps=choice.every_steps))
+    c.persist()
+    c.emit(
+        "SnapshotIntervalChosen",
+        choice.reason,
+        every_steps=choice.every_steps,
+        before=policy.every_steps,
+        by="measurement",
+        step_s=round(step_s, 6),
+        cost_s=round(cost_s, 6),
+        horizon_s=expected_s,
+        lost_share=round(choice.lost_share, 6),
+    )
+    c.publish()

@@ -1,0 +1,331 @@
+"""Persistent checkpoints: the first snapshot that is far enough behind the last one is written to the disk.
+
+Its layers are shared out among the nodes that hold it (``Persist``), which write them beside the training
+into a draft; once all have (``LayersPersisted``), it is committed, and only then it is there. Until then the
+snapshot is *pinned*: nodes keep it beside the newest one. Whatever goes wrong, the attempt is given up, and
+the next snapshot is tried. Training never waits for this; the job's end does for the last step's.
+"""
+
+import hashlib
+
+from planner.values import ModelProfile
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.snapshots.keeping import Writing
+from statemachine.cluster.snapshots.orders import last_wanted
+from statemachine.cluster.snapshots.snapshots import holders
+from statemachine.cluster.state import FINISH, PERSIST, Cluster
+from statemachine.cluster.words import who
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint
+from statemachine.events import CheckpointFailed, CheckpointWritten
+from statemachine.messages import CancelPersist, Hello, KeepSnapshot, LayersPersisted, Persist, PersistFailed
+from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
+
+
+def attempt_of(job: Job, record: Snapshot) -> str:
+    """Names the draft; no other job's, and no other state of the job's, is called the same."""
+    return f"{record.generation}_{record.step}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
+
+
+def shared(record: Snapshot, owners: tuple[str, ...], profile: ModelProfile) -> dict[str, tuple[int, ...]]:
+    """Each layer for one of those of its owners that are here, so that all write about as many bytes.
+
+    A layer that none of them owns is left out.
+    """
+    load = dict.fromkeys(owners, 0)
+    shares: dict[str, list[int]] = {name: [] for name in owners}
+    layers = [
+        (layer, [name for name in group.owners if name in load])
+        for group in record.groups
+        for layer in range(group.first_layer, group.end_layer)
+    ]
+    for layer, names in sorted(layers, key=lambda one: (-profile.layers[one[0]].state_bytes, one[0])):
+        if names:
+            least = min(names, key=lambda name: (load[name], len(shares[name]), name))
+            load[least] += profile.layers[layer].state_bytes
+            shares[least].append(layer)
+    return {name: tuple(sorted(share)) for name, share in shares.items() if share}
+
+
+# --- beginning -----------------------------------------------------------------------------------
+
+
+def pursue(c: Cluster) -> None:
+    """Begin one when it is time; give up one that cannot be finished any more."""
+    writing, newest = c.persisting.writing, c.keeping.newest
+    if not c.connected:
+        return  # nobody can be heard, so nobody is gone
+    _watch_the_end(c)
+    if writing is not None:
+        gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
+        if gone and not writing.committing:
+            give_up(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
+    elif newest is not None and c.phase is ClusterPhase.RUNNING and _time(c, newest):
+        _begin(c, newest)
+
+
+def _watch_the_end(c: Cluster) -> None:
+    """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
+    if c.phase is not ClusterPhase.RUNNING or not last_wanted(c):
+        c.cancel_timer(FINISH)
+    elif FINISH not in c.due:
+        c.set_timer(FINISH, _finish_limit_s(c))
+
+
+def _finish_limit_s(c: Cluster) -> float:
+    layers = c.profiled.profile.layers if c.profiled is not None else ()
+    return c.timing.finish_limit_s(sum(layer.state_bytes for layer in layers))
+
+
+def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
+    node = c.nodes.get(name)
+    here = node is not None and node.alive and node.incarnation == writing.incarnations.get(name)
+    return not here and name not in writing.files
+
+
+def _time(c: Cluster, newest: Snapshot) -> bool:
+    """Far enough behind the last one, and whole; the last step's also where a node is gone that held it."""
+    persisting, job = c.persisting, c.job
+    assert job is not None, "a snapshot is of a job"
+    if job.checkpoint.every_steps < 1 or newest.step <= persisting.tried:
+        return False
+    if newest.step >= job.steps:
+        return newest.step > persisting.last_step
+    whole = len(holders(c, newest)) == len(newest.owners)
+    return whole and newest.step - persisting.last_step >= job.checkpoint.every_steps
+
+
+def _begin(c: Cluster, newest: Snapshot) -> None:
+    job, profiled, persisting = c.job, c.profiled, c.persisting
+    assert job is not None, "a snapshot is of a job"
+    assert profiled is not None, "a job that trains was measured"
+    owners = holders(c, newest)
+    shares = shared(newest, owners, profiled.profile)
+    persisting.tried = newest.step
+    if sum(map(len, shares.values())) < newest.groups[-1].end_layer:
+        _tell_given_up(c, newest, "nobody is left who held some of its layers")
+        return
+    persisting.writing = Writing(
+        record=newest,
+        attempt=attempt_of(job, newest),
+        shares=shares,
+        incarnations={name: c.nodes[name].incarnation for name in shares},
+        sources={name: _server(c.nodes[name]) for name in owners},
+        began_at=c.at,
+    )
+    c.persist()
+    for name in shares:
+        _order(c, c.nodes[name])
+    c.set_timer(PERSIST, c.timing.persist_s)
+    c.emit(
+        "CheckpointStarted",
+        f"{who(list(shares))} write the state behind step {newest.step} to {job.checkpoint.url}",
+        step=newest.step,
+        url=job.checkpoint.url,
+        layers={name: len(share) for name, share in shares.items()},
+    )
+    c.publish()
+
+
+def _server(node: NodeMachine) -> str:
+    return f"{node.facts.host}:{node.facts.snapshot_port}"
+
+
+def _order(c: Cluster, node: NodeMachine) -> None:
+    job, writing = c.job, c.persisting.writing
+    assert job is not None, "a snapshot is of a job"
+    assert writing is not None, "one is being written"
+    c.send(
+        node,
+        Persist(
+            job_id=job.job_id,
+            job_name=job.name,
+            url=job.checkpoint.url,
+            attempt=writing.attempt,
+            record=writing.record,
+            layers=writing.shares[node.name],
+            sources=writing.sources,
+        ),
+    )
+
+
+def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+    """It may have missed its order; what it has done it says itself."""
+    writing, job = c.persisting.writing, c.job
+    if writing is None or job is None or signal.job_id != job.job_id:
+        return
+    if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
+        _order(c, node)
+
+
+# --- what becomes of it --------------------------------------------------------------------------
+
+
+def _concerns(c: Cluster, node: NodeMachine, signal: LayersPersisted | PersistFailed) -> bool:
+    writing = c.persisting.writing
+    return (
+        writing is not None
+        and signal.attempt == writing.attempt
+        and signal.step == writing.record.step
+        and node.name in writing.shares
+        and not writing.committing
+    )
+
+
+def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> None:
+    """With the last node's word every layer is on the disk."""
+    writing, job = c.persisting.writing, c.job
+    if writing is None or job is None or not _concerns(c, node, signal):
+        c.ignore("a LayersPersisted that nobody waits for", node.name)
+        return
+    if tuple(file.layer for file in signal.layers) != writing.shares[node.name]:
+        give_up(c, f"{node.name} wrote other layers than it was asked for")
+        return
+    writing.files[node.name] = signal.layers
+    if all_written(writing):
+        writing.committing = True
+        c.set_timer(PERSIST, c.timing.place_s)
+        c.out.append(
+            CommitCheckpoint(
+                cause=c.cause,
+                job=job,
+                attempt=writing.attempt,
+                step=writing.record.step,
+                vote=writing.record.vote,
+                layers=tuple(file for files in writing.files.values() for file in files),
+            )
+        )
+
+
+def all_written(writing: Writing) -> bool:
+    return set(writing.files) == set(writing.shares)
+
+
+def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) -> None:
+    if _concerns(c, node, signal):
+        give_up(c, f"{node.name}: {signal.detail}")
+    else:
+        c.ignore("a PersistFailed that nobody waits for", node.name)
+
+
+def written(c: Cluster, event: CheckpointWritten) -> None:
+    """The manifest is there: so is the checkpoint."""
+    writing, persisting = c.persisting.writing, c.persisting
+    if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
+        persisting.unanswered.pop(event.attempt, None)
+        c.ignore("a checkpoint that was given up, and yet is complete")
+        return
+    record, files = writing.record, [file for files in writing.files.values() for file in files]
+    persisting.newest = Checkpoint(
+        step=record.step,
+        vote=record.vote,
+        layers=len(files),
+        size_bytes=sum(file.size_bytes for file in files),
+    )
+    persisting.writing = None
+    persisting.spoiled.discard(record.step)
+    c.cancel_timer(PERSIST)
+    c.persist()
+    c.emit(
+        "CheckpointCompleted",
+        f"the state behind step {record.step} is complete on the disk",
+        step=record.step,
+        size_bytes=persisting.newest.size_bytes,
+        took_s=round(c.at - writing.began_at, 6),
+        pruned=list(event.pruned),
+    )
+    _unpin(c, record)
+
+
+def commit_failed(c: Cluster, event: CheckpointFailed) -> None:
+    writing = c.persisting.writing
+    if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
+        c.persisting.unanswered.pop(event.attempt, None)
+        c.ignore("no commit of a checkpoint that was given up")
+        return
+    writing.committing = False
+    give_up(c, event.detail)
+
+
+def overdue(c: Cluster) -> None:
+    writing = c.persisting.writing
+    if writing is not None and writing.committing:
+        give_up(c, f"every layer is written, and the commit did not end in {c.timing.place_s:g} s")
+    elif writing is not None:
+        late = [name for name in writing.shares if name not in writing.files]
+        give_up(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
+
+
+def end_overdue(c: Cluster) -> None:
+    """The last step's checkpoint is not there in time: the job ends without it."""
+    persisting = c.persisting
+    if not last_wanted(c):
+        return
+    why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
+    give_up(c, why)
+    if not persisting.done:
+        persisting.done = c.dirty = True
+        c.persist()
+        kept_step = persisting.newest.step if persisting.newest is not None else None
+        c.emit("CheckpointGivenUp", f"there is no checkpoint of the last step: {why}", kept_step=kept_step)
+
+
+def give_up(c: Cluster, why: str) -> None:
+    """Nothing of it counts; the next snapshot is tried."""
+    writing, job = c.persisting.writing, c.job
+    if writing is None or job is None:
+        return
+    c.persisting.writing = None
+    if writing.committing:
+        c.persisting.unanswered[writing.attempt] = writing.record.step
+    c.cancel_timer(PERSIST)
+    ordered = [c.nodes[name] for name in writing.shares if name in c.nodes and c.nodes[name].alive]
+    c.send_all(ordered, CancelPersist(job_id=job.job_id, attempt=writing.attempt))
+    c.out.append(AbandonCheckpoint(cause=c.cause, job=job, attempt=writing.attempt, step=writing.record.step))
+    _tell_given_up(c, writing.record, why)
+    _unpin(c, writing.record)
+
+
+def _tell_given_up(c: Cluster, record: Snapshot, why: str) -> None:
+    persisting, job = c.persisting, c.job
+    assert job is not None, "a checkpoint is of a job"
+    persisting.done = persisting.done or record.step >= job.steps
+    c.persist()
+    newest = persisting.newest
+    kept_step = newest.step if newest is not None else None
+    c.emit("CheckpointGivenUp", why, step=record.step, kept_step=kept_step)
+    c.publish()
+    c.dirty = True
+
+
+def _unpin(c: Cluster, record: Snapshot) -> None:
+    """Should this be lost, the next KeepSnapshot says it again."""
+    newest, job = c.keeping.newest, c.job
+    if newest is not None and newest.step > record.step and job is not None:
+        keep = KeepSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage)
+        c.send_all((node for node in c.alive() if node.prepared), keep)
+    c.publish()
+    c.dirty = True
+
+
+# --- beginnings and ends -------------------------------------------------------------------------
+
+
+def restarted(c: Cluster) -> None:
+    """The answers that came before the crash are lost with it."""
+    if c.persisting.writing is not None:
+        give_up(c, "the coordinator was restarted")
+
+
+def ended(c: Cluster) -> None:
+    """The job is over, whatever became of it."""
+    give_up(c, "the job is over")
+
+
+def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
+    """Everybody goes back to this one: what was written or tried behind it never was."""
+    persisting = c.persisting
+    give_up(c, f"everybody goes back to step {checkpoint.step}")
+    persisting.newest, persisting.tried = checkpoint, checkpoint.step
+    persisting.done = persisting.impatient = False
+    # What may be committed yet is of steps that are undone.
+    persisting.spoiled |= {step for step in persisting.unanswered.values() if step > checkpoint.step}

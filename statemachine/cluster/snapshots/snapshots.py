@@ -1,0 +1,359 @@
+"""Snapshots of the whole cluster: ordered, followed from node to node, complete everywhere or given up.
+
+A snapshot counts once every planned node said ``SnapshotCompleted``: that is made durable, and only then are
+nodes told to release its predecessor (``KeepSnapshot``). So there is always one that is complete everywhere,
+whoever dies or is slow. Heartbeats confirm ``KeepSnapshot``; before all of them have, no other one is
+ordered, since only three fit into a node's memory (``storage.arena``).
+"""
+
+from collections.abc import Mapping
+
+from planner.values import Plan
+from statemachine.cluster.ledger import learn, tell
+from statemachine.cluster.node import NodeEvent, NodeMachine
+from statemachine.cluster.snapshots import intervals
+from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapshot
+from statemachine.cluster.snapshots.keeping import Underway
+from statemachine.cluster.state import SNAPSHOT, Cluster
+from statemachine.cluster.words import who
+from statemachine.messages import (
+    Heartbeat,
+    Hello,
+    KeepSnapshot,
+    Snapping,
+    SnapshotCompleted,
+    SnapshotFailed,
+)
+from statemachine.values import (
+    ClusterPhase,
+    CommittedStep,
+    HeldSnapshot,
+    Restore,
+    Snapshot,
+    SnapshotGroup,
+)
+
+FEW = 8
+"""Less than one node in so many."""
+
+
+def groups_of(
+    plan: Plan, protection: str, buddies: Mapping[str, str] | None = None
+) -> tuple[SnapshotGroup, ...]:
+    """Maximal runs of layers that the same stages own, one in each pipeline.
+
+    :param buddies: owner → buddy, where there are any.
+    """
+    layers = plan.pipelines[0].stages[-1].end_layer
+    owners: list[tuple[tuple[str, int], ...]] = [()] * layers
+    for pipeline in plan.pipelines:
+        for number, stage in enumerate(pipeline.stages):
+            for layer in range(stage.first_layer, stage.end_layer):
+                owners[layer] = (*owners[layer], (stage.devices[0].node, number))
+    begins = [layer for layer in range(layers) if layer == 0 or owners[layer] != owners[layer - 1]]
+    return tuple(
+        SnapshotGroup(
+            first_layer=first,
+            end_layer=end,
+            owners=tuple(node for node, _ in owners[first]),
+            protection=protection,
+            buddy=(buddies or {}).get(owners[first][0][0], ""),
+        )
+        for first, end in zip(begins, [*begins[1:], layers], strict=True)
+    )
+
+
+def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
+    assert c.job is not None, "a snapshot is of a job"
+    return HeldSnapshot(job_id=c.job.job_id, step=record.step, generation=record.generation)
+
+
+def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
+    """Owners that are here and hold their part, which could not be had at most so many times."""
+    key = key_of(c, record)
+    here = [c.nodes[name] for name in record.owners if name in c.nodes]
+    return tuple(n.name for n in here if n.alive and key in n.snapshots and n.spoiled[key] <= failures)
+
+
+def whole(c: Cluster, record: Snapshot) -> bool:
+    """Everybody who kept a part of it, or a copy of one, is here and has it."""
+    owners, kept = holders(c, record), copies(c, record, key_of(c, record))
+    return len(owners) == len(record.owners) and kept == record.buddies
+
+
+# --- one snapshot's life -------------------------------------------------------------------------
+
+
+def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
+    """Is this about the snapshot under way, or about one that may be taken up?
+
+    A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
+    says that the older one was overtaken.
+    """
+    keeping, attempt, job = c.keeping, c.attempt, c.job
+    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING or node.name not in c.planned:
+        return False
+    over = max(keeping.over, keeping.newest.step if keeping.newest is not None else 0)
+    if generation != attempt.generation or job.snapshot.every_steps < 1 or step <= over:
+        return False
+    underway = keeping.underway
+    if underway is not None and (
+        step <= underway.behind or (underway.step is not None and step < underway.step)
+    ):
+        return False
+    if underway is not None and underway.step is not None and step > underway.step:
+        give_up(c, f"one of step {step} has begun")
+        underway = None
+    if underway is None:
+        underway = keeping.underway = Underway(generation=generation, behind=step - 1, began_at=c.at)
+        keeping.behind = max(keeping.behind, step - 1)
+        c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+    underway.step = keeping.costs.last = step
+    return True
+
+
+def take_snapping(c: Cluster, node: NodeMachine, signal: Snapping) -> None:
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a Snapping that nobody waits for", node.name)
+        return
+    underway = c.keeping.underway
+    if underway is not None and node.name not in underway.completed:
+        node.feed(NodeEvent.SNAP)
+        c.publish()
+
+
+def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> None:
+    """With the last planned node's word the snapshot is complete everywhere."""
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a SnapshotCompleted that nobody waits for", node.name)
+        return
+    underway, job = c.keeping.underway, c.job
+    assert underway is not None, "it fits"
+    assert job is not None, "it fits"
+    node.feed(NodeEvent.SNAP)  # where its word that it began was lost
+    node.feed(NodeEvent.COMPLETED)
+    underway.completed[node.name] = signal
+    node.snapshots |= {HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation)}
+    if signal.step > c.ledger.known_step:
+        learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
+        c.persist()
+        tell(c)
+        c.dirty = True
+    if everywhere(c, underway):
+        c.dirty = True
+        complete(c, underway, signal)
+        c.persist()
+    c.publish()
+
+
+def everywhere(c: Cluster, underway: Underway) -> bool:
+    """Every planned node completed its part."""
+    return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
+
+
+def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
+    """Complete everywhere: durable before anybody releases the one before."""
+    job, resumption = c.job, c.resumption
+    assert job is not None, "a job is under way"
+    assert resumption is not None, "a group trains"
+    said = underway.completed.values()
+    record = Snapshot(
+        step=signal.step,
+        generation=signal.generation,
+        vote=signal.vote,
+        groups=groups_of(resumption.plan, resumption.protection, resumption.buddies),
+        size_bytes=sum(one.size_bytes for one in said),
+        at=c.at,
+    )
+    c.keeping.newest, c.keeping.underway = record, None
+    c.cancel_timer(SNAPSHOT)
+    c.keeping.misses = 0
+    key = key_of(c, record)
+    for node in c.alive():
+        node.feed(NodeEvent.COMMITTED)
+        node.snapshots = frozenset(held for held in node.snapshots if same_snapshot(held, key))
+    _say_keep(c, c.alive(), record)
+    for owner, buddy in record.buddies.items():
+        c.nodes[buddy].snapshots |= {copy_of(key, owner)}
+    alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
+    c.emit(
+        "SnapshotCompleted",
+        f"the state behind step {record.step} is in the memory of {who(record.owners)}{_but(alone)}",
+        step=record.step,
+        generation=record.generation,
+        protection=resumption.protection,
+        buddies=record.buddies,
+        unprotected=[[group.first_layer, group.end_layer - 1] for group in alone],
+        size_bytes=record.size_bytes,
+        copy_s=max(one.copy_s for one in said),
+        stall_s=max(one.stall_s for one in said),
+        took_s=round(c.at - underway.began_at, 6),
+    )
+    intervals.note_snapshot(c, stall_s=max(one.stall_s for one in said))
+
+
+def _but(alone: list[SnapshotGroup]) -> str:
+    if not alone:
+        return ""
+    layers = ", ".join(f"{group.first_layer} to {group.end_layer - 1}" for group in alone)
+    return f"; layers {layers} are in one node's alone, unprotected"
+
+
+def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
+    if not _fits(c, node, signal.generation, signal.step):
+        c.ignore("a SnapshotFailed that nobody waits for", node.name)
+        return
+    _miss(c, f"{node.name}: {signal.detail}")
+
+
+def overdue(c: Cluster) -> None:
+    """Some node did not complete it in time; it may be slow, dead or cut off: others find that out."""
+    underway = c.keeping.underway
+    if underway is None:
+        return
+    missing = [name for name in c.planned if name not in underway.completed]
+    _miss(c, f"{', '.join(missing)} did not complete it in time")
+
+
+def _miss(c: Cluster, why: str) -> None:
+    """The last step's is not tried again: the job ends without its checkpoint."""
+    underway, job = c.keeping.underway, c.job
+    last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
+    give_up(c, why)
+    if last and job is not None and job.checkpoint.every_steps > 0:
+        c.persisting.done = c.dirty = True
+        newest = c.persisting.newest
+        c.emit(
+            "CheckpointGivenUp",
+            f"there is no snapshot of the last step: {why}",
+            kept_step=newest.step if newest is not None else None,
+        )
+        c.persist()
+
+
+def interrupt(c: Cluster, why: str) -> None:
+    """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
+    give_up(c, why)
+    keeping = c.keeping
+    keeping.over = keeping.misses = 0
+    keeping.behind = keeping.newest.step if keeping.newest is not None else 0
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+    intervals.begin_anew(c)
+
+
+def give_up(c: Cluster, why: str) -> None:
+    """What nodes have of it counts for nothing; the one before is still complete everywhere.
+
+    Why it was wanted at once is still so.
+    """
+    keeping, underway = c.keeping, c.keeping.underway
+    if underway is None:
+        return
+    keeping.underway, c.dirty = None, True
+    keeping.urgent, keeping.asked = keeping.urgent or underway.urgent, keeping.asked or underway.asked
+    keeping.misses += 1
+    c.cancel_timer(SNAPSHOT)
+    for node in c.nodes.values():
+        node.feed(NodeEvent.GIVEN_UP)
+    if underway.step is not None:
+        keeping.over = max(keeping.over, underway.step)
+    newest = keeping.newest
+    c.emit(
+        "SnapshotGivenUp",
+        why,
+        step=underway.step,
+        generation=underway.generation,
+        kept_step=newest.step if newest is not None else None,
+    )
+    c.publish()
+
+
+# --- what nodes hold -----------------------------------------------------------------------------
+
+
+def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
+    """A Hello names what the node's memory holds. Whether that is news about the newest snapshot."""
+    node.kept, node.greeted = None, True
+    job, newest = c.job, c.keeping.newest
+    if job is None:
+        return False
+    before = node.snapshots
+    node.snapshots |= {held for held in signal.snapshots if held.job_id == job.job_id}
+    if node.snapshots == before:
+        return False
+    c.persist()
+    return newest is not None and any(
+        same_snapshot(held, key_of(c, newest)) for held in node.snapshots - before
+    )
+
+
+def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """Only a heartbeat behind a Hello counts: before it the node may have begun what we have yet to hear."""
+    newest = c.keeping.newest
+    if not node.greeted or not c.active:
+        return
+    news, node.kept = node.kept != signal.kept, signal.kept
+    # Only the last one's word is news to those who wait for it.
+    c.dirty = c.dirty or (news and not any(c.nodes[name].kept != signal.kept for name in c.planned))
+    if newest is None or not node.prepared:
+        return
+    if signal.kept != newest.step:
+        c.keeping.owed.add(node.name)
+    elif signal.spoiled == newest.step and not node.spoiled[key_of(c, newest)]:
+        # A new one is wanted at once. For a rollback what is sound here still counts.
+        node.spoiled[key_of(c, newest)] += 1
+        c.keeping.urgent = c.dirty = True
+
+
+def remind(c: Cluster) -> None:
+    """At every tick: whose heartbeat did not name the newest one is told again, together with the others."""
+    owed, c.keeping.owed = c.keeping.owed, set()
+    newest = c.keeping.newest
+    if owed and newest is not None and c.active:
+        named = [node for node in c.alive() if node.name in owed and node.prepared]
+        _say_keep(c, [node for node in named if node.kept != newest.step], newest)
+
+
+def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
+    """Not with every heartbeat: the answer takes a while. It names all parts and where they are; of a
+    thousand nodes, a few are told one by one, since what is said to all the broker sends to all."""
+    job, late = c.job, c.at - 2 * c.timing.heartbeat_s
+    assert job is not None, "a snapshot is of a job"
+    due = [node for node in nodes if node.keep_said != record.step or node.keep_said_at <= late]
+    for node in due:
+        node.keep_said, node.keep_said_at = record.step, c.at
+    if not due:
+        return
+    keep = KeepSnapshot(
+        job_id=job.job_id,
+        step=record.step,
+        pinned=pinned(c, record),
+        lineage=c.lineage,
+        restore=_parts_of(c, record),
+    )
+    if len(due) * FEW >= len(c.alive()):
+        c.send_all(due, keep)
+    else:
+        for node in due:
+            c.send(node, keep)
+
+
+def _parts_of(c: Cluster, record: Snapshot) -> Restore:
+    """All that a node needs to repair its own, where the others are now."""
+    key = key_of(c, record)
+    names = sorted({*record.owners, *record.buddies.values()} & set(c.nodes))
+    facts = {name: c.nodes[name].facts for name in names}
+    return Restore(
+        job_id=key.job_id,
+        step=record.step,
+        generation=record.generation,
+        groups=record.groups,
+        sources={name: f"{fact.host}:{fact.snapshot_port}" for name, fact in facts.items()},
+    )
+
+
+def pinned(c: Cluster, record: Snapshot) -> int:
+    """Step of the older snapshot that is being written to the disk; 0: there is none."""
+    writing = c.persisting.writing
+    return writing.record.step if writing is not None and writing.record.step < record.step else 0

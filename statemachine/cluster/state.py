@@ -1,0 +1,372 @@
+"""Everything the cluster machine knows, and the few verbs that every part of it uses.
+
+``Cluster`` is the one mutable object behind ``ClusterMachine``; the modules ``membership``, ``recovery``,
+``jobs``, ``ledger`` and ``signals`` are functions over it. Nothing here decides anything.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.values import Device, PipelinePlacement, Plan, Situation
+from statemachine.cluster.node import ALIVE, NodeMachine
+from statemachine.cluster.phases import CHANGING, OVER, PhaseEvent, next_phase
+from statemachine.cluster.rules import Decision, Resumption
+from statemachine.cluster.snapshots.keeping import Keeping, Persisting
+from statemachine.effects import (
+    BroadcastCommand,
+    CancelTimer,
+    Effect,
+    EmitEvent,
+    PersistState,
+    PublishCluster,
+    SendCommand,
+    SetTimer,
+    WeighPlan,
+)
+from statemachine.events import RestoreChecked
+from statemachine.messages import Command, Finished, Resumed
+from statemachine.timing import Timing
+from statemachine.values import (
+    Checkpoint,
+    ClusterPhase,
+    CommittedStep,
+    DeviceReport,
+    Job,
+    Profiled,
+    QuiesceMode,
+    Raising,
+    Vote,
+)
+
+TICK = "tick"
+QUIESCE = "quiesce"
+RESUME = "resume"
+SETTLE = "settle"
+JOIN = "join"
+STEPS = "steps"
+GIVE_UP = "give_up"
+SUSPICION = "suspicion"
+SNAPSHOT = "snapshot"
+PERSIST = "persist"
+FINISH = "finish"
+FIND = "find"
+
+LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
+"""Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
+
+SUSPICIOUS = frozenset({ClusterPhase.RECOVERING, ClusterPhase.RUNNING})
+"""Where a broken connection between trainers matters: their group forms or trains."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One generation, from its Quiesce until the next one."""
+
+    generation: int
+    mode: QuiesceMode
+    began_at: float
+    expected: dict[str, None]
+    """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
+    reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
+    """Of these nodes alone."""
+    foreseen: int = 0
+    """Of how many of these the planner was told to foresee the plan."""
+    members: set[str] = field(default_factory=set)
+    """Nodes whose reports counted; set with the decision. The plan uses some or all of them."""
+    decision: Decision | None = None
+    situation: Situation | None = None
+    """What the planner is (to be) asked."""
+    wish: str = ""
+    """The protection that the planner is asked for: a scheme, or ``auto``."""
+    kept: frozenset[str] = frozenset()
+    """Nodes that wait for their release and that the plan had to use nevertheless."""
+    kept_for: tuple[int, ...] = ()
+    """Layers that nobody but them had then; empty where that was not the reason."""
+    why_lost: str = ""
+    """Why live replicas are not enough, in the planner's words."""
+    sources: tuple[str, ...] = ()
+    """Nodes whose parts of the snapshot are reckoned with."""
+    restoring: RestoreChecked | None = None
+    """The snapshot can be put together, and the plan is one for its step."""
+    checkpoint: Checkpoint | None = None
+    """What the plan goes on from instead of a snapshot."""
+    resume_sent: bool = False
+    resumed: dict[str, Resumed] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+
+    @property
+    def reported(self) -> bool:
+        """All that are waited for have."""
+        return len(self.reports) == len(self.expected)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
+
+    cause: str
+    nodes: list[str]
+    detected_how: str | None
+    detected_at: float
+    tried: int = 0
+    recomputed_steps: int = 0
+    rolled_back_steps: int = 0
+    tier: str | None = None
+    """Where the state came from, if not from live replicas."""
+    before: tuple[PipelinePlacement, ...] = ()
+    """Pipelines that were there before; none where an older program began this."""
+    quiesced_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    committed_at: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Which steps are known to be committed and which of them the world has been told."""
+
+    known: CommittedStep | None = None
+    """The newest committed step anybody reported, also nodes now dead."""
+    told: int = 0
+    """``StepCommitted`` went out for every step up to here."""
+    pending: dict[int, Vote] = field(default_factory=dict)
+    """Votes of steps above ``told`` that wait for an earlier one."""
+    asked: str | None = None
+    """Node that was last asked for missing steps."""
+    lacking: set[str] = field(default_factory=set)
+    """Nodes that answered and do not have the missing steps."""
+    behind_since: float | None = None
+    loss: float | None = None
+    skipped: int = 0
+    """Steps in a row, the last one told included, whose gradients were not finite."""
+    step_s: float = 0.0
+
+    @property
+    def known_step(self) -> int:
+        return self.known.step if self.known is not None else 0
+
+    def roll_back(self, step: int, vote: Vote) -> None:
+        """What was committed behind ``step`` never was."""
+        self.known, self.told = CommittedStep(step=step, vote=vote), min(self.told, step)
+        self.pending = {number: known for number, known in self.pending.items() if number <= step}
+        self.asked = self.behind_since = None
+        self.lacking.clear()
+        self.loss = vote.loss
+
+
+@dataclass(slots=True, kw_only=True)
+class Exposure:
+    """What the job's nodes lived through, for ``horizon``."""
+
+    failures: int = 0
+    node_s: float = 0.0
+    """Time under plans that are over, summed over their nodes."""
+    nodes: int = 0
+    """Of the plan that is under way since ``since``."""
+    since: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Balance:
+    """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
+
+    speeds: dict[str, float] = field(default_factory=dict)
+    """The slow nodes' speeds that it was made for, or last weighed for."""
+    weighing: WeighPlan | None = None
+    """Asked, and not answered."""
+    weighed_at: float | None = None
+    usual: float = 1.0
+    """The cluster's median of measured over expected time: the profile's own error."""
+    expected_for: Plan | None = None
+    expected_ms: dict[Device, float] = field(default_factory=dict)
+    """How long each device of ``expected_for`` computes on a microbatch, by the profile."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    timing: Timing
+    nodes: dict[str, NodeMachine] = field(default_factory=dict)
+    phase: ClusterPhase = ClusterPhase.WAITING
+    generation: int = 0
+    """The highest generation ever persisted; the next is one more."""
+    job: Job | None = None
+    outcome: str = ""
+    """How the last job ended, in words."""
+    profiled: Profiled | None = None
+    profiler: str | None = None
+    """Node that was asked for the profile."""
+    templates_ready: bool = False
+    templates_for: int = 0
+    """Node count that templates were asked for; 0: not yet, by this process."""
+    templates_before: int = 0
+    """Node count that an earlier coordinator's templates of this job were for."""
+    exposure: Exposure = field(default_factory=Exposure)
+    balance: Balance = field(default_factory=Balance)
+    keeping: Keeping = field(default_factory=Keeping)
+    persisting: Persisting = field(default_factory=Persisting)
+    lineage: int = 0
+    """Generation of the job's last rollback; 0: none."""
+    attempt: Attempt | None = None
+    resumption: Resumption | None = None
+    recovery: Recovery | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    lacking: str = ""
+    """While PAUSED: what is waited for."""
+    discarded_steps: int = 0
+    """Steps that a recovery discarded that ended in a pause: the next one recomputes them."""
+    giving_up: bool = False
+    """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
+    suspected_at_step: int = 0
+    """The committed step when a trainer first saw a connection break, or when that was last looked at."""
+    seen_going_on: bool = False
+    """Steps were committed between two looks, although a connection is said to be broken."""
+    blamed: set[str] = field(default_factory=set)
+    """Nodes that could not resume, last time, where others could."""
+    raised: int = 0
+    """Times the job's code raised since the last committed step."""
+    raising: Raising | None = None
+    last_failure: str = ""
+    rejected: dict[tuple[str, int], str] = field(default_factory=dict)
+    inquired: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When each incarnation was last sent an Inquiry."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    started: bool = False
+    restored: bool = False
+    """Made from a journal, and the broker has not been there yet."""
+    connected: bool = False
+    grace_until: float = 0.0
+    others_heard_at: float = 0.0
+    """Somebody who is not a member, such as a node that came back: so it is not we who are cut off."""
+    presumed_at: float = 0.0
+    """When the broker came back, or we ourselves: nobody's silence began before that."""
+
+    # --- the step under way ---
+    at: float = 0.0
+    cause: str = ""
+    dirty: bool = False
+    """Something changed that ``pursue`` should look at."""
+    due: dict[str, float] = field(default_factory=dict)
+    out: list[Effect] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    in_order: list[str] = field(default_factory=list)
+    """Names of ``nodes``, as they are there and sorted."""
+    planned_by: Plan | None = None
+    planned_nodes: tuple[str, ...] = ()
+    """Of ``planned_by``: for a thousand nodes they are worth keeping."""
+    made: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Large parts of the durable state, by name, with what they were made of."""
+
+    # --- facts ---
+
+    @property
+    def active(self) -> bool:
+        """A job is under way."""
+        return self.job is not None and self.phase not in OVER
+
+    @property
+    def changing(self) -> bool:
+        return self.phase in CHANGING
+
+    @property
+    def resumed_generation(self) -> int:
+        return self.resumption.generation if self.resumption is not None else 0
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Nodes of the plan that runs or is being resumed."""
+        attempt, resumption = self.attempt, self.resumption
+        if attempt is None or resumption is None or not attempt.resume_sent:
+            return ()
+        if self.planned_by is not resumption.plan:
+            self.planned_by, self.planned_nodes = resumption.plan, resumption.plan.nodes
+        return self.planned_nodes
+
+    @property
+    def ended(self) -> bool:
+        """Every planned node said that all steps are done."""
+        attempt, planned = self.attempt, self.planned
+        return attempt is not None and bool(planned) and all(name in attempt.finished for name in planned)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Of the stragglers, for ``Situation.speeds``."""
+        slow = sorted(name for name, node in self.nodes.items() if node.speed != 1.0)
+        return {name: self.nodes[name].speed for name in slow}
+
+    def alive(self) -> list[NodeMachine]:
+        """By name. Asked for a dozen times in the step that decides."""
+        entered = list(self.nodes)
+        if entered != self.entered:
+            self.entered, self.in_order = entered, sorted(entered)
+        nodes = self.nodes
+        return [node for name in self.in_order if (node := nodes[name]).state in ALIVE]
+
+    def heard_at(self, node: NodeMachine) -> float:
+        """Since when this node may be called silent."""
+        return max(node.heard_at, self.presumed_at)
+
+    # --- verbs ---
+
+    def enter(self, event: PhaseEvent) -> None:
+        self.phase = next_phase(self.phase, event)
+        self.dirty = True
+
+    def send(self, node: NodeMachine, command: Command) -> None:
+        self.send_to(node.name, node.incarnation, command)
+
+    def send_to(self, name: str, incarnation: int, command: Command) -> None:
+        self.out.append(SendCommand(cause=self.cause, node=name, incarnation=incarnation, command=command))
+
+    def send_all(self, nodes: Iterable[NodeMachine], command: Command) -> None:
+        """One message, however many they are."""
+        receivers = {node.name: node.incarnation for node in nodes}
+        if len(receivers) > 1:
+            self.out.append(BroadcastCommand(cause=self.cause, receivers=receivers, command=command))
+        else:
+            for name, incarnation in receivers.items():
+                self.send_to(name, incarnation, command)
+
+    def emit(
+        self,
+        name: str,
+        reason: str,
+        /,
+        *,
+        node: str | None = None,
+        generation: int | None = None,
+        step: int | None = None,
+        **details: Any,
+    ) -> None:
+        """Tell the world; generation and step default to the newest known."""
+        self.out.append(
+            EmitEvent(
+                cause=self.cause,
+                name=name,
+                reason=reason,
+                node=node,
+                generation=self.generation if generation is None else generation,
+                step=self.ledger.known_step if step is None else step,
+                details=details,
+            )
+        )
+
+    def ignore(self, why: str, node: str | None = None) -> None:
+        """A stale message: counted, and an event that the driver may thin out."""
+        self.ignored[why] += 1
+        self.emit("MessageIgnored", why, node=node, why=why, count=self.ignored[why])
+
+    def persist(self) -> None:
+        self.out.append(PersistState(cause=self.cause))
+
+    def publish(self) -> None:
+        self.out.append(PublishCluster(cause=self.cause))
+
+    def set_timer(self, name: str, delay_s: float) -> None:
+        self.due[name] = self.at + delay_s
+        self.out.append(SetTimer(cause="clock" if name == TICK else self.cause, name=name, delay_s=delay_s))
+
+    def cancel_timer(self, name: str) -> None:
+        if self.due.pop(name, None) is not None:
+            self.out.append(CancelTimer(cause=self.cause, name=name))

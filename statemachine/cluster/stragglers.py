@@ -1,0 +1,160 @@
+"""Nodes that have become slow: noticed, told, and given less to do; and given their share back.
+
+Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/watch/stopwatch.py).
+That over what the profile says about the same layers is the node's slowness, that of its slowest device. A
+wrong profile is wrong for all nodes alike, so what counts is the slowness relative to the cluster's median;
+of two middle ones the quicker, as with two nodes one of which is slow. A node that stays slow for a while is
+a straggler: its speed goes into every plan from then on.
+
+A new plan for the sake of speeds alone is first weighed (``WeighPlan``), beside the training. Only if it
+saves a notable part of a step, and in the steps that are left more than a reconfiguration costs, the nodes
+stop at a step boundary, by the path of a join.
+"""
+
+from statistics import median_low
+
+from planner.stages.layers import expected_ms
+from planner.values import Device, Situation
+from statemachine.cluster.horizon import horizon_s
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.recovery import note_cause, reconfigure
+from statemachine.cluster.rules import owned_layers
+from statemachine.cluster.state import JOIN, Cluster
+from statemachine.effects import WeighPlan
+from statemachine.events import PlanWeighed
+from statemachine.messages import Heartbeat
+from statemachine.values import ClusterPhase
+
+
+def take_times(node: NodeMachine, signal: Heartbeat) -> None:
+    if signal.microbatch_ms is not None:
+        node.microbatch_ms, node.timed_in = signal.microbatch_ms, signal.generation
+
+
+def look(c: Cluster) -> None:
+    """At every tick: who is slow, who is quick again, and whether that is worth another plan."""
+    if not _steady(c):
+        for node in c.nodes.values():
+            node.odd_since = None
+        return
+    found = _slowness(c)
+    if found is None:
+        return
+    usual = c.balance.usual = median_low(found.values())
+    for name, slowness in sorted(found.items()):
+        _judge(c, c.nodes[name], usual / slowness)
+    _weigh(c)
+
+
+def _steady(c: Cluster) -> bool:
+    """The group trains, and nothing else is about to change it."""
+    return c.phase is ClusterPhase.RUNNING and c.recovery is None and c.job is not None and bool(c.planned)
+
+
+def _slowness(c: Cluster) -> dict[str, float] | None:
+    """Measured over expected time of each planned node; ``None`` while some node's is not known."""
+    if c.profiled is None or c.resumption is None:
+        return None
+    plan, balance = c.resumption.plan, c.balance
+    if balance.expected_for is not plan:
+        balance.expected_for = plan
+        balance.expected_ms = expected_ms(c.profiled.profile, c.profiled.job.policy, plan.pipelines)
+    found: dict[str, float] = {}
+    for device, expected in balance.expected_ms.items():
+        node = c.nodes.get(device.node)
+        if node is None or node.timed_in != c.generation or device.index >= len(node.microbatch_ms):
+            return None
+        measured = node.microbatch_ms[device.index]
+        if measured > 0 and expected > 0:
+            found[device.node] = max(found.get(device.node, 0.0), measured / expected)
+    return found if len(found) == len(plan.nodes) else None
+
+
+def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
+    """Is this speed another than the one that plans reckon with, and has it been for long enough?"""
+    timing = c.timing
+    slow = speed < timing.straggler_speed
+    if node.speed == 1.0:
+        odd = slow
+    else:
+        another = not node.speed * timing.straggler_speed <= speed <= node.speed / timing.straggler_speed
+        odd = speed >= timing.straggler_recovered_speed or (slow and another)
+    if not odd:
+        node.odd_since = None
+        return
+    if node.odd_since is None:
+        node.odd_since = c.at
+    if c.at - node.odd_since < timing.straggler_s:
+        return
+    node.odd_since = None
+    before, node.speed = node.speed, round(max(speed, 0.01), 2) if slow else 1.0
+    if slow:
+        name, reason = "StragglerDetected", f"{node.name} computes at {node.speed:.0%} of the others' speed"
+    else:
+        name, reason = "StragglerRecovered", f"{node.name} is as quick as the others again"
+    c.emit(
+        name,
+        reason,
+        node=node.name,
+        speed=node.speed,
+        speed_before=before,
+        microbatch_ms=list(node.microbatch_ms),
+    )
+    c.persist()
+    c.publish()
+
+
+def _weigh(c: Cluster) -> None:
+    """Ask what another plan would save, when speeds are no more those that the plan was made for."""
+    balance, attempt, resumption = c.balance, c.attempt, c.resumption
+    if attempt is None or resumption is None or not c.templates_ready:
+        return
+    if c.speeds == balance.speeds or JOIN in c.due:
+        return
+    if balance.weighing is not None and balance.weighing.generation == c.generation:
+        return
+    if balance.weighed_at is not None and c.at - balance.weighed_at < c.timing.straggler_again_s:
+        return
+    usable = tuple(name for name in sorted(attempt.members) if c.nodes[name].ready)
+    holdings: dict[Device, frozenset[int]] = {
+        device: frozenset(layers) for device, layers in owned_layers(resumption.plan).items()
+    }
+    situation = Situation(
+        nodes=usable,
+        holdings=holdings,
+        previous=resumption.plan,
+        speeds=c.speeds,
+        horizon_s=horizon_s(c, len(usable)),
+    )
+    balance.weighing = WeighPlan(cause=c.cause, generation=c.generation, situation=situation)
+    c.out.append(balance.weighing)
+
+
+def weighed(c: Cluster, event: PlanWeighed) -> None:
+    """Stop at the next boundary for the other plan, or go on as it is."""
+    balance, asked, job = c.balance, c.balance.weighing, c.job
+    if asked is None or event.generation != c.generation or not _steady(c) or job is None:
+        c.ignore("a plan weighed for an older generation")
+        return
+    speeds = asked.situation.speeds
+    changed = sorted(
+        name for name in {*speeds, *balance.speeds} if speeds.get(name, 1.0) != balance.speeds.get(name, 1.0)
+    )
+    balance.weighing, balance.weighed_at, balance.speeds = None, c.at, dict(speeds)
+    saved_s = (event.present_s - event.possible_s) * balance.usual
+    step_s = max(c.ledger.step_s, event.present_s * balance.usual)
+    left = job.steps - c.ledger.known_step
+    names = ", ".join(changed)
+    if saved_s < c.timing.straggler_gain * step_s or saved_s * left < c.timing.straggler_cost_s:
+        c.emit(
+            "PlanKept",
+            f"another plan for the speed of {names} would save {1e3 * max(saved_s, 0.0):.3g} ms of a step of "
+            f"{1e3 * step_s:.3g} ms, with {left} steps left",
+            nodes=changed,
+            saved_s=max(saved_s, 0.0),
+            step_s=step_s,
+        )
+        return
+    note_cause(c, "speed_changed", changed)
+    why = f"the speed of {names} changed: another plan saves {1e3 * saved_s:.3g} ms a step"
+    reconfigure(c, why, "boundary")

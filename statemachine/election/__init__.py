@@ -1,0 +1,1 @@
+"""Which coordinator leads: one pure machine in each of them."""

@@ -1,0 +1,53 @@
+"""What is told of who leads, as events."""
+
+from statemachine.effects import EmitEvent
+from statemachine.election.leadership import Leader, Peer
+from statemachine.timing import Timing
+
+
+def taken_over(
+    cause: str, before: Leader, leader: Leader, how: str, noticed_at: float, at: float, timing: Timing
+) -> list[EmitEvent]:
+    """The loss, and who leads instead.
+
+    :param how: the loss was noticed: ``last_will``, ``goodbye``, ``silence``.
+    """
+    words = {
+        "last_will": "the broker lost its session",
+        "goodbye": "it was stopped",
+        "silence": f"it was silent for {timing.leader_silence_s:g} s",
+    }
+    return [
+        EmitEvent(
+            cause=cause,
+            name="LeaderLost",
+            reason=f"{before.name} led the cluster: {words[how]}",
+            details={"leader": before.name, "term": before.term, "how": how, "detected_at": noticed_at},
+        ),
+        EmitEvent(
+            cause=cause,
+            name="LeaderElected",
+            reason=f"{leader.name} leads the cluster in place of {before.name}",
+            details={"leader": leader.name, "term": leader.term, "took_s": at - noticed_at},
+        ),
+    ]
+
+
+def standby_barred(cause: str, peer: Peer) -> EmitEvent:
+    """Who looks like a standby and is none."""
+    return EmitEvent(
+        cause=cause,
+        name="StandbyBarred",
+        reason=f"{peer.name} will not take over: {peer.barred}",
+        details={"coordinator": peer.name, "why": peer.barred},
+    )
+
+
+def takeover_refused(cause: str, me: Peer) -> EmitEvent:
+    """Nobody leads, and nobody will until somebody comes who may."""
+    return EmitEvent(
+        cause=cause,
+        name="TakeoverRefused",
+        reason=f"nobody leads, and {me.name} must not: {me.barred}",
+        details={"coordinator": me.name, "why": me.barred},
+    )

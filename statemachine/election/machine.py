@@ -1,0 +1,395 @@
+"""Which coordinator leads: one pure machine in each of them. ``step(event) -> list[Effect]``.
+
+Every coordinator *watches*, under a client id of its own: the retained record of who leads, its beats, its
+last will, and who else is there. One of them also has *the seat*: a session under the leader's client id. The
+broker allows one session per client id, so that taking the seat throws the holder before out; nothing that
+this one still sends gets through. All commands to nodes, the journal and the record go out through the seat,
+in one stream: what a command follows from is at the broker before it, and who takes the seat reads it all.
+That is the whole fence; commands carry no term. One that a deposed leader got to the broker at all follows
+from a journal that its successor begins with, so its generation is known there, is never used again, and a
+node that hears it late ignores it as older. Without the fence that would not hold: two leaders could use one
+generation for two plans (the simulator's mutants show it), so the broker must be one that takes a client id
+over by ending the session before: mosquitto, the embedded one; not a bridged or sharded cluster of brokers.
+
+Terms number the takings of the seat: one more than any that was read *from the seat*, written before the
+first command. So they rise, and no two leaders have the same one; coordinators go by them, nodes need not.
+
+Who has lost the seat does not take it back: it first looks who has it. It leads again (``Reign.again``) only
+where nobody did in between, since its record is still the newest; otherwise it forgets the cluster.
+
+====================  ======================================================================================
+role                  what ends it
+====================  ======================================================================================
+FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
+CANDIDATE             the seat is taken → LEADER; it cannot be had, or another leads → FOLLOWER
+LEADER                the seat is lost → SUSPENDED; a higher term is seen → FOLLOWER
+SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
+====================  ======================================================================================
+
+A broker that was restarted may have forgotten the record, and the journal with it. Then who led and never had
+others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
+all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
+leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
+``orphan_s``. Who meets one that knows more leaves that one ``orphan_s`` from then on, more where it stays.
+Where nobody has ever known anything, nobody waits (``hearsay``).
+
+A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
+it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
+is left it says so, once, and the cluster stays without a leader: training goes on, and the right program
+finds everything as it was. A journal that is read from the seat counts, too, as it may have been written a
+moment before. The bar falls with a newer journal that can be read.
+
+Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before
+it. Two that stand at once throw each other out until one has written its record, which the other one sees.
+"""
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import assert_never
+
+from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
+from statemachine.election.events import standby_barred, taken_over, takeover_refused
+from statemachine.election.hearsay import Hearsay
+from statemachine.election.leadership import (
+    Abdicate,
+    Announce,
+    BeatHeard,
+    ElectionEvent,
+    JournalJudged,
+    Leader,
+    LeaderSeen,
+    LeaderVanished,
+    LeaveSeat,
+    Peer,
+    PeerSeen,
+    PeerVanished,
+    Refuse,
+    Reign,
+    SeatLost,
+    SeatTaken,
+    SendBeat,
+    Suspend,
+    TakeSeat,
+    WatchBegan,
+    WatchBroke,
+)
+from statemachine.events import TimerFired
+from statemachine.timing import Timing
+
+SILENCE = "silence"
+TURN = "turn"
+SEAT = "seat"
+BEAT = "beat"
+
+MOST_TURNS = 8
+"""How many turns the wait behind failed attempts grows to."""
+
+
+class Role(StrEnum):
+    FOLLOWER = "FOLLOWER"
+    CANDIDATE = "CANDIDATE"
+    LEADER = "LEADER"
+    SUSPENDED = "SUSPENDED"
+
+
+class ElectionMachine:
+    """See the module. The first event is ``WatchBegan``."""
+
+    def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
+        """:param shared: this coordinator has had others beside it, ever."""
+        self.me = me
+        self._hearsay = Hearsay(timing, shared=shared)
+        self._record_there = False
+        """The broker remembers who leads."""
+        self.role = Role.FOLLOWER
+        self.leader: Leader | None = None
+        """The newest that was ever seen."""
+        self.peers: dict[int, Peer] = {me.incarnation: me}
+        """Those that are there, by incarnation."""
+        self._timing = timing
+        self._watching = False
+        self._began_at = 0.0
+        self._lost_how: str | None = None
+        """Why the leader is thought to be gone; ``None``: it is not."""
+        self._lost_at = 0.0
+        self._reigned = False
+        """What we know of the cluster goes on to be true if nobody led since."""
+        self._tries = 0
+        self._refused = False
+        """That we must not lead was told, and nobody has led since."""
+        self._at, self._cause = 0.0, ""
+        self._due: dict[str, float] = {}
+        self._out: list[Effect] = []
+
+    @property
+    def term(self) -> int:
+        """The highest term seen."""
+        return self.leader.term if self.leader is not None else 0
+
+    def step(self, event: ElectionEvent) -> list[Effect]:
+        """Take one event; what is to be done about it, in order."""
+        self._at, self._cause = event.at, event.cause
+        match event:
+            case WatchBegan():
+                self._watching, self._began_at = True, self._at
+                if len(self.peers) == 1:
+                    self._tries = 0
+                self._look()
+            case WatchBroke():
+                self._watching = self._record_there = self._refused = False
+                self._hearsay.lose_sight(self.me, self.peers.values())
+                self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
+                self._cancel(SILENCE, TURN)
+            case LeaderSeen():
+                self._record_there = True
+                self._see(event.leader)
+            case BeatHeard():
+                self._hear(event.leader)
+            case LeaderVanished():
+                if self.leader is not None and event.incarnation == self.leader.incarnation:
+                    self._miss("goodbye" if event.graceful else "last_will")
+            case PeerSeen():
+                self._meet(event.peer)
+                if self.role is Role.SUSPENDED or (self.role is Role.FOLLOWER and not self._record_there):
+                    self._look()
+            case PeerVanished():
+                if event.incarnation != self.me.incarnation:
+                    self._show(self.peers.pop(event.incarnation, None) is not None)
+            case JournalJudged():
+                self._judge(event.problem)
+            case SeatTaken() if problem := event.problem or self.me.barred:
+                self._unfit(problem)
+            case SeatTaken():
+                self._seated(event)
+            case SeatLost():
+                self._unseated(event)
+            case TimerFired():
+                self._timer(event)
+            case _:
+                assert_never(event)
+        out, self._out = self._out, []
+        return out
+
+    # --- watching ----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """What is to be done, for one that watches and has no seat."""
+        if not self._watching or self.role in (Role.CANDIDATE, Role.LEADER):
+            return
+        leader = self.leader
+        if (wait_s := self._forgotten_s()) > 0:
+            self._set(SILENCE, wait_s)
+        elif leader is None or self._lost_how is not None:
+            self._wait_turn(self._rank())
+        elif leader.incarnation != self.me.incarnation:
+            self._set(SILENCE, self._timing.leader_silence_s)
+        else:
+            self._wait_turn(0)  # It was us, and nobody since.
+
+    def _meet(self, peer: Peer) -> None:
+        known = self.peers.get(peer.incarnation)
+        self.peers[peer.incarnation] = peer
+        self._hearsay.meet(self.me, peer, self._at, again=known is not None)
+        if peer.incarnation == self.me.incarnation:
+            self.me = peer  # As it is at this connection.
+        self._show(known is None or known.barred != peer.barred)
+        if peer.barred and (known is None or not known.barred) and self.role is Role.LEADER:
+            self._out.append(standby_barred(self._cause, peer))
+
+    def _judge(self, problem: str) -> None:
+        """A newer journal than ours: can we go on from it?"""
+        if problem == self.me.barred:
+            return
+        self.me = replace(self.me, barred=problem)
+        self.peers[self.me.incarnation] = self.me
+        self._out.append(Announce(cause=self._cause, peer=self.me))
+        self._refused = False
+        self._look()
+
+    def _forgotten_s(self) -> float:
+        """How long it is left to others to say what a broker without a record does not."""
+        if self._record_there:
+            return 0.0
+        since, led = self._began_at, self._reigned
+        until = self._hearsay.left_until(self.me, self._others(), self.leader, since, reigned=led)
+        return until - self._at
+
+    def _others(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
+
+    def _see(self, leader: Leader) -> None:
+        """A record. An older one than we know of is what a broker kept from before."""
+        if leader.term > self.term:
+            mine = leader.incarnation == self.me.incarnation
+            self.leader, self._lost_how, self._tries = leader, None, 0
+            self._refused = False
+            if not mine:
+                self._follow(leader)
+        elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
+            self._look()
+
+    def _hear(self, leader: Leader) -> None:
+        if leader.term > self.term:
+            self._see(leader)
+        elif leader == self.leader and leader.incarnation != self.me.incarnation:
+            self._lost_how, self._refused = None, False
+            if self.role is Role.FOLLOWER:
+                self._cancel(TURN)
+                self._look()
+
+    def _follow(self, leader: Leader) -> None:
+        """Another one leads, under a higher term than we know of."""
+        self._cancel(TURN, SEAT, BEAT)
+        if self.role in (Role.CANDIDATE, Role.LEADER):
+            self._out.append(LeaveSeat(cause=self._cause))
+        if self._reigned:
+            self._reigned = False
+            self._out.append(Abdicate(cause=self._cause, leader=leader))
+        self.role = Role.FOLLOWER
+        self._look()
+
+    def _miss(self, how: str) -> None:
+        """The leader is gone, for all that one can tell."""
+        if self.role is not Role.FOLLOWER:
+            return
+        if self._lost_how is None:
+            self._lost_how, self._lost_at = how, self._at
+        self._cancel(SILENCE)
+        self._look()
+
+    def _rank(self) -> int:
+        """How many that are there stand before us: who is barred waits for all others."""
+        return sum(1 for peer in self._standing() if self.me.barred or peer.order < self.me.order)
+
+    def _standing(self) -> list[Peer]:
+        """Who would take the seat: not the leader that is gone, nor who is barred."""
+        gone = self.leader.incarnation if self.leader is not None else 0
+        return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.barred]
+
+    def _wait_turn(self, turns: int) -> None:
+        turns += min(self._tries, MOST_TURNS)
+        if turns == 0:
+            self._stand()
+        elif TURN not in self._due:
+            self._set(TURN, turns * self._timing.election_s)
+
+    def _show(self, changed: bool) -> None:
+        """Who would lead next is in the cluster's state, which the leader publishes."""
+        if changed and self.role is Role.LEADER:
+            self._out.append(PublishCluster(cause=self._cause))
+
+    # --- the seat ------------------------------------------------------------------------------------
+
+    def _stand(self) -> None:
+        self._cancel(SILENCE, TURN)
+        if self.me.barred:
+            self._refuse()
+            return
+        self.role = Role.CANDIDATE
+        self._set(SEAT, self._timing.seat_s)
+        self._out.append(TakeSeat(cause=self._cause))
+
+    def _refuse(self) -> None:
+        """Once; and not while there is somebody else to take over."""
+        if self._standing():
+            self._set(TURN, self._timing.election_s)
+        elif not self._refused:
+            self._refused = True
+            self._out.append(Refuse(cause=self._cause, event=takeover_refused(self._cause, self.me)))
+
+    def _unfit(self, problem: str) -> None:
+        """The seat showed a journal that we cannot go on from: whoever can may have it."""
+        if self.role is not Role.CANDIDATE:
+            return
+        self._cancel(SEAT)
+        self._out.append(LeaveSeat(cause=self._cause))
+        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        self._judge(problem)
+
+    def _seated(self, event: SeatTaken) -> None:
+        if self.role is not Role.CANDIDATE:
+            return
+        found = event.found
+        if found is None and self._forgotten_s() > 0:
+            self._out.append(LeaveSeat(cause=self._cause))
+            self._unseated(SeatLost(at=self._at, cause=self._cause, why="the broker forgot who leads"))
+            return
+        if self._outdone(event.newest):
+            self._out.append(LeaveSeat(cause=self._cause))
+            self._unseated(SeatLost(at=self._at, cause=self._cause, why="another one knows more"))
+            return
+        before = found if found is not None and found.term >= self.term else self.leader
+        again = self._reigned and before is not None and before.incarnation == self.me.incarnation
+        again &= found is not None or not self._hearsay.may_have_led(self.me, self._others())
+        term = max(self.term, event.newest[0], found.term if found is not None else 0) + 1
+        leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
+        self._cancel(SEAT)
+        self._out.append(Reign(cause=self._cause, leader=leader, again=again))
+        if before is not None and before.name != self.me.name:
+            noticed_at = self._lost_at if self._lost_how is not None else self._at
+            how = self._lost_how or "last_will"
+            self._out += taken_over(self._cause, before, leader, how, noticed_at, self._at, self._timing)
+        self.role, self.leader, self._reigned = Role.LEADER, leader, True
+        self._lost_how, self._tries = None, 0
+        self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
+        self._hearsay.leads()
+        self._beat()
+
+    def _outdone(self, newest: tuple[int, int]) -> bool:
+        """What is at the broker is from before, as it comes back with what it once saved: somebody who is
+        there kept a newer journal. They take their turn soon, or cannot."""
+        better = any(peer.position > newest and not peer.barred for peer in self._others())
+        return better and self._tries < MOST_TURNS
+
+    def _beat(self) -> None:
+        if self.leader is not None:
+            self._out.append(SendBeat(cause=self._cause, leader=self.leader))
+        self._set(BEAT, self._timing.leader_beat_s)
+
+    def _unseated(self, event: SeatLost) -> None:
+        """It could not be had; or it was lost: to another one, by a reset, with the broker."""
+        if self.role not in (Role.CANDIDATE, Role.LEADER):
+            return
+        led = self.role is Role.LEADER
+        self._cancel(SEAT, BEAT)
+        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        if led:
+            self._out.append(Suspend(cause=self._cause))
+            # Somebody else may have taken it: its record, if so, is on its way. Alone, nobody has.
+            self._tries = 1 if len(self.peers) > 1 else 0
+        else:
+            self._tries += 1
+        self._look()
+
+    def _timer(self, event: TimerFired) -> None:
+        late_s = self._at - self._due.pop(event.name, self._at)
+        match event.name:
+            case "silence" if self._forgotten_s() > 0:
+                self._look()
+            case "silence" if late_s > self._timing.leader_silence_s / 2:
+                self._look()  # We were away ourselves: what was said meanwhile is yet to be read.
+            case "silence" if self.role is Role.SUSPENDED:
+                self._look()
+            case "silence" if self.leader is None:
+                self._wait_turn(self._rank())
+            case "silence":
+                self._miss("silence")
+            case "turn":
+                if self.role in (Role.FOLLOWER, Role.SUSPENDED) and self._watching:
+                    self._stand()
+            case "seat":
+                if self.role is Role.CANDIDATE:
+                    self._out.append(LeaveSeat(cause=self._cause))
+                    self._unseated(SeatLost(at=self._at, cause=self._cause, why="it takes too long"))
+            case _:
+                if self.role is Role.LEADER:
+                    self._beat()
+
+    def _set(self, name: str, delay_s: float) -> None:
+        self._due[name] = self._at + delay_s
+        self._out.append(SetTimer(cause=self._cause, name=name, delay_s=delay_s))
+
+    def _cancel(self, *names: str) -> None:
+        for name in names:
+            if self._due.pop(name, None) is not None:
+                self._out.append(CancelTimer(cause=self._cause, name=name))
