@@ -2,8 +2,8 @@
 
 All of that waits for a disk or a network, so it happens in threads: what changes something in one, in order,
 what looks in one of its own. They are daemon threads: a file system that hangs must not keep the coordinator
-from ending. The bytes themselves are the nodes' (``ftd.node.persist``); only headers are read here, and the
-node that reads a layer checks its bytes.
+from ending. The bytes themselves are the nodes' (``ftd.node.snapshots.persist``); only headers are read here,
+and the node that reads a layer checks its bytes.
 """
 
 import asyncio

@@ -20,11 +20,11 @@ from ftd.driver import Driver
 from ftd.errors import ConfigurationError
 from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MetricsServer
-from ftd.node.chaos import Chaos
+from ftd.node.faults.chaos import Chaos
 from ftd.node.hearing import Hearing
 from ftd.node.processes import adopt_orphans, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.snapshots import Snapshots
+from ftd.node.snapshots.service import Snapshots
 from ftd.node.starving import Starving
 from ftd.node.supervisor import Supervisor
 from ftd.node.traces import Traces

@@ -9,7 +9,7 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventGate
 from ftd.mqtt.session import MqttSession, Will
-from ftd.node.disturbance import Disturbance
+from ftd.node.faults.disturbance import Disturbance
 from ftd.wire.checking import encode_event
 from ftd.wire.codec import encode_from_node
 from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp

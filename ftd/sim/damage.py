@@ -18,7 +18,7 @@ _PERIOD_S = 4.0
 
 
 class SimScrubber:
-    """One daemon's: as ``ftd.node.scrub``, of own shards."""
+    """One daemon's: as ``ftd.node.snapshots.scrub``, of own shards."""
 
     def __init__(self, node: "SimNode") -> None:
         self._node = node

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ftd.node.arenas import Arenas
-from ftd.node.copies import Copies
-from ftd.node.shard_protocol import bearer_token
-from ftd.node.shard_server import ShardServer
-from ftd.node.sources import Source
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.copies import Copies
+from ftd.node.shards.protocol import bearer_token
+from ftd.node.shards.server import ShardServer
+from ftd.node.shards.sources import Source
 from statemachine.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code

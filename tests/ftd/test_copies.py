@@ -11,12 +11,12 @@ import pytest
 from kept_snapshots import JOB, TOKEN, Node, flip, shared_directory, write
 
 from ftd.errors import PeerError
-from ftd.node import copies as copies_module
-from ftd.node.arenas import Arenas, Held
-from ftd.node.copy_sender import CopySender
-from ftd.node.shard_client import ShardClient
-from ftd.node.shard_protocol import STREAM_BYTES, Rate, bearer_token
-from ftd.node.sources import Located, Source, Wanted
+from ftd.node.shards import copies as copies_module
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.copy_sender import CopySender
+from ftd.node.shards.protocol import STREAM_BYTES, Rate, bearer_token
+from ftd.node.shards.sources import Located, Source, Wanted
 from storage.arena import SLOTS, Arena
 from storage.manifest import Manifest, Part, digest_of, encode_record
 

@@ -13,9 +13,9 @@ import pytest
 
 from ftd.errors import ConfigurationError, WireError
 from ftd.local.mounts import small_file_system
-from ftd.node.chaos import Chaos
-from ftd.node.disturbance import Weather, Wire
-from ftd.node.filling import Filler
+from ftd.node.faults.chaos import Chaos
+from ftd.node.faults.disturbance import Weather, Wire
+from ftd.node.faults.full_disk import Filler
 from ftd.wire.public import Answer, encode_json
 from runtime.wire.protocol import Raise, Sleep, Slow
 

@@ -23,10 +23,10 @@ from kept_snapshots import (
     write_group,
 )
 
-from ftd.node.arenas import Arenas
-from ftd.node.persist import Persister, read_checkpoint
-from ftd.node.restore import RestoreError
-from ftd.node.staging import Stage
+from ftd.node.restoring.restore import RestoreError
+from ftd.node.restoring.staging import Stage
+from ftd.node.shards.arenas import Arenas
+from ftd.node.snapshots.persist import Persister, read_checkpoint
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist

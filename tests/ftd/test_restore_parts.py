@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from kept_snapshots import TOKEN, Node, flip, shared_directory
 
-from ftd.node.arenas import Arenas, Held
-from ftd.node.restore import RestoreError, Restorer
-from ftd.node.scrub import Scrubber
-from ftd.node.shard_client import ShardClient
-from ftd.node.staging import OneByOne
+from ftd.node.restoring.restore import RestoreError, Restorer
+from ftd.node.restoring.staging import OneByOne
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import ShardClient
+from ftd.node.snapshots.scrub import Scrubber
 from statemachine.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header
 from storage.manifest import Part

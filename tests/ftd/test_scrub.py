@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_snapshots import JOB, TOKEN, Node, copy_to_buddy, flip, make_layer, shared_directory, write_group
 
-from ftd.node.arenas import Held
-from ftd.node.mend import Mender
-from ftd.node.scrub import Scrubber
+from ftd.node.shards.arenas import Held
+from ftd.node.snapshots.mend import Mender
+from ftd.node.snapshots.scrub import Scrubber
 from runtime.wire.protocol import Instruction, Mend
 from statemachine.values import Restore, SnapshotGroup
 from storage.arena import Arena

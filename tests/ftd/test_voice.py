@@ -10,7 +10,7 @@ import pytest
 from ftd.config.daemon import load_daemon_config
 from ftd.mqtt.session import MqttSession
 from ftd.node import voice
-from ftd.node.disturbance import Disturbance
+from ftd.node.faults.disturbance import Disturbance
 from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.effects import PublishNode

@@ -17,7 +17,7 @@ from ftd.config.daemon import load_daemon_config
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError, FtdError, JournalError, WireError
-from ftd.node.shard_protocol import NodeManifest
+from ftd.node.shards.protocol import NodeManifest
 from ftd.sim.run import run_seed
 from ftd.wire import checking, codec, contract_examples
 from ftd.wire.public import (

@@ -16,8 +16,8 @@ from typing import Any, Protocol, assert_never
 import structlog
 
 from ftd.chaos.values import DEFAULT_FOR_S
-from ftd.node.disturbance import Disturbance, Weather
-from ftd.node.filling import Filler
+from ftd.node.faults.disturbance import Disturbance, Weather
+from ftd.node.faults.full_disk import Filler
 from ftd.node.processes import die_with_parent, kill_group
 from ftd.wire.public import Answer, ChaosRequest, decode_json
 from runtime.wire.protocol import Raise, Sleep, Slow

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ftd.node.arenas import Arenas, Held
+from ftd.node.shards.arenas import Arenas, Held
 from storage.arena import Arena, Slot
 from storage.errors import DamagedError, StorageError
 from storage.manifest import Manifest, Part, check_parts, digest_of

@@ -3,8 +3,8 @@
 import msgspec
 
 from ftd.errors import PeerError
-from ftd.node.shard_client import ShardClient
-from ftd.node.sources import Source
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.sources import Source
 from runtime.wire.keeper_protocol import Held, Key, Layout, Protect
 from storage.manifest import Manifest
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ftd.node.bucket import Stretch
+from ftd.node.restoring.bucket import Stretch
 from storage.image import LayerImage, assemble
 from storage.image import runs_of as runs_in
 from storage.pages import fill, mapped

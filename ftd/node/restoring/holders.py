@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.group_layout import keepers_of, layout_of
-from ftd.node.shard_client import ShardClient
-from ftd.node.sources import Source
+from ftd.node.restoring.group_layout import keepers_of, layout_of
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.sources import Source
 from statemachine.values import Restore, SnapshotGroup
 from storage.manifest import Manifest, Part
 

@@ -1,9 +1,9 @@
 """Persistent checkpoints on a node: its share of one is written out of memory, its layers are read from one.
 
-Writing goes on beside training: a layer is put together as for a rollback (``ftd.node.restore``) while the
-one before is written, at the configured rate, in threads of low priority. That the snapshot stays meanwhile
-is the coordinator's word (``KeepSnapshot``); that it did is checked. The coordinator commits what all nodes
-wrote, or abandons it.
+Writing goes on beside training: a layer is put together as for a rollback (``ftd.node.restoring.restore``)
+while the one before is written, at the configured rate, in threads of low priority. That the snapshot stays
+meanwhile is the coordinator's word (``KeepSnapshot``); that it did is checked. The coordinator commits what
+all nodes wrote, or abandons it.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from ftd.node.arenas import Arenas
-from ftd.node.restore import DamageTold, RestoreError, Restorer
-from ftd.node.shard_client import ShardClient
-from ftd.node.staging import OneByOne, Put
+from ftd.node.restoring.restore import DamageTold, RestoreError, Restorer
+from ftd.node.restoring.staging import OneByOne, Put
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.client import ShardClient
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
 from statemachine.messages import Persist

@@ -13,10 +13,10 @@ import aiohttp
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.shard_client import STALL_S, ShardClient
-from ftd.node.shard_protocol import Rate, Received
-from ftd.node.sources import Source, check_status
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import STALL_S, ShardClient
+from ftd.node.shards.protocol import Rate, Received
+from ftd.node.shards.sources import Source, check_status
 from storage.errors import DamagedError
 from storage.manifest import Part, decode_record, encode_record
 

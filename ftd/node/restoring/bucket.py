@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ftd.errors import PeerError
-from ftd.node.keepers import Keeper
+from ftd.node.restoring.holders import Keeper
 from storage.shards import Bytes, Recipe, ShardLayout, merged, recipes, restore
 
 _LEAST_LENT_BYTES = 256 * 1024

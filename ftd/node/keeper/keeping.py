@@ -21,9 +21,9 @@ import msgspec
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas
-from ftd.node.keeper_client import KeeperClient
-from ftd.node.sources import Located, Source, Wanted
+from ftd.node.keeper.client import KeeperClient
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.sources import Located, Source, Wanted
 from runtime.wire.keeper_protocol import Held, Key, Layout, Protect, Run, read_kept, write_kept
 from storage.arena import SLOTS, Arena
 from storage.errors import ArenaFullError, DamagedError

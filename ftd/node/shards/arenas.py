@@ -3,7 +3,7 @@
 ``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write them; the daemon owns them: it names the
 directories, reads what is complete, serves it to other nodes, and removes what belongs to a job that is
 over. They outlive trainers and daemons. While trainers run nothing here changes an arena. Beside them,
-``copy-<d>-<owner>`` is what this node keeps for another one, written by ``ftd.node.copies``.
+``copy-<d>-<owner>`` is what this node keeps for another one, written by ``ftd.node.shards.copies``.
 """
 
 import contextlib
@@ -309,7 +309,8 @@ class Arenas:
         return memoryview(mapped.memory)[part.offset : part.offset + part.size_bytes]
 
     def write(self, held: Held, part: Part, first: int, data: bytes) -> None:
-        """Change bytes of a part in its slot. Only while nobody else writes there (``ftd.node.mend``).
+        """Change bytes of a part in its slot. Only while nobody else writes there
+        (``ftd.node.snapshots.mend``).
 
         :raises OSError: the slot is gone.
         """

@@ -15,13 +15,13 @@ import numpy as np
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas
-from ftd.node.bucket import FailedError, Plan, Stretch, carry_out, planned
-from ftd.node.keepers import Keeper, Keepers
-from ftd.node.restore_parts import KeptParts, LostPartsError, homes_of, put_together
-from ftd.node.shard_client import ShardClient
-from ftd.node.sources import Located, Source, Wanted
-from ftd.node.staging import Put, Target
+from ftd.node.restoring.bucket import FailedError, Plan, Stretch, carry_out, planned
+from ftd.node.restoring.holders import Keeper, Keepers
+from ftd.node.restoring.restore_parts import KeptParts, LostPartsError, homes_of, put_together
+from ftd.node.restoring.staging import Put, Target
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.sources import Located, Source, Wanted
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError

@@ -16,11 +16,11 @@ from typing import Any
 
 import structlog
 
-from ftd.node.arenas import Arenas
-from ftd.node.persist import read_checkpoint
-from ftd.node.restore import DamageTold, RestoreError, Restorer
-from ftd.node.shard_client import ShardClient
-from ftd.node.staging import Stage
+from ftd.node.restoring.restore import DamageTold, RestoreError, Restorer
+from ftd.node.restoring.staging import Stage
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.client import ShardClient
+from ftd.node.snapshots.persist import read_checkpoint
 from ftd.node.translation import layers_of
 from planner.values import Device
 from runtime.wire.protocol import StagingSpoiled

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import structlog
 
-from ftd.node.arenas import Arenas, Held
-from ftd.node.copies import Copies
-from ftd.node.repair import RepairError
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.copies import Copies
+from ftd.node.snapshots.repair import RepairError
 from runtime.wire.protocol import Instruction, Mend
 from statemachine.values import Restore
 from storage.manifest import Part

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 
 from ftd.errors import PeerError
-from ftd.node.shard_protocol import DIGEST_HEADER
-from ftd.node.sources import Located, check_status
+from ftd.node.shards.protocol import DIGEST_HEADER
+from ftd.node.shards.sources import Located, check_status
 from storage.manifest import BLOCK_BYTES
 
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)

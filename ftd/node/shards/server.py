@@ -18,10 +18,10 @@ from aiohttp import web
 
 from ftd.complaints import Complaints
 from ftd.doorway import Doorway, close
-from ftd.node.arenas import Arenas, Held
-from ftd.node.copies import Copies
-from ftd.node.copy_server import CopyServer
-from ftd.node.shard_protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest, Rate
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.copies import Copies
+from ftd.node.shards.copy_server import CopyServer
+from ftd.node.shards.protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest, Rate
 from storage.manifest import Part, digest_of, encode_record
 
 log = structlog.get_logger("ftd.node")

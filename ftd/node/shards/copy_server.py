@@ -1,4 +1,5 @@
-"""The part of a snapshot server that receives: other nodes' parts of snapshots, for ``ftd.node.copies``.
+"""The part of a snapshot server that receives: other nodes' parts of snapshots, for
+``ftd.node.shards.copies``.
 
 Requests come past the server's guard, with the cluster's token. Bodies go straight into the slot, at the
 speed at which they are read; who stalls or drips is cut off, and so is who sends more than it said.
@@ -10,8 +11,8 @@ import re
 import structlog
 from aiohttp import web
 
-from ftd.node.copies import Copies, Draft, Key, NoRoomError, RefusedError
-from ftd.node.shard_protocol import Meter, Received
+from ftd.node.shards.copies import Copies, Draft, Key, NoRoomError, RefusedError
+from ftd.node.shards.protocol import Meter, Received
 from storage.errors import DamagedError
 from storage.manifest import Manifest, Part, decode_record, encode_record
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.bucket import Store
-from ftd.node.group_layout import layout_of
-from ftd.node.shard_client import ShardClient
-from ftd.node.sources import Located, Source, Wanted
+from ftd.node.restoring.bucket import Store
+from ftd.node.restoring.group_layout import layout_of
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.sources import Located, Source, Wanted
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import LostError

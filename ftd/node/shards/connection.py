@@ -14,7 +14,7 @@ from typing import Protocol, Self, cast
 
 from yarl import URL
 
-from ftd.node.shard_protocol import Meter
+from ftd.node.shards.protocol import Meter
 
 MOST_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.[01] (\d{3})(?: .*)?", re.ASCII)

@@ -2,9 +2,9 @@
 
 Once when it is complete everywhere, once when it was gone back to, then every ``Timing.scrub_s``; own parts,
 and copies kept for others. One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time,
-and what it finds changed is told (``ShardDamaged``), made again by ``ftd.node.repair`` and written back
-(``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another snapshot
-at once.
+and what it finds changed is told (``ShardDamaged``), made again by ``ftd.node.snapshots.repair`` and written
+back (``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another
+snapshot at once.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from typing import Any
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.persist import aside
-from ftd.node.repair import Repairer, RepairError
-from ftd.node.shard_client import ShardClient
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.client import ShardClient
+from ftd.node.snapshots.persist import aside
+from ftd.node.snapshots.repair import Repairer, RepairError
 from statemachine.values import Restore
 from storage.flow import Flow
 from storage.manifest import Part

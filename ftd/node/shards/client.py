@@ -19,10 +19,10 @@ from yarl import URL
 
 from ftd.config.tls import TlsFields, explained
 from ftd.errors import PeerError
-from ftd.node.connection import Connection
-from ftd.node.receiving import Block, other_bytes, verify
-from ftd.node.shard_protocol import WANT_DIGEST_HEADER, Meter, NodeManifest
-from ftd.node.sources import Busy, Located, Source, Wanted, check_status
+from ftd.node.shards.connection import Connection
+from ftd.node.shards.protocol import WANT_DIGEST_HEADER, Meter, NodeManifest
+from ftd.node.shards.receiving import Block, other_bytes, verify
+from ftd.node.shards.sources import Busy, Located, Source, Wanted, check_status
 from storage.errors import DamagedError
 from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
 from storage.manifest import MAX_BYTES, check_parts, decode_record, digest_of

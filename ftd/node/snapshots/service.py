@@ -1,8 +1,8 @@
 """Snapshots in a node's memory, for its daemon: arenas, the server, copies, checkpoints, layers staged.
 
 Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
-arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.node.stager``) and the writing
-of persistent checkpoints (``ftd.node.persist``).
+arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.node.snapshots.stager``) and the
+writing of persistent checkpoints (``ftd.node.snapshots.persist``).
 """
 
 import asyncio
@@ -16,18 +16,18 @@ import structlog
 
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError, PeerError
-from ftd.node.arenas import Arenas, Damage
-from ftd.node.copies import Copies
-from ftd.node.copy_sender import CopySender
-from ftd.node.mend import Mender, Trainers
-from ftd.node.persist import Persister
-from ftd.node.restore import DamageTold
-from ftd.node.scrub import Scrubber
-from ftd.node.shard_client import ShardClient
-from ftd.node.shard_protocol import bearer_token
-from ftd.node.shard_server import ShardServer
-from ftd.node.sources import Source
-from ftd.node.stager import Stager
+from ftd.node.restoring.restore import DamageTold
+from ftd.node.shards.arenas import Arenas, Damage
+from ftd.node.shards.client import ShardClient
+from ftd.node.shards.copies import Copies
+from ftd.node.shards.copy_sender import CopySender
+from ftd.node.shards.protocol import bearer_token
+from ftd.node.shards.server import ShardServer
+from ftd.node.shards.sources import Source
+from ftd.node.snapshots.mend import Mender, Trainers
+from ftd.node.snapshots.persist import Persister
+from ftd.node.snapshots.scrub import Scrubber
+from ftd.node.snapshots.stager import Stager
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, SnapshotSpoiled
 from statemachine.effects import SendCopy
 from statemachine.events import Event

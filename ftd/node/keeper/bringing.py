@@ -16,11 +16,11 @@ import numpy as np
 import structlog
 
 from ftd.errors import PeerError
-from ftd.node.arenas import Arenas, Held
-from ftd.node.keeper_client import KeeperClient
-from ftd.node.keeping import own_parts
-from ftd.node.sources import Located, Source
-from ftd.node.sources import Wanted as Fetch
+from ftd.node.keeper.client import KeeperClient
+from ftd.node.keeper.keeping import own_parts
+from ftd.node.shards.arenas import Arenas, Held
+from ftd.node.shards.sources import Located, Source
+from ftd.node.shards.sources import Wanted as Fetch
 from runtime.wire.keeper_protocol import Brought, Layout, Wanted
 from storage.codes import make_code, recipe
 from storage.manifest import Manifest, Part, digest_of

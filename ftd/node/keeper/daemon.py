@@ -19,12 +19,12 @@ from aiohttp import web
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError, PeerError
-from ftd.node.arenas import Arenas
-from ftd.node.bringing import Bringing
-from ftd.node.keeper_client import KeeperClient
-from ftd.node.keeping import KEPT_NAMES, Keeping
-from ftd.node.shard_protocol import bearer_token
-from ftd.node.shard_server import ShardServer
+from ftd.node.keeper.bringing import Bringing
+from ftd.node.keeper.client import KeeperClient
+from ftd.node.keeper.keeping import KEPT_NAMES, Keeping
+from ftd.node.shards.arenas import Arenas
+from ftd.node.shards.protocol import bearer_token
+from ftd.node.shards.server import ShardServer
 from runtime.wire.keeper_protocol import SOCKET, Facts, Protect, Run, Wanted
 
 log = structlog.get_logger("ftd.node")

@@ -1,0 +1,1 @@
+"""Chaos that a node does to itself."""
