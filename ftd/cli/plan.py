@@ -220,7 +220,7 @@ def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None
 
             print_rich(render_protection(protection))
     if plot is not None:
-        from ftd.view.plan_plot import plot_plan
+        from ftd.view.plots.plan_plot import plot_plan
 
         plot_plan(description, plot, name=request.name, other=other)
 

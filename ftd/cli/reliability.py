@@ -36,7 +36,7 @@ def reliability(
 
     question = load_reliability(cluster)
     if plot is not None:
-        from ftd.view.survival_plot import plot_survival
+        from ftd.view.plots.survival_plot import plot_survival
 
         plot_survival(question, plot)
     told = answers(question)

@@ -46,8 +46,8 @@ def report(
     Example: ftd report gpt --html gpt.html
     """
     from ftd.view.files import require_format, write
-    from ftd.view.report_page import report_page
-    from ftd.view.report_plot import FORMATS, plot_report
+    from ftd.view.pages.report_page import report_page
+    from ftd.view.plots.report_plot import FORMATS, plot_report
     from ftd.view.summary import render_summary
 
     for path in plot or ():

@@ -72,7 +72,7 @@ def soak(
     from ftd.chaos.soak_options import SoakOptions
     from ftd.chaos.soak_report import lines
     from ftd.local.run import require_writable
-    from ftd.view.soak_plot import plot_soak, require_picture
+    from ftd.view.plots.soak_plot import plot_soak, require_picture
 
     silence_logs()
     require_picture(plot)

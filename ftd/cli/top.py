@@ -9,7 +9,7 @@ from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_o
 
 if TYPE_CHECKING:
     from ftd.config.address import ClusterAddress
-    from ftd.view.live import LiveView
+    from ftd.view.live.view import LiveView
 
 PAST_EVENTS = 200
 PAST_STEPS = 1000
@@ -38,7 +38,7 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
     from rich.console import Console
 
     from ftd.client import ClusterClient
-    from ftd.view.live import LiveView
+    from ftd.view.live.view import LiveView
 
     console = Console()
     view = LiveView(console, lines=not once)

@@ -49,8 +49,8 @@ def trace(
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
+    from ftd.view.plots.trace_plot import copied_line, plot_trace
     from ftd.view.trace import chrome_trace, rows_of
-    from ftd.view.trace_plot import copied_line, plot_trace
 
     places = out or [Path("trace.json")]
     for path in places:

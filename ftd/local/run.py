@@ -30,7 +30,7 @@ from ftd.local.fleet import private_directory
 from ftd.local.inject import LocalInjector
 from ftd.local.readiness import Readiness
 from ftd.node.processes import tail
-from ftd.view.live import LiveView
+from ftd.view.live.view import LiveView
 from ftd.view.report import ReportBuilder
 from ftd.view.summary import render_summary
 from ftd.wire.public import JobData, SubmitRequest

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.view.blocks import natural, pipeline_lines
-from ftd.view.chart import History, loss_chart
 from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
+from ftd.view.live.chart import History, loss_chart
 from ftd.view.sentences import decided, tries, uneventful, what_happened
 from ftd.view.text import (
     NodeColours,

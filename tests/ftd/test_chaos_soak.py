@@ -11,7 +11,7 @@ from ftd.chaos.soak_draw import CENTRAL, IMPAIRING, KINDS, draw
 from ftd.chaos.soak_report import Goodput, SoakReport, Struck, by_cause, by_kind, goodput, lines
 from ftd.chaos.soak_watch import RecoverySeen, Violation, Watch
 from ftd.errors import ConfigurationError
-from ftd.view.soak_plot import _ROWS, plot_soak, require_picture
+from ftd.view.plots.soak_plot import _ROWS, plot_soak, require_picture
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:

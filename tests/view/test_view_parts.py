@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.view.blocks import natural
-from ftd.view.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
+from ftd.view.live.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
 from ftd.view.text import (
     NodeColours,
     device_names,

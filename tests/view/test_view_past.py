@@ -12,11 +12,11 @@ from rich.console import Console
 
 from ftd.errors import ConfigurationError, FtdError
 from ftd.view.document import Report, StepRecord
+from ftd.view.pages.report_page import report_page
 from ftd.view.past import recovery_of, report_of
+from ftd.view.plots.report_plot import plot_report
 from ftd.view.rates import committed_at_s, goodput, throughput
 from ftd.view.report import ReportBuilder
-from ftd.view.report_page import report_page
-from ftd.view.report_plot import plot_report
 from ftd.view.sentences import told
 from ftd.view.summary import render_summary
 from tests.commands import ftd_here

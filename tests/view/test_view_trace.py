@@ -7,8 +7,8 @@ import pytest
 
 from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError
+from ftd.view.plots.trace_plot import copied_line, draw_trace, plot_trace
 from ftd.view.trace import Copied, chrome_trace, copied, rows_of
-from ftd.view.trace_plot import copied_line, draw_trace, plot_trace
 from ftd.wire.public import TraceData
 from runtime.watch.tracing import MOST_SPANS, Recorder
 from runtime.wire.trace_protocol import Trace

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ftd.view.palette import FAINT, INK, PAPER, WAITING
+from ftd.view.plots.palette import FAINT, INK, PAPER, WAITING
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f27; --faint: #69707d; --waiting: #e7eaee; --paper: #fefefe;

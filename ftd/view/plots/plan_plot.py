@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ftd.errors import ConfigurationError
 from ftd.view.files import write
-from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, named_templates
+from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
 from planner.timeline import Timeline
@@ -89,7 +89,7 @@ def plot_plan(told: Description, path: Path, *, name: str, other: Description | 
     """
     kind = path.suffix.lower()
     if kind == ".html":
-        from ftd.view.plan_page import plan_page
+        from ftd.view.pages.plan_page import plan_page
 
         data = plan_page(told, drawn_svg(told, name=name), name=name, other=other).encode()
     elif kind == ".svg":

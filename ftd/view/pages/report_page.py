@@ -5,10 +5,10 @@ from html import escape
 
 from ftd.view.blocks import natural
 from ftd.view.document import Kept, Recovery, Report
-from ftd.view.page import figures, page, table, themed
-from ftd.view.palette import BLUE, FAINT, GREEN, ORANGE, RED
+from ftd.view.pages.page import figures, page, table, themed
+from ftd.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
+from ftd.view.plots.report_plot import drawn
 from ftd.view.rates import goodput
-from ftd.view.report_plot import drawn
 from ftd.view.sentences import told, uneventful, what_happened
 from ftd.view.text import duration, how_words, is_failure, milliseconds, number, plural, size
 

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, node_table
-from ftd.view.chart import History, loss_chart
 from ftd.view.lines import event_line
-from ftd.view.rows import rows_for
+from ftd.view.live.chart import History, loss_chart
+from ftd.view.live.rows import rows_for
 from ftd.view.text import (
     PHASE_STYLES,
     QUIET_EVENTS,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ftd.chaos.soak_report import SoakReport, Struck
 from ftd.errors import ConfigurationError
 from ftd.view.files import require_format, write
-from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
+from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
 
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("node killed or left", RED, ("kill", "term")),

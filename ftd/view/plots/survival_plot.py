@@ -7,7 +7,7 @@ import numpy as np
 from ftd.config.reliability_file import ReliabilityQuestion
 from ftd.errors import ConfigurationError
 from ftd.view.files import require_format
-from ftd.view.palette import BLUE, RED
+from ftd.view.plots.palette import BLUE, RED
 from planner.reliability import safe_days
 
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ftd.view.files import write
-from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.text import plural, size
 from ftd.view.trace import WAITS, Copied, Row, Span, copied
 

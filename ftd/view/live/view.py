@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from ftd.view.lines import plain_event
-from ftd.view.picture import Picture
+from ftd.view.live.picture import Picture
 from ftd.view.text import QUIET_EVENTS
 
 PROGRESS_EVERY_S = 2.0

@@ -8,7 +8,7 @@ from typing import Any
 from ftd.errors import ConfigurationError
 from ftd.view.document import Report
 from ftd.view.files import require_format, write
-from ftd.view.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.rates import committed_at_s, goodput, throughput
 from ftd.view.text import is_failure
 

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from ftd.view.page import figures, page, table, themed
+from ftd.view.pages.page import figures, page, table, themed
 from ftd.view.plan import (
     MOST_DRAWN,
     chosen_line,

@@ -1,0 +1,1 @@
+"""Pictures: of plans, runs, soaks, traces, survival."""
