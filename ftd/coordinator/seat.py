@@ -35,18 +35,20 @@ from statemachine.effects import Effect, EmitEvent, PublishCluster
 from statemachine.election.leadership import (
     Abdicate,
     Announce,
+    Claim,
     Leader,
     LeaveSeat,
     Peer,
     Refuse,
     Reign,
+    Role,
     SeatLost,
     SeatTaken,
     SendBeat,
     Suspend,
     TakeSeat,
 )
-from statemachine.election.machine import ElectionMachine, Role
+from statemachine.election.machine import ElectionMachine
 from statemachine.timing import Timing
 from statemachine.values import PROTOCOL
 
@@ -233,6 +235,7 @@ class Seat:
             | PublishCluster
             | TakeSeat
             | LeaveSeat
+            | Claim
             | Reign
             | Suspend
             | Abdicate
@@ -246,6 +249,11 @@ class Seat:
                 self._sit()
             case LeaveSeat():
                 self._leave()
+            case Claim() if self._chair is not None:
+                record = encode_leader(wanted.leader, self._version)
+                self._chair.session.publish(self._topics.leader, record, retain=True)
+            case Claim():
+                pass  # Lost again, and said so.
             case Reign():
                 self._reign(wanted)
             case Suspend():
@@ -306,7 +314,7 @@ class Seat:
             task.add_done_callback(self._leaving.discard)
 
     def _reign(self, order: Reign) -> None:
-        """The journal, then the record, then everything else: in this order they reach the broker."""
+        """The journal, then everything else: in this order they reach the broker."""
         chair = self._chair
         if chair is None:
             return  # Lost again, and said so.
@@ -318,7 +326,6 @@ class Seat:
         _log.info("reign", cluster=topics.cluster, term=order.leader.term, again=order.again)
         self._reigning = chair.reigns = True
         self.replicate(self._throne.state(), self._driver.now())
-        self.publish(topics.leader, encode_leader(order.leader, self._version), retain=True)
         while self._kept:
             topic, payload, retain, there = self._kept.popleft()
             self.publish(topic, payload, retain=retain, keep=True, there=there)

@@ -17,6 +17,7 @@ from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
+from statemachine.election.leadership import Leader
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
 from statemachine.values import Checkpoint
@@ -44,6 +45,8 @@ class Invariants(SnapshotTruth):
         self.out: dict[str, set[int]] = {}
         """Incarnations per node that obeyed a Fence."""
         self.telling = Telling(self)
+        self.reigned: dict[int, tuple[int, float]] = {}
+        """Incarnation of who led first in each term, and since when."""
         self.told_after: dict[int, int] = {}
         """So many losses of the newest journal each step was told."""
         self.next_to_tell = 1
@@ -71,6 +74,15 @@ class Invariants(SnapshotTruth):
 
     def coordinator_starts(self, machine: ClusterMachine) -> None:
         self.coordinator_stepped(machine)
+
+    def reigns(self, leader: Leader, forgot_at: float) -> None:
+        """Positions in journals begin with the term: what two wrote under one could not be told apart.
+
+        :param forgot_at: when the broker last lost what says which terms were claimed.
+        """
+        first, at = self.reigned.setdefault(leader.term, (leader.incarnation, self.world.now))
+        if first != leader.incarnation and at > forgot_at:
+            self.broken(f"{leader.name} leads in term {leader.term}, in which another one led")
 
     def coordinator_stepped(self, machine: ClusterMachine) -> None:
         if machine.job_id != self.job_id:

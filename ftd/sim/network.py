@@ -108,9 +108,16 @@ class Network:
             self._pass(sender, target, action, arguments)
 
     def _pass(
-        self, sender: str, target: Session, action: Callable[..., None], arguments: tuple[Any, ...]
+        self,
+        sender: str,
+        target: Session,
+        action: Callable[..., None],
+        arguments: tuple[Any, ...],
+        *,
+        flown: bool = False,
     ) -> None:
-        world = self.world
+        """:param flown: it arrives although the broker ended the session after it was sent."""
+        world, epoch = self.world, None if flown else target.epoch
         random = world.rng.random()
         delay = 0.001 + 0.012 * random
         if self.slow and random < self.slow:
@@ -122,16 +129,16 @@ class Network:
         key = (sender, target.client.name)
         due = max(world.now + delay, self._last.get(key, 0.0))
         self._last[key] = due
-        world.at(due - world.now, self._arrive, target, target.epoch, action, arguments)
+        world.at(due - world.now, self._arrive, target, epoch, action, arguments)
         duplicates = self.duplicates if line is None else line.duplicate
         if duplicates and world.chance(duplicates):
             again = due - world.now + world.between(0.0, 2.0)
-            world.at(again, self._arrive, target, target.epoch, action, arguments)
+            world.at(again, self._arrive, target, epoch, action, arguments)
 
     def _arrive(
-        self, target: Session, epoch: int, action: Callable[..., None], arguments: tuple[Any, ...]
+        self, target: Session, epoch: int | None, action: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
-        if not target.open or target.epoch != epoch or not self.up:
+        if not self.up or (epoch is not None and (not target.open or target.epoch != epoch)):
             return
         if target.cut:
             target.held.append((self._arrive, (target, epoch, action, arguments)))
@@ -251,7 +258,8 @@ class Network:
         session.open, session.cut = True, False
         session.held.clear()
         self.seat = seat
-        self._pass("broker", session, seat.seated, (attempt, self.retained.leader, self.retained.journal))
+        found = attempt, self.retained.leader, self.retained.journal
+        self._pass("broker", session, seat.seated, found, flown=True)
         for node, (offline, incarnation) in sorted(self.retained.nodes.items()):
             if offline:
                 self._pass("broker", session, self._to_seat, ("will", node, incarnation, False))
@@ -278,7 +286,7 @@ class Network:
         session.open = session.cut = False
         session.epoch += 1
         session.held.clear()
-        if self.up and seat.reigning:
+        if self.up and (seat.reigning or seat.claims):
             self.retained.gone = seat.incarnation
             self._tell_watches("missed", seat.incarnation)
         if tell:
@@ -292,7 +300,7 @@ class Network:
 
     def from_seat(self, seat: "SimSeat", action: Callable[..., None], *arguments: Any) -> None:
         """What its holder sends, in order; of anybody else nothing gets through."""
-        if self.seat is not seat or not seat.speaks:
+        if self.seat is not seat or not (seat.speaks or (seat.claims and action == self.record)):
             if not self.fences and self.up:
                 action(*arguments)
             return

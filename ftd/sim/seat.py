@@ -13,6 +13,7 @@ from statemachine.election.leadership import (
     Abdicate,
     Announce,
     BeatHeard,
+    Claim,
     ElectionEffect,
     ElectionEvent,
     JournalJudged,
@@ -52,7 +53,9 @@ class SimSeat:
         self.machine = ElectionMachine(self.peer, world.timing, shared=coordinator.disk.shared)
         self.reigning = False
         self.speaks = False
-        """Under the present taking of the seat, the journal and the record are on their way."""
+        """Under the present taking of the seat, the journal is on its way …"""
+        self.claims = False
+        """… or the record, at least."""
         self.attempt = 0
         """Counts takings of the seat: what is of an earlier one does not count."""
         self.copy: Copy | None = None
@@ -156,12 +159,15 @@ class SimSeat:
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
             case TakeSeat():
                 self.attempt += 1
-                self.speaks = False
+                self.speaks = self.claims = False
                 self.early.clear()
                 self.world.at(self.world.between(0.002, 0.05), self.network.take_seat, self, self.attempt)
             case LeaveSeat():
                 self.attempt += 1
                 self.network.leave_seat(self)
+            case Claim():
+                self.claims = True
+                self.network.from_seat(self, self.network.record, effect.leader)
             case Reign():
                 self._reign(effect)
             case Suspend():
@@ -185,15 +191,13 @@ class SimSeat:
                 assert_never(effect)
 
     def _reign(self, order: Reign) -> None:
-        if not self.network.has_seat(self):
-            return  # Lost again, and it will be told.
+        self.coordinator.invariants.reigns(order.leader, self.network.forgot_at)
         if not order.again or not self.reigning:
             self.coordinator.begin_reign(self.copy)
         if self.coordinator.out_of_room():
             return
         self.reigning = self.speaks = True
         self.coordinator.replicate()
-        self.network.from_seat(self, self.network.record, order.leader)
         self.coordinator.reconnected()
         early, self.early = self.early, []
         for action, arguments in early:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.losses import Written
 from ftd.sim.network import Network
+from statemachine.cluster.durable.untold import UNTOLD
 
 if TYPE_CHECKING:
     from ftd.sim.coordinator import SimCoordinator
@@ -52,6 +53,8 @@ def begins(
     ):
         truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
     _forgets(truth, view)
+    # What it decided when it had been deposed already reached nobody, and is told now.
+    truth.announced -= {event["generation"] for _, event in (me.disk.journal or {}).get(UNTOLD, ())}
 
 
 def _reads_times(truth: "Invariants", me: "SimCoordinator", what: str) -> None:

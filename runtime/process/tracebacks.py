@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 _ROOMS = ("ftd", "planner", "runtime", "statemachine", "storage")
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PASSED_OVER = (*(f"{_ROOT / room}/" for room in _ROOMS), f"{sysconfig.get_path('stdlib')}/", "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 

@@ -1,17 +1,15 @@
 """What is told of who leads, as events."""
 
 from statemachine.effects import EmitEvent
-from statemachine.election.leadership import Leader, Peer
+from statemachine.election.leadership import Claimed, Peer
 from statemachine.timing import Timing
 
 
-def taken_over(
-    cause: str, before: Leader, leader: Leader, how: str, noticed_at: float, at: float, timing: Timing
-) -> list[EmitEvent]:
-    """The loss, and who leads instead.
-
-    :param how: the loss was noticed: ``last_will``, ``goodbye``, ``silence``.
-    """
+def taken_over(cause: str, claimed: Claimed, at: float, timing: Timing) -> list[EmitEvent]:
+    """The loss of who led before, and who leads instead; nothing where that is the same host's."""
+    leader, before, how = claimed.leader, claimed.before, claimed.how
+    if before is None or before.name == leader.name:
+        return []
     words = {
         "last_will": "the broker lost its session",
         "goodbye": "it was stopped",
@@ -22,13 +20,18 @@ def taken_over(
             cause=cause,
             name="LeaderLost",
             reason=f"{before.name} led the cluster: {words[how]}",
-            details={"leader": before.name, "term": before.term, "how": how, "detected_at": noticed_at},
+            details={
+                "leader": before.name,
+                "term": before.term,
+                "how": how,
+                "detected_at": claimed.noticed_at,
+            },
         ),
         EmitEvent(
             cause=cause,
             name="LeaderElected",
             reason=f"{leader.name} leads the cluster in place of {before.name}",
-            details={"leader": leader.name, "term": leader.term, "took_s": at - noticed_at},
+            details={"leader": leader.name, "term": leader.term, "took_s": at - claimed.noticed_at},
         ),
     ]
 

@@ -42,8 +42,11 @@ class Hearsay:
         self._beside.clear()
 
     def may_have_led(self, me: Peer, others: list[Peer]) -> bool:
-        """Since this one did: one that was beside it and is not there, or one that knows more."""
-        return bool(self._beside - {peer.name for peer in others}) or self._furthest > me.position
+        """Since this one did: one that was beside it and is not there, or one that knows more; or one that
+        came while this one was cut off, where nobody who was beside it can say that none did."""
+        if self._furthest > me.position:
+            return True
+        return bool(self._beside - {peer.name for peer in others}) if self._beside else self._shared
 
     def left_until(
         self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, reigned: bool

@@ -5,6 +5,7 @@ the broker gives to one client at a time: whoever takes it throws the one before
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
 from statemachine.events import Event, TimerFired
@@ -12,12 +13,21 @@ from statemachine.events import Event, TimerFired
 # --- values --------------------------------------------------------------------------------------
 
 
+class Role(StrEnum):
+    """Of a coordinator; ``election.machine`` says what ends each."""
+
+    FOLLOWER = "FOLLOWER"
+    CANDIDATE = "CANDIDATE"
+    LEADER = "LEADER"
+    SUSPENDED = "SUSPENDED"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
     """Who leads, as it is retained on the leader's topic. Written from the seat alone."""
 
     term: int
-    """One more with each taking of the seat."""
+    """One more with each taking of the seat, and nobody else's."""
     name: str
     incarnation: int
 
@@ -38,6 +48,20 @@ class Peer:
     @property
     def order(self) -> tuple[int, str, int]:
         return (-self.priority, self.name, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """A term that was claimed from the seat, until the broker shows its record."""
+
+    leader: Leader
+    again: bool
+    """See ``Reign``."""
+    before: Leader | None
+    """Who led before, as far as is known."""
+    how: str
+    """Its loss was noticed: ``last_will``, ``goodbye``, ``silence``."""
+    noticed_at: float
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -132,8 +156,15 @@ class LeaveSeat(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Claim(Effect):
+    """Write the record, from the seat. The broker shows it to whoever watches, so to us, too: LeaderSeen."""
+
+    leader: Leader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reign(Effect):
-    """Coordinate under this term: write the journal and the record, then begin; or go on, where ``again``."""
+    """Coordinate under this term: write the journal, then begin; or go on, where ``again``."""
 
     leader: Leader
     again: bool
@@ -172,6 +203,6 @@ class Refuse(Effect):
 
 
 ElectionEffect = (
-    SetTimer | CancelTimer | EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Reign | Suspend | Abdicate
-    | SendBeat | Announce | Refuse
+    SetTimer | CancelTimer | EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Claim | Reign | Suspend
+    | Abdicate | SendBeat | Announce | Refuse
 )  # fmt: skip

@@ -11,8 +11,9 @@ node that hears it late ignores it as older. Without the fence that would not ho
 generation for two plans (the simulator's mutants show it), so the broker must be one that takes a client id
 over by ending the session before: mosquitto, the embedded one; not a bridged or sharded cluster of brokers.
 
-Terms number the takings of the seat: one more than any that was read *from the seat*, written before the
-first command. So they rise, and no two leaders have the same one; coordinators go by them, nodes need not.
+Terms number the takings of the seat: one more than any that was read *from the seat*. A term is claimed: its
+record is written, and who wrote it leads once the broker shows it; whoever takes the seat later reads it. So
+terms rise, and no two lead in the same one. Journals are compared by them; nodes need not go by them.
 
 Who has lost the seat does not take it back: it first looks who has it. It leads again (``Reign.again``) only
 where nobody did in between, since its record is still the newest; otherwise it forgets the cluster.
@@ -21,7 +22,7 @@ where nobody did in between, since its record is still the newest; otherwise it 
 role                  what ends it
 ====================  ======================================================================================
 FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
-CANDIDATE             the seat is taken → LEADER; it cannot be had, or another leads → FOLLOWER
+CANDIDATE             its claim is at the broker → LEADER; the seat cannot be had, or another leads → FOLLOWER
 LEADER                the seat is lost → SUSPENDED; a higher term is seen → FOLLOWER
 SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
 ====================  ======================================================================================
@@ -44,7 +45,6 @@ it. Two that stand at once throw each other out until one has written its record
 """
 
 from dataclasses import replace
-from enum import StrEnum
 from typing import assert_never
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
@@ -54,6 +54,8 @@ from statemachine.election.leadership import (
     Abdicate,
     Announce,
     BeatHeard,
+    Claim,
+    Claimed,
     ElectionEvent,
     JournalJudged,
     Leader,
@@ -65,6 +67,7 @@ from statemachine.election.leadership import (
     PeerVanished,
     Refuse,
     Reign,
+    Role,
     SeatLost,
     SeatTaken,
     SendBeat,
@@ -83,13 +86,6 @@ BEAT = "beat"
 
 MOST_TURNS = 8
 """How many turns the wait behind failed attempts grows to."""
-
-
-class Role(StrEnum):
-    FOLLOWER = "FOLLOWER"
-    CANDIDATE = "CANDIDATE"
-    LEADER = "LEADER"
-    SUSPENDED = "SUSPENDED"
 
 
 class ElectionMachine:
@@ -114,6 +110,7 @@ class ElectionMachine:
         self._lost_at = 0.0
         self._reigned = False
         """What we know of the cluster goes on to be true if nobody led since."""
+        self._claimed: Claimed | None = None
         self._tries = 0
         self._refused = False
         """That we must not lead was told, and nobody has led since."""
@@ -225,6 +222,8 @@ class ElectionMachine:
             self._refused = False
             if not mine:
                 self._follow(leader)
+            elif self._claimed is not None and self._claimed.leader == leader:
+                self._begin(self._claimed)
         elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
             self._look()
 
@@ -240,6 +239,7 @@ class ElectionMachine:
     def _follow(self, leader: Leader) -> None:
         """Another one leads, under a higher term than we know of."""
         self._cancel(TURN, SEAT, BEAT)
+        self._claimed = None
         if self.role in (Role.CANDIDATE, Role.LEADER):
             self._out.append(LeaveSeat(cause=self._cause))
         if self._reigned:
@@ -323,14 +323,17 @@ class ElectionMachine:
         again &= found is not None or not self._hearsay.may_have_led(self.me, self._others())
         term = max(self.term, event.newest[0], found.term if found is not None else 0) + 1
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
+        how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)
+        self._claimed = Claimed(leader=leader, again=again, before=before, how=how, noticed_at=at)
+        self._out.append(Claim(cause=self._cause, leader=leader))
+
+    def _begin(self, claimed: Claimed) -> None:
+        """Nobody else leads in this term."""
+        self._claimed = None
         self._cancel(SEAT)
-        self._out.append(Reign(cause=self._cause, leader=leader, again=again))
-        if before is not None and before.name != self.me.name:
-            noticed_at = self._lost_at if self._lost_how is not None else self._at
-            how = self._lost_how or "last_will"
-            self._out += taken_over(self._cause, before, leader, how, noticed_at, self._at, self._timing)
-        self.role, self.leader, self._reigned = Role.LEADER, leader, True
-        self._lost_how, self._tries = None, 0
+        self._out.append(Reign(cause=self._cause, leader=claimed.leader, again=claimed.again))
+        self._out += taken_over(self._cause, claimed, self._at, self._timing)
+        self.role, self.leader, self._reigned = Role.LEADER, claimed.leader, True
         self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
         self._hearsay.leads()
         self._beat()
@@ -350,7 +353,7 @@ class ElectionMachine:
         """It could not be had; or it was lost: to another one, by a reset, with the broker."""
         if self.role not in (Role.CANDIDATE, Role.LEADER):
             return
-        led = self.role is Role.LEADER
+        led, self._claimed = self.role is Role.LEADER, None
         self._cancel(SEAT, BEAT)
         self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
         if led:

@@ -202,7 +202,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 
     journal, succession = opened(anew=True)  # Whoever forgets the job needs to read nothing.
     assert succession.barred == succession.judge(copy_of((5, 1), schema, protocol)) == ""
-    assert succession.begin(copy_of((5, 1), schema, protocol), 0.0)[1] == []
+    assert succession.begin(copy_of((5, 1), schema, protocol), 0.0).effects == []
     assert says in succession.keep(copy_of((6, 1), schema, protocol))
     journal.close()
 

@@ -480,7 +480,7 @@ def test_a_standby_leaves_generations_out_where_the_broker_came_back_with_what_i
             term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
             schema=durable.SCHEMA, state=state(generation), protocol=PROTOCOL,
         )  # fmt: skip
-        return restored(timing, journal, copy, 0.0)[0].generation
+        return restored(timing, journal, copy, 0.0).machine.generation
 
     journal.save(state(7), forced=False, position=(1, 5))
     assert begins_at((1, 3), 5) == 7  # It led alone: nobody else can have started any.

@@ -29,6 +29,7 @@ from statemachine.cluster.rules import Decision, Reports, Resumption
 from statemachine.cluster.snapshots import persisting, snapshots
 from statemachine.cluster.state import Cluster, Ledger
 from statemachine.effects import Effect, PersistState
+from statemachine.election.leadership import SeatTaken
 from statemachine.election.machine import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Prepare
@@ -162,6 +163,19 @@ def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_foun
     strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
     leaning = Leaning(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
     found("", range(20, SEEDS), leaning)
+
+
+def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seated(machine: ElectionMachine, event: SeatTaken) -> None:
+        real(machine, event)
+        if machine._claimed is not None:
+            machine._begin(machine._claimed)
+
+    real = ElectionMachine._seated
+    monkeypatch.setattr(ElectionMachine, "_seated", seated)
+    found("in which another one led", leaning=Leaning(coordinators=3))
 
 
 def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

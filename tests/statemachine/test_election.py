@@ -8,6 +8,7 @@ from statemachine.election.leadership import (
     Abdicate,
     Announce,
     BeatHeard,
+    Claim,
     ElectionEvent,
     JournalJudged,
     Leader,
@@ -19,6 +20,7 @@ from statemachine.election.leadership import (
     PeerVanished,
     Refuse,
     Reign,
+    Role,
     SeatLost,
     SeatTaken,
     Suspend,
@@ -26,7 +28,7 @@ from statemachine.election.leadership import (
     WatchBegan,
     WatchBroke,
 )
-from statemachine.election.machine import ElectionMachine, Role
+from statemachine.election.machine import ElectionMachine
 from statemachine.events import TimerFired
 from statemachine.timing import Timing
 
@@ -67,9 +69,17 @@ class One:
         assert self.machine.role is Role.FOLLOWER
         return self
 
+    def takes(self, found: Leader | None, newest: tuple[int, int]) -> None:
+        """The seat, and where it claims a term, that, too."""
+        self.feed(SeatTaken, found=found, newest=newest)
+        for claim in [effect for effect in self.out if isinstance(effect, Claim)]:
+            assert self.machine.role is Role.CANDIDATE and not self.has(Reign)
+            self.feed(LeaderSeen, leader=claim.leader)
+
     def reigns(self, found: Leader | None = None, term: int = 0) -> Reign:
         assert self.has(TakeSeat) and self.machine.role is Role.CANDIDATE
-        [reign] = [e for e in self.feed(SeatTaken, found=found, newest=(term, 0)) if isinstance(e, Reign)]
+        self.takes(found, (term, 0))
+        [reign] = [effect for effect in self.out if isinstance(effect, Reign)]
         assert self.machine.role is Role.LEADER
         return reign
 
@@ -222,7 +232,7 @@ def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> Non
         one.feed(PeerVanished, incarnation=1)
         one.feed(WatchBegan)
         one.fire("silence")
-        one.feed(SeatTaken, found=None, newest=(4, 0))
+        one.takes(None, (4, 0))
         one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
         one.feed(WatchBroke)
         one.feed(SeatLost, why="cut off")
@@ -260,7 +270,7 @@ def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
     while not one.has(TakeSeat):
         one.fire("turn")
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
-    one.feed(SeatTaken, found=None, newest=(0, 0))
+    one.takes(None, (0, 0))
     assert one.machine.role is Role.LEADER and one.at < TIMING.leader_silence_s
 
 
@@ -367,12 +377,38 @@ def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it()
     while one.machine.role is not Role.LEADER:
         if not one.has(TakeSeat):
             one.fire("turn")
-        one.feed(SeatTaken, found=ANNA, newest=(4, 8))
+        one.takes(ANNA, (4, 8))
         assert one.has(LeaveSeat) is not one.has(Reign)
         tries += 1
     assert 1 < tries < 12
     for newest, barred in (((4, 9), ""), ((4, 8), "another schema")):
         one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9), barred=barred))
         one.feed(LeaderVanished, incarnation=1, graceful=False)
-        one.feed(SeatTaken, found=ANNA, newest=newest)
+        one.takes(ANNA, newest)
         assert one.has(Reign)
+
+
+def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_nobody() -> None:
+    """Whoever took it meanwhile cannot have read the claim, and claims the same term."""
+    one = One()
+    one.feed(WatchBegan)
+    one.feed(SeatTaken, found=None, newest=(0, 0))
+    assert one.has(Claim)
+    theirs = Leader(term=1, name="carl", incarnation=3)
+    one.feed(LeaderSeen, leader=theirs)
+    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER and one.machine.leader == theirs
+    one.feed(LeaderSeen, leader=Leader(term=1, name="bert", incarnation=2))
+    assert not one.has(Reign) and one.machine.leader == theirs
+
+
+def test_a_claim_that_does_not_come_back_is_given_up() -> None:
+    one = One()
+    one.feed(WatchBegan)
+    one.feed(SeatTaken, found=None, newest=(0, 0))
+    one.fire("seat")
+    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
+    one.feed(LeaderSeen, leader=Leader(term=1, name="bert", incarnation=2))
+    assert not one.has(Reign)
+    while not one.has(TakeSeat):
+        one.fire("turn")
+    assert one.reigns(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
