@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.retained import Retained
 from ftd.sim.sessions import Line
-from statemachine.cluster.phases import OVER
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode
@@ -309,8 +308,8 @@ def restore_broker(sim: "Simulation") -> None:
 
 
 def ask_again(sim: "Simulation") -> None:
-    """Whoever got no answer repeats what was asked for, while the job is under way."""
+    """Whoever got no answer repeats what was asked for."""
     leader = sim.coordinator
-    if sim.job is not None and leader.machine.job_id == sim.job.job_id and leader.machine.phase not in OVER:
+    if sim.job is not None and leader.machine.job_id == sim.job.job_id:
         sim.log("submit the job again")
         leader.submit(sim.job, None)

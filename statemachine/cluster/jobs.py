@@ -49,16 +49,12 @@ def answer(c: Cluster, request: str, accepted: bool, detail: str) -> None:
 def submit(c: Cluster, event: JobSubmitted) -> None:
     """Take a job on when none is under way; everything that was true of the last one is forgotten."""
     job = event.job
+    if c.job is not None and c.job.job_id == job.job_id:
+        # The client asks again: its answer was lost. The job may have ended meanwhile.
+        answer(c, event.request, True, job.job_id)
+        return
     if c.active and c.job is not None:
-        if c.job.job_id == job.job_id:
-            answer(c, event.request, True, job.job_id)  # the client asks again: its answer was lost
-        else:
-            answer(
-                c,
-                event.request,
-                False,
-                f"job {c.job.name!r} is under way: ftd stop {c.job.name}",
-            )
+        answer(c, event.request, False, f"job {c.job.name!r} is under way: ftd stop {c.job.name}")
         return
     begin = event.begin
     if begin is not None and begin.step > job.steps:

@@ -116,6 +116,14 @@ def test_the_same_submission_twice_is_one() -> None:
     assert s.machine.phase is ClusterPhase.RUNNING
 
 
+def test_the_same_submission_again_behind_the_end_of_the_job_is_no_new_job() -> None:
+    s = running()
+    s.feed(StopRequested, request="stop", job="tiny")
+    s.feed(JobSubmitted, request="again", job=job("job-1"))
+    assert s.one(AnswerRequest).accepted
+    assert s.machine.phase is ClusterPhase.FINISHED and not sent(s, Prepare)
+
+
 def test_a_job_after_a_stopped_one_starts_from_nothing() -> None:
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
