@@ -30,6 +30,14 @@ def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
     c.dirty = True
 
 
+def unfinished(c: Cluster) -> list[NodeMachine]:
+    """Who has not said that it is done, though the last step was committed."""
+    attempt = c.attempt
+    if attempt is None or not attempt.resume_sent or c.job is None or c.ledger.known_step < c.job.steps:
+        return []
+    return [node for node in c.alive() if node.name in c.planned and node.name not in attempt.finished]
+
+
 def follow_group(c: Cluster) -> None:
     """Step 6: has the group resumed, has it committed its first step?"""
     attempt, resumption, record = c.attempt, c.resumption, c.recovery

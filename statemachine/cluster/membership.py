@@ -232,10 +232,10 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
         c.send_to(name, incarnation, Inquiry())
 
 
-def remind(c: Cluster, node: NodeMachine) -> None:
-    """It was told to build the job and has not said that it did: should either be lost, its Hello says so."""
+def remind(c: Cluster, node: NodeMachine, after_s: float) -> None:
+    """It has not said what it must: should that be lost, or the order for it, its Hello says so."""
     key = (node.name, node.incarnation)
-    if c.at - c.inquired.setdefault(key, c.at) >= c.timing.resume_s:
+    if c.at - c.inquired.setdefault(key, c.at) >= after_s:
         inquire(c, *key)
 
 

@@ -1,6 +1,7 @@
 """What the coordinator does when time has passed."""
 
 from statemachine.cluster.forgetting import forget
+from statemachine.cluster.group import unfinished
 from statemachine.cluster.ledger import ask, look
 from statemachine.cluster.membership import fence, lose, remind, silent
 from statemachine.cluster.node import NodeMachine
@@ -22,7 +23,9 @@ def tick(c: Cluster, late_s: float) -> None:
         node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
     for node in c.alive():
         if node.asked:
-            remind(c, node)
+            remind(c, node, c.timing.resume_s)
+    for node in unfinished(c):
+        remind(c, node, c.timing.silence_s)
     forget(c)
     c.dirty = c.dirty or c.recovery is not None
 

@@ -194,3 +194,8 @@ def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
 def test_what_was_found_with_a_leaning_once_holds(seed: int, leaning: Leaning) -> None:
     result = run_seed(seed, leaning=leaning)
     assert result.violation is None, (result.violation, result.faults)
+
+
+def test_a_job_ends_also_where_a_node_s_word_that_it_is_done_is_lost() -> None:
+    result = run_seed(5254, leaning=Leaning(coordinators=3))
+    assert result.violation is None, (result.violation, result.faults)

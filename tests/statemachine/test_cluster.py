@@ -245,6 +245,27 @@ def test_replicas_that_diverged_are_reported() -> None:
     assert s.machine.phase is ClusterPhase.FINISHED
 
 
+def test_who_does_not_say_that_it_is_done_is_asked() -> None:
+    """Its word was lost, as where a broker's queue is full; all steps are committed, and nobody would end."""
+    s = running(4, steps=1)
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, Finished(generation=1, step=1, digests={}))
+    vote = Vote(loss=1.0, gradient_norm=1.0, skipped=False)
+    s.say("node-0", Stepped(generation=1, steps=(CommittedStep(step=1, vote=vote),), step_s=0.1, lineage=0))
+    asked: set[str] = set()
+    while not asked:
+        s.wait(1.0)
+        for name in ("node-0", "node-1", "node-2", "node-3"):
+            s.say(name, Heartbeat(generation=1, committed=None))
+        s.machine._c.due["tick"] = s.now
+        s.fire("tick")
+        asked = set(sent(s, Inquiry))
+        assert s.now < 60.0 and s.machine.phase is ClusterPhase.RUNNING
+    assert asked == {"node-3"}
+    s.say("node-3", Finished(generation=1, step=1, digests={}))
+    assert s.machine.phase is ClusterPhase.FINISHED
+
+
 # --- members -------------------------------------------------------------------------------------
 
 
