@@ -299,7 +299,10 @@ class Seat:
     def _taken(self, chair: Chair) -> None:
         newest = max(self._position(), chair.copy.position if chair.copy is not None else (0, 0))
         problem = self._throne.judge(chair.copy)
-        self._driver.feed(SeatTaken(**self._stamp(), found=chair.found, newest=newest, problem=problem))
+        kept = chair.copy is not None
+        self._driver.feed(
+            SeatTaken(**self._stamp(), found=chair.found, newest=newest, kept=kept, problem=problem)
+        )
 
     def _lost(self, chair: Chair) -> None:
         self._kept.extend(chair.session.take_kept())

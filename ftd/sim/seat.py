@@ -128,7 +128,8 @@ class SimSeat:
             self.copy = copy
             disk = self.coordinator.disk
             newest = max(disk.position, copy.position) if copy is not None else disk.position
-            self.feed(SeatTaken, found=found, newest=newest, problem=disk.judge(copy))
+            kept = copy is not None
+            self.feed(SeatTaken, found=found, newest=newest, kept=kept, problem=disk.judge(copy))
 
     def unseated(self, attempt: int) -> None:
         if attempt == self.attempt:

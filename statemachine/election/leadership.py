@@ -125,6 +125,8 @@ class SeatTaken(Event):
     """The record as it is now; ``None``: the broker has none."""
     newest: tuple[int, int]
     """Position of the newest journal that we read there or ever kept."""
+    kept: bool = True
+    """The broker has a journal. A record without one is a claim that nothing followed."""
     problem: str = ""
     """Why we cannot go on from the journal that is there; empty: we can, or there is none."""
 

@@ -111,6 +111,8 @@ class ElectionMachine:
         self._reigned = False
         """What we know of the cluster goes on to be true if nobody led since."""
         self._claimed: Claimed | None = None
+        self._hollow: Leader | None = None
+        """Whoever claimed this left no journal at the broker: it says of nobody that he led."""
         self._tries = 0
         self._refused = False
         """That we must not lead was told, and nobody has led since."""
@@ -208,8 +210,8 @@ class ElectionMachine:
         if self._record_there:
             return 0.0
         since, led = self._began_at, self._reigned
-        until = self._hearsay.left_until(self.me, self._others(), self.leader, since, reigned=led)
-        return until - self._at
+        leader = self.leader if self.leader != self._hollow else None
+        return self._hearsay.left_until(self.me, self._others(), leader, since, reigned=led) - self._at
 
     def _others(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
@@ -310,7 +312,9 @@ class ElectionMachine:
         if self.role is not Role.CANDIDATE:
             return
         found = event.found
-        if found is None and self._forgotten_s() > 0:
+        if not event.kept:
+            self._record_there, self._hollow = False, found
+        if (found is None or not event.kept) and self._forgotten_s() > 0:
             self._out.append(LeaveSeat(cause=self._cause))
             self._unseated(SeatLost(at=self._at, cause=self._cause, why="the broker forgot who leads"))
             return
@@ -367,11 +371,9 @@ class ElectionMachine:
     def _timer(self, event: TimerFired) -> None:
         late_s = self._at - self._due.pop(event.name, self._at)
         match event.name:
-            case "silence" if self._forgotten_s() > 0:
-                self._look()
             case "silence" if late_s > self._timing.leader_silence_s / 2:
                 self._look()  # We were away ourselves: what was said meanwhile is yet to be read.
-            case "silence" if self.role is Role.SUSPENDED:
+            case "silence" if self.role is Role.SUSPENDED or self._forgotten_s() > 0:
                 self._look()
             case "silence" if self.leader is None:
                 self._wait_turn(self._rank())

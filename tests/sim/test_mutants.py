@@ -197,7 +197,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
 
 
 def test_an_order_to_build_that_is_lost_and_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "remind", lambda c, node: None)
+    monkeypatch.setattr(timeouts, "remind", lambda c, node, after_s: None)
     lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
     found("to build", leaning=Leaning(rarer=False, strikes=(*lossy, *submitted)))

@@ -412,3 +412,25 @@ def test_a_claim_that_does_not_come_back_is_given_up() -> None:
     while not one.has(TakeSeat):
         one.fire("turn")
     assert one.reigns(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
+
+
+def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
+    """Who claimed it died at once, and may be the one who knows most."""
+    carl = Peer(name="carl", incarnation=3, position=(4, 9))
+    one = One()
+    one.machine = ElectionMachine(replace(one.machine.me, position=(4, 8)), TIMING, shared=True)
+    one.feed(PeerSeen, peer=carl)
+    one.feed(WatchBegan)
+    claim = Leader(term=5, name="carl", incarnation=3)
+    one.feed(LeaderSeen, leader=claim)
+    one.feed(PeerVanished, incarnation=3)
+    gone_at = one.at
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    while not one.has(TakeSeat):
+        one.fire("turn")
+    one.feed(SeatTaken, found=claim, newest=(4, 8), kept=False)
+    assert one.has(LeaveSeat) and not one.has(Claim)
+    while not one.has(TakeSeat):
+        one.fire("turn" if "turn" in one.machine._due else "silence")
+    assert one.at >= gone_at + TIMING.orphan_s
+    assert one.reigns(found=claim).leader.term == 6
