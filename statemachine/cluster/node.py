@@ -110,6 +110,8 @@ class NodeMachine:
     """It may go: it gets no work until it comes back as a new incarnation."""
     returning: bool = False
     """It lost a trainer and has not taken part since."""
+    blank: int = 0
+    """So many of its heartbeats, one after the other, know of no commit of the group that it is in."""
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
     obeyed: int = 0

@@ -14,6 +14,7 @@ from statemachine.cluster.membership import (
     inquire,
     may_return,
     reject,
+    remind,
     standing,
     take_back,
     unhealthy,
@@ -53,6 +54,8 @@ from statemachine.messages import (
 )
 from statemachine.values import ClusterPhase
 
+_BLANK = 3
+"""Heartbeats: the first ones may be from before the first commit."""
 _LINE_CHARACTERS = 200
 """Of a failure, in the reason of its event: the whole detail is there, too."""
 
@@ -92,6 +95,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Heartbeat():
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
+            look_behind(c, node, signal)
             snapshots.take_kept(c, node, signal)
             take_times(node, signal)
         case Prepared():
@@ -133,6 +137,22 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
                 fail(c, lost)
         case _:
             assert_never(signal)
+
+
+def look_behind(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """Is something lost that it said before? Its Hello will say so.
+
+    That Hello itself; or that its trainers are other ones, which know of nothing while the group commits.
+    """
+    attempt, resumption = c.attempt, c.resumption
+    in_group = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
+    commits = resumption is not None and c.ledger.known_step > resumption.step
+    strange = in_group and commits and node.name in c.planned and c.phase is ClusterPhase.RUNNING
+    node.blank = node.blank + 1 if strange and signal.committed is None else 0
+    if node.blank >= _BLANK:
+        inquire(c, node.name, node.incarnation)
+    if not node.greeted:
+        remind(c, node, c.timing.silence_s)
 
 
 # --- Hello ---------------------------------------------------------------------------------------

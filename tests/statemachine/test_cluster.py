@@ -251,12 +251,13 @@ def test_who_does_not_say_that_it_is_done_is_asked() -> None:
     for name in ("node-0", "node-1", "node-2"):
         s.say(name, Finished(generation=1, step=1, digests={}))
     vote = Vote(loss=1.0, gradient_norm=1.0, skipped=False)
-    s.say("node-0", Stepped(generation=1, steps=(CommittedStep(step=1, vote=vote),), step_s=0.1, lineage=0))
+    step = CommittedStep(step=1, vote=vote)
+    s.say("node-0", Stepped(generation=1, steps=(step,), step_s=0.1, lineage=0))
     asked: set[str] = set()
     while not asked:
         s.wait(1.0)
         for name in ("node-0", "node-1", "node-2", "node-3"):
-            s.say(name, Heartbeat(generation=1, committed=None))
+            s.say(name, Heartbeat(generation=1, committed=step))
         s.machine._c.due["tick"] = s.now
         s.fire("tick")
         asked = set(sent(s, Inquiry))
@@ -264,6 +265,22 @@ def test_who_does_not_say_that_it_is_done_is_asked() -> None:
     assert asked == {"node-3"}
     s.say("node-3", Finished(generation=1, step=1, digests={}))
     assert s.machine.phase is ClusterPhase.FINISHED
+
+
+def test_trainers_that_know_of_no_step_of_their_group_are_asked_about() -> None:
+    """That they were started again was lost on its way here: the Hello says it."""
+    s = running(4)
+    vote = Vote(loss=1.0, gradient_norm=1.0, skipped=False)
+    step = CommittedStep(step=1, vote=vote)
+    s.say("node-0", Stepped(generation=1, steps=(step,), step_s=0.1, lineage=0))
+    for beat in range(3):
+        s.wait(1.0)
+        s.say("node-1", Heartbeat(generation=1, committed=step))
+        assert not sent(s, Inquiry)
+        s.say("node-2", Heartbeat(generation=1, committed=None))
+        assert set(sent(s, Inquiry)) == ({"node-2"} if beat == 2 else set())
+    s.hello("node-2", s.incarnations["node-2"], job_id="job-1", prepared=True, generation=1)
+    assert "node-2" not in sent(s, Resume) and s.machine.phase is ClusterPhase.QUIESCING
 
 
 # --- members -------------------------------------------------------------------------------------
