@@ -147,7 +147,7 @@ def test_torchrun_restarts_ddp_and_all_ranks_go_on_behind_the_same_step(
         cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        lines = read_until(process, "^1 8 ")
+        lines = read_until(process, r"(?:^|\.\d{9})1 8 ")  # Two ranks print: lines may be side by side.
         (pid,) = re.findall(r"# rank 1 is process (\d+)", "".join(lines))
         os.kill(int(pid), signal.SIGKILL)
         lines += process.communicate(timeout=240)[0].splitlines(keepends=True)
