@@ -144,15 +144,19 @@ def look_behind(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
 
     That Hello itself; or that its trainers are other ones, which know of nothing while the group commits.
     """
-    attempt, resumption = c.attempt, c.resumption
-    in_group = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
-    commits = resumption is not None and c.ledger.known_step > resumption.step
-    strange = in_group and commits and node.name in c.planned and c.phase is ClusterPhase.RUNNING
-    node.blank = node.blank + 1 if strange and signal.committed is None else 0
+    # A look into the plan is dear with a thousand nodes, and most heartbeats need none.
+    node.blank = node.blank + 1 if signal.committed is None and _group_commits(c, node, signal) else 0
     if node.blank >= _BLANK:
         inquire(c, node.name, node.incarnation)
     if not node.greeted:
         remind(c, node, c.timing.silence_s)
+
+
+def _group_commits(c: Cluster, node: NodeMachine, signal: Heartbeat) -> bool:
+    attempt, resumption = c.attempt, c.resumption
+    in_group = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
+    commits = resumption is not None and c.ledger.known_step > resumption.step
+    return in_group and commits and c.phase is ClusterPhase.RUNNING and node.name in c.planned
 
 
 # --- Hello ---------------------------------------------------------------------------------------
