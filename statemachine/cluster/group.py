@@ -35,7 +35,8 @@ def unfinished(c: Cluster) -> list[NodeMachine]:
     attempt = c.attempt
     if attempt is None or not attempt.resume_sent or c.job is None or c.ledger.known_step < c.job.steps:
         return []
-    return [node for node in c.alive() if node.name in c.planned and node.name not in attempt.finished]
+    missing = set(c.planned) - attempt.finished.keys()
+    return [node for node in c.alive() if node.name in missing]
 
 
 def follow_group(c: Cluster) -> None:
