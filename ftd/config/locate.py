@@ -40,7 +40,7 @@ def find_cluster(
     elif broker is None and "FTD_BROKER" in os.environ:
         address = parse_broker(os.environ["FTD_BROKER"], "$FTD_BROKER")
     elif broker is None and (found := _read_local_file()) is not None:
-        name, address = found.cluster, found.broker
+        name, address = os.environ.get("FTD_CLUSTER") or found.cluster, found.broker
     if broker is not None:
         address = parse_broker(broker, "--broker")
     name = cluster or name or os.environ.get("FTD_CLUSTER") or DEFAULT_CLUSTER

@@ -249,11 +249,8 @@ class Seat:
                 self._sit()
             case LeaveSeat():
                 self._leave()
-            case Claim() if self._chair is not None:
-                record = encode_leader(wanted.leader, self._version)
-                self._chair.session.publish(self._topics.leader, record, retain=True)
             case Claim():
-                pass  # Lost again, and said so.
+                self._claim(wanted.leader)
             case Reign():
                 self._reign(wanted)
             case Suspend():
@@ -303,6 +300,11 @@ class Seat:
         self._driver.feed(
             SeatTaken(**self._stamp(), found=chair.found, newest=newest, kept=kept, problem=problem)
         )
+
+    def _claim(self, leader: Leader) -> None:
+        if self._chair is not None:  # Else it is lost again, and said so.
+            record = encode_leader(leader, self._version)
+            self._chair.session.publish(self._topics.leader, record, retain=True)
 
     def _lost(self, chair: Chair) -> None:
         self._kept.extend(chair.session.take_kept())

@@ -74,7 +74,7 @@ class Place:
 
     @classmethod
     def open(cls, name: str, rank: int, directory: Path | None, limit_bytes: int | None) -> "Place":
-        """:raises SnapshotError: the name cannot be one, or another process uses it."""
+        """:raises SnapshotError: the name cannot be one, another process uses it, or it cannot be written."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SnapshotError(
                 f"{name!r} cannot be the name of a job: letters, digits, '.', '_' and '-', at most 100, and "
@@ -82,8 +82,14 @@ class Place:
             )
         job = (directory or default_directory()) / name
         path = job / f"rank-{rank}"
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _locked(path.resolve())
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _locked(path.resolve())
+        except OSError as error:
+            raise SnapshotError(
+                f"snapshots cannot be kept in {path}: {error.strerror}: give directory= in a memory file "
+                "system that this user may write to"
+            ) from None
         try:
             return cls(name, job, Arena.open(path, limit_bytes=limit_bytes), lock)
         except BaseException:

@@ -227,6 +227,9 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
     )
     assert find_cluster().broker.port == 7
     assert find_cluster().cluster == "local"
+    monkeypatch.setenv("FTD_CLUSTER", "ours")
+    assert find_cluster().cluster == "ours"
+    monkeypatch.delenv("FTD_CLUSTER")
     config = tmp_path / "ftd.toml"
     config.write_text('cluster = "filed"\n[broker]\nurl = "mqtt://h:8"\n')
     assert find_cluster(config=config).cluster == "filed"

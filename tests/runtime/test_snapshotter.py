@@ -774,3 +774,10 @@ def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(runtime.script.place, "SHARED_MEMORY", tmp_path / "none")
     with pytest.raises(SnapshotError, match="there is no"):
         Snapshotter("job")
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    occupied = tmp_path / "a-file"
+    occupied.write_text("")
+    with pytest.raises(SnapshotError, match="Not a directory: give directory="):
+        Snapshotter("job", directory=occupied, state={})
