@@ -30,13 +30,14 @@ _FIXED = 0x10
 _REFUSED = ctypes.c_void_p(-1).value
 
 
-def mapped(descriptor: int, size_bytes: int) -> Bytes:
+def mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> Bytes:
     """The file's bytes, shared, at an address where huge pages may be; unmapped when no view of them is left.
 
     :raises OSError: the kernel refuses.
     """
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     if not sys.platform.startswith("linux"):
-        return np.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, size_bytes, prot=access), dtype=np.uint8)
     library = ctypes.CDLL(None, use_errno=True)
     map_, unmap = library.mmap, library.munmap
     map_.restype = ctypes.c_void_p
@@ -46,7 +47,7 @@ def mapped(descriptor: int, size_bytes: int) -> Bytes:
     room = size_bytes + HUGE_BYTES
     begin = map_(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     address = -(-begin // HUGE_BYTES) * HUGE_BYTES if begin != _REFUSED else None
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED
+    flags = mmap.MAP_SHARED | _FIXED
     if address is None or map_(address, size_bytes, access, flags, descriptor, 0) != address:
         number = ctypes.get_errno()
         if address is not None:
@@ -54,7 +55,8 @@ def mapped(descriptor: int, size_bytes: int) -> Bytes:
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_uint8 * size_bytes).from_address(address)
     weakref.finalize(memory, unmap, begin, room).atexit = False
-    return np.frombuffer(memoryview(memory), dtype=np.uint8)
+    view = memoryview(memory)
+    return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
 
 
 def fill(descriptor: int, view: Bytes, first: int = 0) -> None:

@@ -1,13 +1,14 @@
 """Layers that the node staged (``storage.staged``), on their way into this trainer's tensors.
 
 Straight out of where they lie, on several threads: each block that the node lends is verified and, while it
-is in the cache, copied. A layer counts when ``check`` has found what was lent still there.
+is in the cache, copied, while the next layer is made ready. A layer counts when ``check`` has found all of it
+sound, and what was lent still there.
 """
 
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ from storage.pages import Bytes, mapped
 from storage.staged import Lender, Piece, read_staged
 
 _THREADS = 4
+_TASK_BYTES = 4 * BLOCK_BYTES
+"""Of one task of a thread."""
 
 
 class SpoiledError(RuntimeError):
@@ -62,13 +65,24 @@ class _Block:
     def part(self) -> str:
         return self.lent.name if self.lent is not None else ""
 
-    def work(self) -> bool:
+    def copy(self) -> bool:
         """False: it is not as it was written."""
         if self.lent is not None and not self.lent.sound(self.number, self.data):
             return False
         for target, source in self.copies:
             target[:] = source
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A layer on its way."""
+
+    layer: int
+    tasks: list[Future[_Block | None]]
+    """Each gives a block that is not as it was written."""
+    others: list[tuple[Bytes, Tensor]]
+    """What is to be copied by torch from where it is put."""
 
 
 class StagedState:
@@ -87,6 +101,7 @@ class StagedState:
         self._files: dict[str, Bytes] = {}
         self._lenders: set[Lender] = set()
         self._reused: Reused | None = {} if reuse else None
+        self._begun: list[_Begun] = []
         self._beside: Bytes = np.empty(0, dtype=np.uint8)
         """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
 
@@ -97,13 +112,15 @@ class StagedState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
+        self._begun.clear()
         self._files.clear()
 
     def take(self, layer: int) -> None:
-        """Hold the layer.
+        """Begin to hold the layer; when this returns, the one before is copied.
 
-        :raises StateError: it is of another model. :raises SpoiledError: its bytes are not there any more.
+        :raises StateError: it is of another model. :raises SpoiledError: its bytes, or those of the one
+        before, are not what was written, or are not there any more.
         """
         try:
             staged = read_staged(self._directory, layer)
@@ -112,20 +129,33 @@ class StagedState:
             raise SpoiledError(f"layer {layer}: {error}") from error
         places = self._states.make(layer, staged.header, staged.size_bytes, self._reused)
         runs, others = self._runs(places)
-        blocks = _blocks(sources, runs)
-        for block, fine in zip(blocks, self._threads.map(_Block.work, blocks), strict=True):
-            self._tick()
-            if not fine:
-                raise SpoiledError(f"layer {layer}: its digest does not match", block.part)
-        for memory, tensor in others:
-            tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
+        tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, runs))]
+        self._finish()
+        self._begun.append(_Begun(layer, tasks, others))
         self._lenders |= set(staged.lenders)
+        if others:
+            self._finish()  # The next one's are put into the same memory.
 
     def check(self) -> None:
-        """:raises SpoiledError: what was copied may have been written over meanwhile."""
+        """All layers are held.
+
+        :raises SpoiledError: the last one is not what was written, or what was copied may have been written
+        over meanwhile.
+        """
+        self._finish()
         for lender in self._lenders:
             if not lender.there():
                 raise SpoiledError(f"{lender.manifest} is gone or another one")
+
+    def _finish(self) -> None:
+        while self._begun:
+            begun = self._begun.pop()
+            for task in begun.tasks:
+                self._tick()
+                if (block := task.result()) is not None:
+                    raise SpoiledError(f"layer {begun.layer}: its digest does not match", block.part)
+            for memory, tensor in begun.others:
+                tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
     def _file(self, piece: Piece) -> Bytes:
         """All of the file that a piece lies in. :raises OSError, DamagedError: it is not there."""
@@ -186,6 +216,25 @@ def _blocks(pieces: Iterable[tuple[Piece, Bytes]], runs: Sequence[_Run]) -> list
                 found[key].copies += copies
         start += piece.size_bytes
     return list(found.values())
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """For one task each."""
+    batch: list[_Block] = []
+    size = 0
+    for block in blocks:
+        batch.append(block)
+        size += len(block.data)
+        if size >= _TASK_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _copied(blocks: Iterable[_Block]) -> _Block | None:
+    """The first that is not as it was written; the others behind it are not copied."""
+    return next((block for block in blocks if not block.copy()), None)
 
 
 def _cut(piece: Piece) -> Iterator[tuple[int, range]]:

@@ -1,7 +1,7 @@
 """What a daemon does with snapshots: arenas for its job, what it finds after a start, layers on their way."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from kept_snapshots import JOB, Node, flip, make_layer, payload_of, shared_directory, write_group
 
 from ftd.config.daemon import DaemonConfig, daemon_config
-from ftd.node.restoring.staging import Stage
+from ftd.node.restoring.staging import Found, Stage
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.copy_sender import CopySender
 from ftd.node.shards.protocol import Rate, bearer_token
@@ -24,7 +24,7 @@ from statemachine.events import Event
 from statemachine.messages import Resume
 from statemachine.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
 from storage.checkpoint import CheckpointStore
-from storage.image import LayerImage
+from storage.shards import Bytes
 from storage.staged import read_staged
 
 STEP = 8
@@ -205,11 +205,12 @@ def test_a_trainer_is_told_as_soon_as_its_own_layers_are_there(monkeypatch: pyte
     async def body(daemon: Daemon, peer: Node) -> None:
         taken, gate = Stage.take, asyncio.Event()
 
-        async def slowly(self: Stage, layer: LayerImage, *rest: Any) -> None:
-            if layer.layer == 1:
+        async def slowly(self: Stage, run: Sequence[Found], memory: Bytes) -> None:
+            if run[0][0].layer == 1:
                 await gate.wait()
-            await taken(self, layer, *rest)
+            await taken(self, run, memory)
 
+        monkeypatch.setattr(Stage, "runs", lambda self, layers: [[n] for n in sorted(layers)])
         monkeypatch.setattr(Stage, "take", slowly)
         told: list[int] = []
         for device in (0, 1):

@@ -80,14 +80,11 @@ def killed_when(process: Forked, pattern: str, after_s: float = 0.0) -> list[str
     return process.text.splitlines(keepends=True)
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return lines
-    raise AssertionError("".join(lines))
+def read_until(said: Path, process: subprocess.Popen[bytes], pattern: str) -> str:
+    while not re.search(pattern, said.read_text(), re.MULTILINE):
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.005)
+    return said.read_text()
 
 
 def losses(lines: list[str]) -> dict[tuple[str, ...], str]:
@@ -142,20 +139,24 @@ def test_torchrun_restarts_ddp_and_all_ranks_go_on_behind_the_same_step(
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "3", "--monitor-interval", "0.1", str(SCRIPTS / "ddp.py")]
-    process = subprocess.Popen(
-        [*command, "--name", name, "--steps", "20", "--pause-s", "0.05"],
-        cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--name", name, "--steps", "20", "--pause-s", "0.05"],
+            cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     try:
-        lines = read_until(process, r"(?:^|\.\d{9})1 8 ")  # Two ranks print: lines may be side by side.
-        (pid,) = re.findall(r"# rank 1 is process (\d+)", "".join(lines))
+        # Two ranks print: lines may be side by side.
+        (pid,) = re.findall(
+            r"# rank 1 is process (\d+)", read_until(said, process, r"(?:^|\.\d{9})1 8 \d+\.\d{9}")
+        )
         os.kill(int(pid), signal.SIGKILL)
-        lines += process.communicate(timeout=240)[0].splitlines(keepends=True)
-        assert process.returncode == 0, "".join(lines)
+        assert process.wait(240) == 0, said.read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    resumed = [int(step) for step in re.findall(r"goes on behind step (\d+)", "".join(lines))]
+    lines = said.read_text().splitlines(keepends=True)
+    resumed = [int(step) for step in re.findall(r"goes on behind step (\d+)", said.read_text())]
     assert len(resumed) == 4 and resumed[:2] == [0, 0]
     assert resumed[2] == resumed[3] >= 7
     arguments = ("--name", name, "--steps", 20, "--pause-s", 0)

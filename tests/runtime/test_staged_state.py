@@ -120,6 +120,7 @@ def test_what_is_lent_and_changed_is_not_taken(tmp_path: Path) -> None:
         with StagedState(tmp_path, target.states, lambda: None) as staged:
             with pytest.raises(SpoiledError, match="layer 1: its digest does not match") as caught:
                 staged.take(1)
+                staged.check()
             assert caught.value.part == "group-0/shard"
         flip(lent, place)
     with StagedState(tmp_path, target.states, lambda: None) as staged:

@@ -18,14 +18,14 @@ from ftd.errors import PeerError
 from ftd.node.restoring.bucket import FailedError, Plan, Stretch, carry_out, planned
 from ftd.node.restoring.holders import Keeper, Keepers
 from ftd.node.restoring.restore_parts import KeptParts, LostPartsError, homes_of, put_together
-from ftd.node.restoring.staging import Put, Target
+from ftd.node.restoring.staging import Found, Put, Target
 from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Located, Source, Wanted
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
-from storage.image import GroupImage
+from storage.image import GroupImage, LayerImage
 from storage.manifest import Part
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
@@ -141,10 +141,7 @@ class Restorer:
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
             stretches, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
-            for layer in map(image.layer, run):
-                begin, behind = layer.offset, layer.offset + layer.size_bytes
-                own = [s.clipped(begin, behind) for s in stretches if s.first < behind and begin < s.end]
-                await target.take(layer, own, memory)
+            await target.take([_found(layer, stretches) for layer in map(image.layer, run)], memory)
 
     async def _restore_parts(
         self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
@@ -319,6 +316,11 @@ class Restorer:
         await self.client.fetch(
             Wanted(places=places, first=first, into=memory.data) for first, memory in pieces
         )
+
+
+def _found(layer: LayerImage, stretches: Iterable[Stretch]) -> Found:
+    begin, end = layer.offset, layer.offset + layer.size_bytes
+    return layer, [s.clipped(begin, end) for s in stretches if s.first < end and begin < s.end]
 
 
 def _where(group: SnapshotGroup) -> str:

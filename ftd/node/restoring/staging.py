@@ -22,6 +22,10 @@ Put = Callable[[int, bytes, Bytes], Awaitable[None]]
 """Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
 
 
+Found = tuple[LayerImage, Sequence[Stretch]]
+"""A layer, and where its bytes in the bucket are."""
+
+
 class Target(Protocol):
     """What a restore fills."""
 
@@ -35,8 +39,8 @@ class Target(Protocol):
     def room(self, size_bytes: int) -> Bytes:
         """Memory for what a run needs. :raises OSError: there is too little."""
 
-    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
-        """A layer of the run: where its bytes in the bucket are; memory is the last ``room``."""
+    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
+        """A run's layers; memory is the last ``room``."""
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
         """A layer as a whole."""
@@ -61,9 +65,10 @@ class OneByOne:
             self._memories[0] = np.empty(size_bytes, dtype=np.uint8)
         return self._memories[0][:size_bytes]
 
-    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
-        payload = await asyncio.to_thread(assemble, layer, memory)
-        await self.put(layer.layer, layer.header, payload)
+    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
+        for layer, _ in run:
+            payload = await asyncio.to_thread(assemble, layer, memory)
+            await self.put(layer.layer, layer.header, payload)
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
         await self._put(layer, header, payload)
@@ -100,24 +105,28 @@ class Stage:
         self._path, memory = _made(self._directory, size_bytes)
         return memory
 
-    async def take(self, layer: LayerImage, stretches: Sequence[Stretch], memory: Bytes) -> None:
-        pieces = tuple(_pieces(layer, stretches, self._path))
-        lenders = {self._lender(s): None for s in stretches if s.lender is not None}
-        staged = StagedLayer(header=layer.header, pieces=pieces, lenders=tuple(lenders))
-        await self._write(layer.layer, staged)
+    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
+        def write() -> None:
+            for layer, stretches in run:
+                pieces = tuple(_pieces(layer, stretches, self._path))
+                lenders = {self._lender(s): None for s in stretches if s.lender is not None}
+                staged = StagedLayer(header=layer.header, pieces=pieces, lenders=tuple(lenders))
+                write_staged(self._directory, layer.layer, staged)
+
+        await asyncio.to_thread(write)
+        for layer, _ in run:
+            self._staged(layer.layer)
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
-        def copy() -> str:
-            path, memory = _made(self._directory, len(payload))
-            memory[:] = payload
-            return path
+        def write() -> None:
+            pieces: tuple[Piece, ...] = ()
+            if len(payload):
+                path, memory = _made(self._directory, len(payload))
+                memory[:] = payload
+                pieces = (Piece(size_bytes=len(payload), path=path),)
+            write_staged(self._directory, layer, StagedLayer(header=header, pieces=pieces))
 
-        path = await asyncio.to_thread(copy)
-        pieces = (Piece(size_bytes=len(payload), path=path),) if len(payload) else ()
-        await self._write(layer, StagedLayer(header=header, pieces=pieces))
-
-    async def _write(self, layer: int, staged: StagedLayer) -> None:
-        await asyncio.to_thread(write_staged, self._directory, layer, staged)
+        await asyncio.to_thread(write)
         self._staged(layer)
 
     def _lender(self, stretch: Stretch) -> Lender:

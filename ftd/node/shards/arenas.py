@@ -8,7 +8,6 @@ over. They outlive trainers and daemons. While trainers run nothing here changes
 
 import contextlib
 import fcntl
-import mmap
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from ftd.errors import ConfigurationError
 from storage.arena import Arena
 from storage.errors import DamagedError
 from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, record_digest
+from storage.pages import Bytes, mapped, touch
 from storage.staged import Lender
 
 log = structlog.get_logger("ftd.node")
@@ -71,7 +71,7 @@ class Held:
 class _Mapped:
     identity: tuple[int, int]
     """Inode and size: a slot that was made anew or has grown is another one."""
-    memory: mmap.mmap
+    memory: Bytes
 
 
 class Arenas:
@@ -145,9 +145,6 @@ class Arenas:
 
     def close(self) -> None:
         """Forget the mappings and let others use the arenas; what they hold stays."""
-        for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):
-                mapped.memory.close()
         self._maps.clear()
         if self._lock is not None:
             if [path.name for path in self._entries(self.root)] == ["lock"]:
@@ -182,9 +179,7 @@ class Arenas:
         """The job is over for good: give its memory back."""
         if self.own():
             path = self._job(job_id)
-            for slot in [slot for slot in tuple(self._maps) if path in slot.parents]:
-                with contextlib.suppress(BufferError):
-                    self._maps.pop(slot).memory.close()
+            self._forget(path)
             # Trainers that are being killed may still add a file.
             for _ in range(_REMOVALS):
                 shutil.rmtree(path, ignore_errors=True)
@@ -223,9 +218,7 @@ class Arenas:
 
     def put_away(self, directory: Path) -> Path:
         """Take a directory of copies out of use; its memory is yet to be given back."""
-        for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
-            with contextlib.suppress(BufferError):
-                self._maps.pop(slot).memory.close()
+        self._forget(directory)
         gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")
         directory.rename(gone)
         return gone
@@ -301,12 +294,12 @@ class Arenas:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             identity = status.st_ino, status.st_size
-            mapped = self._maps.get(path)
-            if mapped is None or mapped.identity != identity:
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                memory = mmap.mmap(file.fileno(), status.st_size, flags=flags, prot=mmap.PROT_READ)
-                mapped = self._maps[path] = _Mapped(identity=identity, memory=memory)
-        return memoryview(mapped.memory)[part.offset : part.offset + part.size_bytes]
+            known = self._maps.get(path)
+            if known is None or known.identity != identity:
+                memory = mapped(file.fileno(), status.st_size, writable=False)
+                touch(memory)
+                known = self._maps[path] = _Mapped(identity=identity, memory=memory)
+        return known.memory[part.offset : part.offset + part.size_bytes].data
 
     def write(self, held: Held, part: Part, first: int, data: bytes) -> None:
         """Change bytes of a part in its slot. Only while nobody else writes there
@@ -331,6 +324,11 @@ class Arenas:
             if not part.blocks
             if digest_of(self.view(one, part)) != part.digest
         )
+
+    def _forget(self, directory: Path) -> None:
+        """The mappings of what is below; views that are still in use keep theirs alive."""
+        for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
+            self._maps.pop(slot, None)
 
     def _arenas(self, job: Path) -> list[tuple[Path, str]]:
         """Own ones in the order of devices, then copies, each with its owner."""
