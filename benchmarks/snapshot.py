@@ -154,7 +154,7 @@ def limits_of(result: Result, size: str, found: dict[str, Any], over: float) -> 
         limit(f"restore() against {peer}, times", loads[peer] / load, TIMES, at_least=True)
     by_two = ours["memcpy_by_two_s"]
     result.notes.append(
-        f"{size}: one memcpy by two threads, into memory that is there, without a digest, is so many times as "
+        f"{size}: one memcpy by two threads, into memory that is there, is so many times as "
         "quick as " + ", ".join(f"{peer}: {s / by_two:.1f}" for peer, s in loads.items())
     )
     result.notes.append(
