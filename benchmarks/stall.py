@@ -4,16 +4,18 @@
   copies against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm memory,
   one thread each, in turn, in the environment that trainers have (minimum / median / maximum);
 * an engine that trains alone (no bubbles: the hardest case, everything is copied beside computing), in
-  alternating rounds with a snapshot behind every step and with none: step time, and the time that the main
+  alternating rounds with a snapshot behind every step, with none, and with a thread beside each that copies
+  as many other bytes, which is what any copy costs on this machine: step time, and the time that the main
   thread stood still, against one memcpy of the shard.
 
-    python -m benchmarks.stall [--mib 256] [--rounds 4]
+    python -m benchmarks.stall [--mib 256] [--rounds 8]
 """
 
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,18 +162,23 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
     return engine
 
 
-def steps_of(engine: Engine, *, snaps: bool) -> list[float]:
-    """Seconds of one round's, with a snapshot behind each or with none."""
+def steps_of(
+    engine: Engine, *, snaps: bool = False, beside: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds of one round's, with a snapshot behind each or with none. :param beside: done by a thread."""
     writer = engine.snapshots
     assert writer is not None
     steps_s = []
     for step in range(STEPS):
         started = time.perf_counter()
+        thread = threading.Thread(target=beside)
+        thread.start()
         if engine.step(lambda: False, lambda: snaps).snap:
             writer.keep(engine.committed_step - 1)
             engine.begin_snapshot(1)
         if step:
             steps_s.append(time.perf_counter() - started)
+        thread.join()
     writer.finish()
     return steps_s
 
@@ -180,27 +187,30 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     """Notes and limits of a run in rounds with and without snapshots."""
     reports: list[SnapshotReport] = []
     engine = alone(mib, directory, arena, reports)
-    steps_s: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * rounds):
-        snaps = number % 2 == 1
-        steps_s[snaps] += steps_of(engine, snaps=snaps)
+    steps_of(engine, snaps=True)
+    one, other = (np.ones(reports[-1].size_bytes, dtype=np.uint8) for _ in range(2))
+    steps_s: dict[str, list[float]] = {"without": [], "with": [], "beside a plain copy": []}
+    for _ in range(rounds):
+        steps_s["without"] += steps_of(engine)
+        steps_s["with"] += steps_of(engine, snaps=True)
+        steps_s["beside a plain copy"] += steps_of(engine, beside=lambda: np.copyto(other, one))
     assert engine.snapshots is not None
     engine.snapshots.close()
     snapped = [report for report in reports if isinstance(report, Snapped)]
     size_bytes = snapped[-1].size_bytes
-    one, other = np.ones(size_bytes, dtype=np.uint8), np.ones(size_bytes, dtype=np.uint8)
     memcpy, _ = rates(size_bytes, lambda: np.copyto(other, one), lambda: None)
     memcpy_s = size_bytes / memcpy.median / 1e9
     stall_s = statistics.median(report.stall_s for report in snapped)
     worst_s = max(report.stall_s for report in snapped)
     copy_s = statistics.median(report.copy_s for report in snapped)
-    without_s, with_s = statistics.median(steps_s[False]), statistics.median(steps_s[True])
+    without_s, with_s, beside_s = map(statistics.median, steps_s.values())
     figures = {
         "state": f"{size_bytes / MIB:.0f} MiB in {engine.model.layer_count} layers",
         "copying and digests, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
         "stall, median / worst": f"{1e3 * stall_s:.1f} / {1e3 * worst_s:.1f} ms",
         "one memcpy of it": f"{1e3 * memcpy_s:.1f} ms",
-        "step without / with": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} ms",
+        "step without / with / beside a plain copy": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} / "
+        f"{1e3 * beside_s:.0f} ms, the latter {beside_s / without_s:.3f} times the first",
     }
     result.notes += [f"{name}: {value}" for name, value in figures.items()]
     result.data["training"] = {
@@ -208,7 +218,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
         "copy_s": copy_s,
         "stall_s": [report.stall_s for report in snapped],
         "memcpy_s": memcpy_s,
-        "steps_s": {"with": steps_s[True], "without": steps_s[False]},
+        "steps_s": steps_s,
     }
     result.limits += [
         Limit(name="stall, median, in memcpys of the shard", measured=stall_s / memcpy_s, limit=1),
@@ -219,7 +229,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
 def run() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="of state")
-    parser.add_argument("--rounds", type=int, default=4, help="with snapshots, and as many without")
+    parser.add_argument("--rounds", type=int, default=8, help="of each kind")
     arguments = parser.parse_args()
     if wanted := streaming_environment(os.environ):
         # As a node starts its trainers; the C library looks at it once.

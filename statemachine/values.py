@@ -160,7 +160,7 @@ class DeviceReport:
     parts: tuple[StatePart, ...] = ()
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import ArenaFullError, DamagedError
-from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, write_record
+from storage.manifest import Manifest, Part, check_parts, read_record, write_record
 from storage.pages import fill, mapped, touch
 from storage.room import free_bytes
 
@@ -81,7 +81,7 @@ class Arena:
 
     def damaged(self, manifest: Manifest) -> tuple[str, ...]:
         """Names of the parts whose bytes are not what was written."""
-        return tuple(p.name for p in manifest.parts if digest_of(self.bytes_of(manifest, p)) != p.digest)
+        return tuple(p.name for p in manifest.parts if not p.intact(self.bytes_of(manifest, p)))
 
     # --- writing ---------------------------------------------------------------------------------
 

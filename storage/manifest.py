@@ -17,10 +17,10 @@ import xxhash
 
 from storage.errors import DamagedError
 
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 64 * 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
-"""A digest for so many bytes: they are still in the cache when the whole part's digest takes them."""
+"""A digest for so many bytes: they are still in the cache when they are copied."""
 _HEX = 16
 """Digits of a block's digest."""
 
@@ -34,14 +34,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     offset: int
     size_bytes: int
     digest: str
-    """XXH3, 128 bits, of the bytes."""
+    """XXH3, 128 bits, of the bytes; of ``blocks`` where there are some: bytes are read once."""
     blocks: str = ""
     """XXH3, 64 bits, of each ``BLOCK_BYTES``, the last of what is left, one behind the other. Empty for
-    a part of one block, whose digest is that, and where its writer made none: that is verified as a whole."""
+    a part of one block, and where its writer made none: that is verified as a whole."""
 
     @classmethod
     def of(cls, name: str, offset: int, data: Any) -> "Part":
-        """Of these bytes, digests made in one pass over memory."""
+        """Of these bytes."""
         digests = Digests()
         digests.update(data)
         return digests.part(name, offset)
@@ -66,8 +66,15 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def sound(self, number: int, data: Any) -> bool:
         """Are these bytes the block that was written?"""
         if not self.blocks:
-            return digest_of(data) == self.digest
+            return self.intact(data)
         return xxhash.xxh3_64_hexdigest(data) == self.blocks[number * _HEX : (number + 1) * _HEX]
+
+    def intact(self, data: Any) -> bool:
+        """Are these bytes, all of the part, as they were written?"""
+        if not self.blocks:
+            return digest_of(data) == self.digest
+        numbers = self.covering(0, self.size_bytes)
+        return all(self.sound(n, data[slice(*self.block(n))]) for n in numbers)
 
     def cut(self, first: int, end: int) -> "Part":
         """The blocks that bytes [first, end) are in, as a part of its own: for who verifies blocks only."""
@@ -93,7 +100,7 @@ class Digests:
     def __init__(self) -> None:
         self.size_bytes = 0
         """Taken so far."""
-        self._whole, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
+        self._first, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
         self._blocks: list[str] = []
 
     def update(self, data: Any) -> None:
@@ -102,7 +109,8 @@ class Digests:
         start = 0
         while start < len(view):
             some = view[start : start + BLOCK_BYTES - self.size_bytes % BLOCK_BYTES]
-            self._whole.update(some)
+            if self.size_bytes < BLOCK_BYTES:
+                self._first.update(some)  # It may be the only block.
             self._block.update(some)
             start += len(some)
             self.size_bytes += len(some)
@@ -112,14 +120,12 @@ class Digests:
 
     def part(self, name: str, offset: int) -> Part:
         """All of it was taken."""
-        blocks = self._blocks + [self._block.hexdigest()] * (self.size_bytes % BLOCK_BYTES > 0)
-        return Part(
-            name=name,
-            offset=offset,
-            size_bytes=self.size_bytes,
-            digest=self._whole.hexdigest(),
-            blocks="".join(blocks) if self.size_bytes > BLOCK_BYTES else "",
-        )
+        digest, blocks = self._first.hexdigest(), ""
+        if self.size_bytes > BLOCK_BYTES:
+            last = [self._block.hexdigest()] * (self.size_bytes % BLOCK_BYTES > 0)
+            blocks = "".join(self._blocks + last)
+            digest = digest_of(blocks.encode())
+        return Part(name=name, offset=offset, size_bytes=self.size_bytes, digest=digest, blocks=blocks)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,6 +220,8 @@ def check_parts(manifest: Manifest, size_bytes: int) -> None:
         blocks = -(-part.size_bytes // BLOCK_BYTES) if part.size_bytes > BLOCK_BYTES else 0
         if part.blocks and len(part.blocks) != blocks * _HEX:
             raise DamagedError(f"part {part.name!r} does not have digests of {blocks} blocks")
+        if part.blocks and digest_of(part.blocks.encode()) != part.digest:
+            raise DamagedError(f"part {part.name!r} does not have the digest of its blocks")
     if end > size_bytes:
         raise DamagedError(f"the parts end at {end}, and there are {size_bytes} bytes")
     if len({part.name for part in manifest.parts}) < len(manifest.parts):

@@ -37,7 +37,7 @@ from runtime.script.saved import NOTHING, Prepared, Saved
 from runtime.script.tensor_image import Bytes
 from runtime.wire.keeper_protocol import Key, read_kept
 from storage.arena import Slot
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import Manifest, Part
 
 log = logging.getLogger("ftd.snapshotter")
 
@@ -309,7 +309,7 @@ class Snapshotter:
             return True, other_ranks(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
         data = self._place.arena.bytes_of(manifest, header)
-        if digest_of(data) != header.digest:
+        if not header.intact(data):
             return False, "its header changed since it was written"
         why = Saved.of(data, NOTHING, NOTHING).refuses(self._contents.things)
         return bool(why), why

@@ -20,7 +20,7 @@ from runtime.streaming import streaming_environment
 from runtime.wire.protocol import VoteData, WorldData
 from storage.codes import make_code
 from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
-from storage.manifest import digest_of
+from storage.manifest import Part
 from storage.shards import ShardLayout, make_shard
 from tests.runtime.harness import pipeline
 
@@ -83,7 +83,7 @@ def check_digests(units: list[Unit], expected: Bytes) -> None:
         assert (digests is None) == (number >= helped)
         unit.make(slot, digests)
     (part,) = capture.parts()
-    assert (part.offset, part.size_bytes, part.digest) == (64, len(expected), digest_of(expected))
+    assert part == Part.of(part.name, 64, expected) and part.intact(expected)
     numbers = part.covering(0, part.size_bytes)
     assert bool(part.blocks) == (part.size_bytes > MANIFEST_BLOCK_BYTES) and part.in_blocks
     assert all(part.sound(number, expected[slice(*part.block(number))]) for number in numbers)

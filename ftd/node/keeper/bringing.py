@@ -23,7 +23,7 @@ from ftd.node.shards.sources import Located, Source
 from ftd.node.shards.sources import Wanted as Fetch
 from runtime.wire.keeper_protocol import Brought, Layout, Wanted
 from storage.codes import make_code, recipe
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import Manifest, Part
 from storage.shards import Bytes, ShardLayout, needed, restore
 
 log = structlog.get_logger("ftd.node")
@@ -203,7 +203,7 @@ class Bringing:
         memory = np.frombuffer(self._arenas.view(shard.held, part), dtype=np.uint8)
         target[:] = memory[first : first + len(target)]
         whole = target if len(target) == part.size_bytes else memory
-        if digest_of(whole) != part.digest:
+        if not part.intact(whole):
             raise _Bad(shard.owner, f"{part.name} in this host's memory changed since it was written")
 
 

@@ -22,7 +22,7 @@ import structlog
 from ftd.errors import ConfigurationError
 from storage.arena import Arena
 from storage.errors import DamagedError
-from storage.manifest import Manifest, Part, check_parts, digest_of, read_record, record_digest
+from storage.manifest import Manifest, Part, check_parts, read_record, record_digest
 from storage.pages import Bytes, mapped, touch
 from storage.staged import Lender
 
@@ -322,7 +322,7 @@ class Arenas:
             for one in held
             for part in one.manifest.parts
             if not part.blocks
-            if digest_of(self.view(one, part)) != part.digest
+            if not part.intact(self.view(one, part))
         )
 
     def _forget(self, directory: Path) -> None:

@@ -19,7 +19,7 @@ import structlog
 from ftd.node.shards.arenas import Arenas, Held
 from storage.arena import Arena, Slot
 from storage.errors import DamagedError, StorageError
-from storage.manifest import Manifest, Part, check_parts, digest_of
+from storage.manifest import Manifest, Part, check_parts
 
 log = structlog.get_logger("ftd.node")
 
@@ -176,10 +176,10 @@ class Copies:
             )
         draft.turn += 1
         turn = draft.turn
-        found = await asyncio.to_thread(lambda: [digest_of(draft.window(part)) for part in parts])
+        intact = await asyncio.to_thread(lambda: [part.intact(draft.window(part)) for part in parts])
         if draft.turn != turn or self._drafts.get(key) is not draft:
             raise RefusedError("another copy was begun meanwhile")
-        damaged = tuple(part.name for part, digest in zip(parts, found, strict=True) if digest != part.digest)
+        damaged = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)
         for name in damaged:
             draft.received[name] = 0
         if not damaged:
