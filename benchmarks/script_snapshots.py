@@ -1,15 +1,25 @@
 """Snapshots of a script's state, timed (``benchmarks.snapshot``): calls, iterations, restoring, decoding."""
 
-import statistics
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.script_state import computing, first_touch_s, memcpy_by_two_s, memcpy_s, state_of, timed
+from benchmarks.script_state import (
+    computing,
+    first_touch_s,
+    memcpy_by_two_s,
+    memcpy_s,
+    plain_copy,
+    state_of,
+    timed,
+)
 from ftd import Snapshotter
 from runtime.script.filling import Filling, spans_of
 from runtime.script.saved import NOTHING
@@ -26,18 +36,28 @@ LOADS = 5
 class Training:
     """A loop that takes snapshots, and how long what takes."""
 
-    def __init__(self, snapshots: Snapshotter, optimizer: torch.optim.Optimizer, memcpy: float) -> None:
-        self._snapshots, self._optimizer = snapshots, optimizer
+    def __init__(
+        self,
+        snapshots: Snapshotter,
+        optimizer: torch.optim.Optimizer,
+        memcpy: float,
+        beside: Callable[[], object],
+    ) -> None:
+        """:param beside: copies as many bytes as a snapshot has."""
+        self._snapshots, self._optimizer, self._beside = snapshots, optimizer, beside
         self._compute = computing(STEP_PER_COPY * memcpy)
         self._step = 0
 
-    def _iteration(self, *, taking: bool) -> float:
+    def _iteration(self, *, taking: bool = False, beside: Callable[[], object] = lambda: None) -> float:
         self._step += 1
         began = time.perf_counter()
+        thread = threading.Thread(target=beside)
+        thread.start()
         self._compute()
         self._optimizer.step()
         if taking:
             self._snapshots.snapshot(self._step)
+        thread.join()
         return time.perf_counter() - began
 
     def calls(self, rounds: int) -> dict[str, list[float]]:
@@ -65,15 +85,16 @@ class Training:
         self._snapshots.wait()
         return seconds
 
-    def rounds(self, count: int) -> list[tuple[float, float]]:
-        """Iterations without and with a snapshot in each."""
+    def rounds(self, count: int) -> list[tuple[float, float, float]]:
+        """Iterations without and with a snapshot in each, and beside a plain copy in each."""
         rounds = []
         for _ in range(count):
-            without = [self._iteration(taking=False) for _ in range(2)]
+            without = [self._iteration() for _ in range(2)]
             taking = [self._iteration(taking=True) for _ in range(3)][1:]
             self._compute()
             self._snapshots.wait()
-            rounds.append((statistics.median(without), statistics.median(taking)))
+            copying = [self._iteration(beside=self._beside) for _ in range(2)]
+            rounds.append((mean(without), mean(taking), mean(copying)))
         return rounds
 
 
@@ -96,7 +117,7 @@ def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
     snapshots = start()
     found["start_touched_s"] = time.perf_counter() - began
     snapshots.restore()
-    training = Training(snapshots, optimizer, memcpy)
+    training = Training(snapshots, optimizer, memcpy, plain_copy(tensors))
     found |= training.calls(rounds)
     found["hurried_s"] = training.hurried()
     found["rounds_s"] = training.rounds(rounds)

@@ -8,6 +8,7 @@ core must be left for the copy:
   one memcpy of the same bytes, torch.save, DCP save and DCP async_save into /dev/shm;
 * iteration time with a snapshot in every iteration against none, in alternating rounds, of a step that takes
   3.5 times as long as the copy (matrix products; the optimizer changes one matrix, so the step is computing);
+  and beside a thread that copies as many bytes, which is what any copy costs on this machine;
 * start: allocating and mapping the arena, with memory as it is found and right behind a touch of as many
   bytes. A virtual machine's host may take free memory back, and giving it again is its work, not ours: on
   one with free page reporting a first touch behind two seconds without use took 15 to 20 times the
@@ -127,14 +128,18 @@ def rows_of(result: Result, size: str, found: dict[str, Any]) -> None:
         result.notes.append(f"{size}: DLRover did not run: {dlrover['problem']}")
 
 
-def iterations(result: Result, size: str, rounds: list[tuple[float, float]]) -> float:
+def iterations(result: Result, size: str, rounds: list[tuple[float, float, float]]) -> float:
     """Rows and a note; by how many % one with a snapshot takes longer."""
-    without, taking = [w for w, _ in rounds], [t for _, t in rounds]
+    without, *others = (list(kind) for kind in zip(*rounds, strict=True))
+    over = []
     result.rows.append((f"{size}  iteration without", milliseconds(without), ""))
-    result.rows.append((f"{size}  iteration, snapshot in each", milliseconds(taking), ""))
-    over = ", ".join(f"{100 * (t / w - 1):.1f}%" for w, t in rounds)
-    result.notes.append(f"{size}: over the iteration without, by rounds: {over}")
-    return 100 * (statistics.median(taking) / statistics.median(without) - 1)
+    for what, seconds in zip(("snapshot in each", "beside a plain copy"), others, strict=True):
+        result.rows.append((f"{size}  iteration, {what}", milliseconds(seconds), ""))
+        percent = [100 * (s / w - 1) for w, s in zip(without, seconds, strict=True)]
+        over.append(statistics.median(percent))
+        said = ", ".join(f"{p:.1f}%" for p in percent)
+        result.notes.append(f"{size}: over the iteration without, {what}, by rounds: {said}")
+    return over[0]
 
 
 def limits_of(result: Result, size: str, found: dict[str, Any], over: float) -> None:
