@@ -157,23 +157,33 @@ class Coordinator:
         others = [asyncio.ensure_future(self._session.run()), asyncio.ensure_future(systemd.watchdog())]
         stopping = asyncio.ensure_future(stop.wait())
         systemd.notify("READY=1", self._status())
+        problem: BaseException | None = None
         try:
             await asyncio.wait([driving, others[0], stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in (driving, others[0]):
                 if task.done():
                     task.result()  # Only an error ends these: hand it on.
+        except BaseException as error:
+            problem = error
+            raise
         finally:
             systemd.notify("STOPPING=1")
-            await self._end([driving, stopping], others)
+            await self._end([driving, stopping], others, problem)
 
-    async def _end(self, first: Sequence[asyncio.Future[Any]], last: Sequence[asyncio.Future[Any]]) -> None:
-        """Stop deciding, say that nobody decides any more, then leave."""
+    async def _end(
+        self,
+        first: Sequence[asyncio.Future[Any]],
+        last: Sequence[asyncio.Future[Any]],
+        problem: BaseException | None,
+    ) -> None:
+        """Stop deciding, say that nobody decides any more and why, then leave."""
         self._stopping = True
         await cancelled(first)
         self._driver.stop_timers()
         if self._publish_timer is not None:
             self._publish_timer.cancel()
-        gone = self._session.unreachable("the coordinator was stopped", graceful=True)
+        why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
+        gone = self._session.unreachable(f"the coordinator {why}", graceful=problem is None)
         await self._session.say_goodbye(gone, GOODBYE_S)
         await cancelled(last)
         await self._metrics_server.close()

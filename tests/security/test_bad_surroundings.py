@@ -267,9 +267,7 @@ def test_a_full_disk_ends_the_coordinator_with_the_remedy_and_loses_nothing(
         one.until("CoordinatorStarted")
         one.end()
         before = kept(state)
-        with contextlib.suppress(OSError), (state / "filler").open("wb", buffering=0) as filler:
-            while filler.write(b"x" * 4096):
-                pass
+        fill(state)
         two = started(tmp_path / "two", broker, state=str(state))
         assert two.process.wait(PATIENCE_S) == 1
         assert "is the disk full?" in two.said and "journal.sqlite" in two.said
@@ -277,11 +275,32 @@ def test_a_full_disk_ends_the_coordinator_with_the_remedy_and_loses_nothing(
         assert kept(state) == before
         three = started(tmp_path / "three", broker, state=str(state))
         three.until("CoordinatorStarted")
-        three.process.terminate()  # With what it said in the journal.
-        assert three.process.wait(PATIENCE_S) == 0
+        fill(state)
+        facts = NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=1)
+        asyncio.run(Played(port, "host-a", facts).says_hello())
+        assert three.process.wait(PATIENCE_S) == 1
+        left = asyncio.run(state_at(port))
+        assert left["phase"] == "UNREACHABLE" and "is the disk full?" in left["reason"]
+        (state / "filler").unlink()
+        four = started(tmp_path / "four", broker, state=str(state))
+        four.until("CoordinatorStarted")
+        four.process.terminate()  # With what it said in the journal.
+        assert four.process.wait(PATIENCE_S) == 0
         assert len(kept(state)[1]) > len(before[1])
     finally:
         subprocess.run(["umount", "-l", str(state)], check=False)
+
+
+def fill(directory: Path) -> None:
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as filler:
+        while filler.write(b"x" * 4096):
+            pass
+
+
+async def state_at(port: int) -> dict[str, Any]:
+    address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=port), cluster="lab")
+    async with ClusterClient(address) as client:
+        return dict(await client.state())
 
 
 def kept(state: Path) -> tuple[bytes | None, list[str]]:
