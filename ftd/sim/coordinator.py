@@ -132,8 +132,9 @@ class SimCoordinator(CheckpointWork, PlanningWork):
             plain, now = self.disk.begin(plain, written_s), self.world.now + self.disk.clock_s
             self.machine, effects = ClusterMachine.restore(self.world.timing, plain, now, "restart")
         self.leading = True
-        begins(self.invariants, self.network, self, position, Written(self.machine))
-        self.invariants.coordinator_starts(self.machine)
+        if self.network.has_seat(self.seat):  # Else it stood still, another one leads, and nobody hears it.
+            begins(self.invariants, self.network, self, position, Written(self.machine))
+            self.invariants.coordinator_starts(self.machine)
         if journal is not None:
             self.voice.go_on(journal)
         self._perform_all(effects)

@@ -51,6 +51,7 @@ def follow_group(c: Cluster) -> None:
         c.enter(PhaseEvent.GROUP_RESUMED)
         c.cancel_timer(RESUME)
         c.blamed.clear()
+        c.unreached.clear()
         if record is not None:
             record.resumed_at = c.at
         c.persist()
@@ -142,7 +143,9 @@ def kept(c: Cluster) -> frozenset[str]:
 
 def release(c: Cluster, node: NodeMachine) -> None:
     node.released = True
-    node.prepared = False
+    node.asked = node.prepared = False
+    if c.profiler == node.name:
+        c.profiler = None  # Another one is to measure the job.
     if c.attempt is not None:
         c.attempt.members.discard(node.name)
     c.send(node, Released())

@@ -35,7 +35,7 @@ from statemachine.cluster.state import (
 from statemachine.cluster.words import counted
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.messages import Prepare, Prepared, Stop
+from statemachine.messages import Prepare, Prepared, Released, Stop
 from statemachine.values import ClusterPhase, CommittedStep, Profiled
 
 SPARE_TEMPLATES = 2
@@ -164,12 +164,17 @@ def fail(c: Cluster, reason: str) -> None:
 
 
 def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
+    """It built the job, and measured it if it was asked to."""
     job = c.job
-    if job is None or not c.active or signal.job_id != job.job_id or node.released:
+    if job is None or not c.active or signal.job_id != job.job_id:
         c.ignore("prepared for a job that is not under way", node.name)
         say_not_under_way(c, node, signal.job_id)
         node.asked = False
         c.dirty = True
+        return
+    if node.released:
+        c.ignore("prepared when it was released", node.name)
+        c.send(node, Released())
         return
     if c.profiler == node.name and signal.profile is None:
         c.ignore("prepared without the profile that was asked for", node.name)

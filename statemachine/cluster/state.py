@@ -224,6 +224,8 @@ class Cluster:
     """Steps were committed between two looks, although a connection is said to be broken."""
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
+    unreached: set[str] = field(default_factory=set)
+    """Nodes that were heard, and that an order to stop did not reach in time, since a group last trained."""
     raised: int = 0
     """Times the job's code raised since the last committed step."""
     raising: Raising | None = None

@@ -87,16 +87,21 @@ def _layers_held(attempt: Attempt, name: str) -> int:
 
 
 def _drop(c: Cluster, names: list[str], reason: str) -> None:
-    """Go on without these. Who was heard since the generation began and yet did not obey is fenced; who
-    was not heard at all may be cut off, or it is we who are, and may come back with its state."""
-    began_at = c.attempt.began_at if c.attempt is not None else 0.0
+    """Go on without these. Who obeyed and yet did not answer is fenced. Who was not heard at all may be cut
+    off, or it is we who are; whom the order did not reach may be behind a line that loses much, but not for
+    ever: they may come back with their state."""
+    attempt = c.attempt
+    assert attempt is not None, "somebody did not answer"
     for name in names:
         node = c.nodes[name]
-        if node.alive and node.heard_at > began_at:
+        heard = node.heard_at > attempt.began_at
+        if node.alive and heard and (node.obeyed >= attempt.generation or name in c.unreached):
             fence(c, name, node.incarnation, reason)
             lose(c, node, "no_answer", reason)
         elif node.alive:
-            lose(c, node, "silence", reason)
+            if heard:
+                c.unreached.add(name)
+            lose(c, node, "no_answer" if heard else "silence", reason)
     note_cause(c, "node_lost", names, "no_answer")
     reconfigure(c, f"{', '.join(names)}: {reason}", "abort")
 

@@ -74,3 +74,9 @@ class Hearsay:
         else:
             wait_s = timing.orphan_s if self._beside - {peer.name for peer in others} else 0.0
         return began_at + wait_s
+
+
+def outdone(newest: tuple[int, int], others: Iterable[Peer]) -> bool:
+    """What is at the broker is from before, as it comes back with what it once saved: somebody who is there
+    kept a newer journal than this, and takes his turn soon."""
+    return any(peer.position > newest and not peer.barred for peer in others)

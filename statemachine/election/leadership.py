@@ -50,7 +50,7 @@ class Peer:
         return (-self.priority, self.name, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Claimed:
     """A term that was claimed from the seat, until the broker shows its record."""
 
@@ -62,6 +62,8 @@ class Claimed:
     how: str
     """Its loss was noticed: ``last_will``, ``goodbye``, ``silence``."""
     noticed_at: float
+    newest: tuple[int, int]
+    """Position of the newest journal that is at hand."""
 
 
 # --- events --------------------------------------------------------------------------------------

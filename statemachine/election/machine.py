@@ -15,8 +15,8 @@ Terms number the takings of the seat: one more than any that was read *from the 
 record is written, and who wrote it leads once the broker shows it; whoever takes the seat later reads it. So
 terms rise, and no two lead in the same one. Journals are compared by them; nodes need not go by them.
 
-Who has lost the seat does not take it back: it first looks who has it. It leads again (``Reign.again``) only
-where nobody did in between, since its record is still the newest; otherwise it forgets the cluster.
+Who has lost the seat first looks who has it. It leads again (``Reign.again``) only where nobody did in
+between, since its record is still the newest; otherwise it forgets the cluster.
 
 ====================  ======================================================================================
 role                  what ends it
@@ -27,7 +27,7 @@ LEADER                the seat is lost → SUSPENDED; a higher term is seen → 
 SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
 ====================  ======================================================================================
 
-A broker that was restarted may have forgotten the record, and the journal with it. Then who led and never had
+A broker that was restarted may have forgotten the record, or show an older one. Then who led and never had
 others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
 all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
 leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
@@ -49,7 +49,7 @@ from typing import assert_never
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
 from statemachine.election.events import standby_barred, taken_over, takeover_refused
-from statemachine.election.hearsay import Hearsay
+from statemachine.election.hearsay import Hearsay, outdone
 from statemachine.election.leadership import (
     Abdicate,
     Announce,
@@ -85,7 +85,7 @@ SEAT = "seat"
 BEAT = "beat"
 
 MOST_TURNS = 8
-"""How many turns the wait behind failed attempts grows to."""
+"""How many turns the wait behind failed attempts grows to; then who knows more cannot lead, it seems."""
 
 
 class ElectionMachine:
@@ -131,8 +131,7 @@ class ElectionMachine:
         match event:
             case WatchBegan():
                 self._watching, self._began_at = True, self._at
-                if len(self.peers) == 1:
-                    self._tries = 0
+                self._tries = self._tries if len(self.peers) > 1 else 0
                 self._look()
             case WatchBroke():
                 self._watching = self._record_there = self._refused = False
@@ -140,7 +139,7 @@ class ElectionMachine:
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
-                self._record_there = True
+                self._record_there = event.leader.term >= self.term
                 self._see(event.leader)
             case BeatHeard():
                 self._hear(event.leader)
@@ -219,13 +218,13 @@ class ElectionMachine:
     def _see(self, leader: Leader) -> None:
         """A record. An older one than we know of is what a broker kept from before."""
         if leader.term > self.term:
-            mine = leader.incarnation == self.me.incarnation
-            self.leader, self._lost_how, self._tries = leader, None, 0
-            self._refused = False
-            if not mine:
-                self._follow(leader)
-            elif self._claimed is not None and self._claimed.leader == leader:
+            self.leader, self._lost_how, self._refused = leader, None, False
+            if self._claimed is not None and self._claimed.leader == leader:
                 self._begin(self._claimed)
+                return
+            self._tries = 0
+            if leader.incarnation != self.me.incarnation:
+                self._follow(leader)
         elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
             self._look()
 
@@ -311,29 +310,31 @@ class ElectionMachine:
     def _seated(self, event: SeatTaken) -> None:
         if self.role is not Role.CANDIDATE:
             return
-        found = event.found
+        found, lost = event.found, event.found is None or event.found.term < self.term
         if not event.kept:
-            self._record_there, self._hollow = False, found
-        if (found is None or not event.kept) and self._forgotten_s() > 0:
-            self._out.append(LeaveSeat(cause=self._cause))
-            self._unseated(SeatLost(at=self._at, cause=self._cause, why="the broker forgot who leads"))
+            self._hollow = found
+        self._record_there = not lost and event.kept
+        if not self._record_there and self._forgotten_s() > 0:
+            self._rise("the broker forgot who leads")
             return
-        if self._outdone(event.newest):
-            self._out.append(LeaveSeat(cause=self._cause))
-            self._unseated(SeatLost(at=self._at, cause=self._cause, why="another one knows more"))
+        if self._tries < MOST_TURNS and outdone(event.newest, self._others()):
+            self._rise("another one knows more")
             return
-        before = found if found is not None and found.term >= self.term else self.leader
+        before = self.leader if lost else found
         again = self._reigned and before is not None and before.incarnation == self.me.incarnation
-        again &= found is not None or not self._hearsay.may_have_led(self.me, self._others())
+        again &= not lost or not self._hearsay.may_have_led(self.me, self._others())
         term = max(self.term, event.newest[0], found.term if found is not None else 0) + 1
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)
-        self._claimed = Claimed(leader=leader, again=again, before=before, how=how, noticed_at=at)
+        self._claimed = Claimed(leader, again, before, how, at, event.newest)
         self._out.append(Claim(cause=self._cause, leader=leader))
 
     def _begin(self, claimed: Claimed) -> None:
         """Nobody else leads in this term."""
-        self._claimed = None
+        if self._tries < MOST_TURNS and outdone(claimed.newest, self._others()):
+            self._rise("another one, who came just now, knows more")
+            return
+        self._claimed, self._tries = None, 0
         self._cancel(SEAT)
         self._out.append(Reign(cause=self._cause, leader=claimed.leader, again=claimed.again))
         self._out += taken_over(self._cause, claimed, self._at, self._timing)
@@ -342,16 +343,14 @@ class ElectionMachine:
         self._hearsay.leads()
         self._beat()
 
-    def _outdone(self, newest: tuple[int, int]) -> bool:
-        """What is at the broker is from before, as it comes back with what it once saved: somebody who is
-        there kept a newer journal. They take their turn soon, or cannot."""
-        better = any(peer.position > newest and not peer.barred for peer in self._others())
-        return better and self._tries < MOST_TURNS
-
     def _beat(self) -> None:
         if self.leader is not None:
             self._out.append(SendBeat(cause=self._cause, leader=self.leader))
         self._set(BEAT, self._timing.leader_beat_s)
+
+    def _rise(self, why: str) -> None:
+        self._out.append(LeaveSeat(cause=self._cause))
+        self._unseated(SeatLost(at=self._at, cause=self._cause, why=why))
 
     def _unseated(self, event: SeatLost) -> None:
         """It could not be had; or it was lost: to another one, by a reset, with the broker."""
@@ -384,8 +383,7 @@ class ElectionMachine:
                     self._stand()
             case "seat":
                 if self.role is Role.CANDIDATE:
-                    self._out.append(LeaveSeat(cause=self._cause))
-                    self._unseated(SeatLost(at=self._at, cause=self._cause, why="it takes too long"))
+                    self._rise("it takes too long")
             case _:
                 if self.role is Role.LEADER:
                     self._beat()

@@ -29,6 +29,7 @@ from statemachine.cluster.rules import Decision, Reports, Resumption
 from statemachine.cluster.snapshots import persisting, snapshots
 from statemachine.cluster.state import Cluster, Ledger
 from statemachine.effects import Effect, PersistState
+from statemachine.election import machine as election
 from statemachine.election.leadership import SeatTaken
 from statemachine.election.machine import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
@@ -192,7 +193,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "unseen", lambda journal: journal)
         found("was used twice", leaning=BEHIND_A_SAVE)
-    monkeypatch.setattr(ElectionMachine, "_outdone", lambda self, newest: False)
+    monkeypatch.setattr(election, "outdone", lambda newest, others: False)
     found("which is there, has", leaning=BEHIND_A_SAVE)
 
 

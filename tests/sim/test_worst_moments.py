@@ -189,6 +189,18 @@ def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
         (62001155, Leaning(checkpoints=True, coordinators=2, rarer=False)),
         # The order to build and measure the model is lost.
         (67000093, Leaning(checkpoints=True, rarer=True)),
+        # Behind a line that loses much, the node that alone has some layers hears of no Quiesce in time.
+        (20344, Leaning(checkpoints=True, protection="aec", rarer=True)),
+        # Who claimed the seat stood still, and leads for a moment when another one does.
+        (20360, Leaning(checkpoints=True, protection="aec", rarer=True)),
+        # The broker is back with what it once saved, and who led since comes a moment after who led then.
+        (20947, Leaning(coordinators=3)),
+        # What it saved is older than what a leader knows that was cut off, and deposed meanwhile.
+        (22717, Leaning(coordinators=3)),
+        # A node was drained while it built the job, and was told then that the job is over.
+        (21225, Leaning(late_wills=True, churn=True)),
+        # An order from before a rollback reaches a node that stood still meanwhile.
+        (21847, Leaning()),
     ],
 )
 def test_what_was_found_with_a_leaning_once_holds(seed: int, leaning: Leaning) -> None:

@@ -445,10 +445,30 @@ def test_who_is_heard_but_does_not_answer_quiesce_is_fenced() -> None:
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
     s.quiesced("node-1", 2, report(1, held=(2, 3)))
     s.wait(4.9)
-    s.say("node-2", Heartbeat(generation=1, committed=committed(1)))
+    s.say("node-2", Heartbeat(generation=2, committed=committed(1)))
     s.fire("quiesce", 0.1)
     assert set(sent(s, Fence)) == {"node-2"}
     assert {name: q.generation for name, q in sent(s, Quiesce).items()} == {"node-0": 3, "node-1": 3}
+
+
+def test_whom_quiesce_does_not_reach_may_come_back_once_with_its_state() -> None:
+    """A line that loses much: the node beats, under the old generation. It may be the only one that has some
+    layers."""
+    s = running(3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    for generation in (2, 3):
+        s.quiesced("node-0", generation, report(1, held=(0, 1)))
+        s.wait(4.9)
+        s.say("node-1", Heartbeat(generation=1, committed=committed(1)))
+        s.fire("quiesce", 0.1)
+        assert set(sent(s, Fence)) == ({"node-1"} if generation == 3 else set())
+        assert "NodeLost" in events(s)
+        if generation == 2:
+            s.say("node-1", Heartbeat(generation=1, committed=committed(1)))
+            assert "node-1" in sent(s, Inquiry)
+            s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+            assert "NodeJoined" in events(s) and not sent(s, Fence)
+            assert sent(s, Quiesce)["node-1"].generation == 3
 
 
 def test_who_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
@@ -614,6 +634,26 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
     s.plan()
     assert set(sent(s, Resume)) == {"node-0", "node-1"}
     assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
+
+
+def test_a_node_that_is_drained_while_it_builds_the_job_hands_that_on() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.hello("node-1", 101)
+    s.feed(JobSubmitted, request="r", job=job())
+    assert {name: order.profile for name, order in sent(s, Prepare).items()} == {
+        "node-0": True,
+        "node-1": False,
+    }
+    s.feed(DrainRequested, request="d", node="node-0")
+    assert set(sent(s, Released)) == {"node-0"}
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    assert sent(s, Prepare)["node-1"].profile
+    s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
+    assert set(sent(s, Released)) == {"node-0"} and not sent(s, Stop)  # The job is not over.
+    s.hello("node-0", 100, job_id="job-1")
+    assert set(sent(s, Released)) == {"node-0"} and not sent(s, Prepare)
 
 
 def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() -> None:

@@ -388,6 +388,47 @@ def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it()
         assert one.has(Reign)
 
 
+def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
+    """The broker is back with what it once saved: the record is one's own, and another one led since."""
+    one = One()
+    one.feed(WatchBegan)
+    one.reigns()
+    one.feed(WatchBroke)
+    one.feed(SeatLost, why="the broker ended")
+    mine = one.machine.leader
+    one.feed(LeaderSeen, leader=mine)
+    one.feed(WatchBegan)
+    while not one.has(TakeSeat):
+        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.feed(SeatTaken, found=mine, newest=(1, 9))
+    [claim] = [effect for effect in one.out if isinstance(effect, Claim)]
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
+    one.feed(LeaderSeen, leader=claim.leader)
+    assert one.has(LeaveSeat) and not one.has(Reign) and one.machine.role is Role.SUSPENDED
+
+
+def test_an_older_record_is_as_good_as_none() -> None:
+    """Who led and was cut off finds the broker as it was before: another one may have led since."""
+    one = One()
+    one.machine = ElectionMachine(replace(one.machine.me, position=(5, 3)), TIMING, shared=True)
+    one.feed(WatchBegan)
+    one.fire("silence" if "silence" in one.machine._due else "turn")
+    while not one.has(TakeSeat):
+        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.reigns(term=5)
+    one.feed(WatchBroke)
+    one.feed(SeatLost, why="the broker ended")
+    back_at, before = one.at, Leader(term=4, name="anna", incarnation=1)
+    one.feed(LeaderSeen, leader=before)
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(WatchBegan)
+    assert not one.has(TakeSeat)
+    while not one.has(TakeSeat):
+        one.fire("turn" if "turn" in one.machine._due else "silence")
+    assert one.at >= back_at + TIMING.leader_silence_s / 2
+    assert not one.reigns(found=before, term=5).again
+
+
 def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_nobody() -> None:
     """Whoever took it meanwhile cannot have read the claim, and claims the same term."""
     one = One()
