@@ -145,7 +145,7 @@ def release(c: Cluster, node: NodeMachine) -> None:
     node.released = True
     node.asked = node.prepared = False
     if c.profiler == node.name:
-        c.profiler = None  # Another one is to measure the job.
+        c.profiler, c.dirty = None, True  # Another one is to measure the job.
     if c.attempt is not None:
         c.attempt.members.discard(node.name)
     c.send(node, Released())

@@ -646,9 +646,9 @@ def test_a_node_that_is_drained_while_it_builds_the_job_hands_that_on() -> None:
         "node-0": True,
         "node-1": False,
     }
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
     s.feed(DrainRequested, request="d", node="node-0")
     assert set(sent(s, Released)) == {"node-0"}
-    s.say("node-1", Prepared(job_id="job-1", profile=None))
     assert sent(s, Prepare)["node-1"].profile
     s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
     assert set(sent(s, Released)) == {"node-0"} and not sent(s, Stop)  # The job is not over.
