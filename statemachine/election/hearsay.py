@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from statemachine.election.leadership import Leader, Peer
 from statemachine.timing import Timing
 
+FORGOTTEN_TERMS = 100
+"""More than there are takings of the seat between two moments in which a broker saves what is retained."""
+
 
 class Hearsay:
     """Of one coordinator."""
@@ -23,6 +26,8 @@ class Hearsay:
         """Others that were there since this one led: one of them may have led meanwhile."""
         self._furthest, self._furthest_at = (0, 0), 0.0
         """The newest state that another one said it keeps, and when it was met last."""
+        self.live = False
+        """Who led last was seen to lead, in the present session with the broker."""
 
     def meet(self, me: Peer, peer: Peer, at: float, *, again: bool) -> None:
         """:param again: it was there already."""
@@ -35,11 +40,18 @@ class Hearsay:
 
     def lose_sight(self, me: Peer, peers: Iterable[Peer]) -> None:
         """The watch breaks; these were there."""
+        self.live = False
         self._beside |= {peer.name for peer in peers} - {me.name}
 
     def leads(self) -> None:
         """Nobody else has, from here on."""
         self._beside.clear()
+        self.live = True
+
+    def next_term(self, known: int) -> int:
+        """The one to claim. A broker that is back with what it once saved may have forgotten some: what two
+        wrote under one could not be told apart."""
+        return known + (1 if self.live or not known or not self._shared else FORGOTTEN_TERMS)
 
     def may_have_led(self, me: Peer, others: list[Peer]) -> bool:
         """Since this one did: one that was beside it and is not there, or one that knows more; or one that

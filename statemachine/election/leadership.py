@@ -27,7 +27,7 @@ class Leader:
     """Who leads, as it is retained on the leader's topic. Written from the seat alone."""
 
     term: int
-    """One more with each taking of the seat, and nobody else's."""
+    """It grows with each taking of the seat, and is nobody else's."""
     name: str
     incarnation: int
 

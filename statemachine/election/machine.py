@@ -11,9 +11,9 @@ node that hears it late ignores it as older. Without the fence that would not ho
 generation for two plans (the simulator's mutants show it), so the broker must be one that takes a client id
 over by ending the session before: mosquitto, the embedded one; not a bridged or sharded cluster of brokers.
 
-Terms number the takings of the seat: one more than any that was read *from the seat*. A term is claimed: its
-record is written, and who wrote it leads once the broker shows it; whoever takes the seat later reads it. So
-terms rise, and no two lead in the same one. Journals are compared by them; nodes need not go by them.
+Terms number the takings of the seat: one more than any that was read *from the seat*; many more where the
+broker may have forgotten some. A term is claimed: its record is written, and who wrote it leads once the
+broker shows it; who takes the seat later reads it. So terms rise, and journals are compared by them.
 
 Who has lost the seat first looks who has it. It leads again (``Reign.again``) only where nobody did in
 between, since its record is still the newest; otherwise it forgets the cluster.
@@ -145,6 +145,7 @@ class ElectionMachine:
                 self._hear(event.leader)
             case LeaderVanished():
                 if self.leader is not None and event.incarnation == self.leader.incarnation:
+                    self._hearsay.live |= self._watching
                     self._miss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
                 self._meet(event.peer)
@@ -229,6 +230,7 @@ class ElectionMachine:
             self._look()
 
     def _hear(self, leader: Leader) -> None:
+        self._hearsay.live |= leader.term >= self.term
         if leader.term > self.term:
             self._see(leader)
         elif leader == self.leader and leader.incarnation != self.me.incarnation:
@@ -323,7 +325,7 @@ class ElectionMachine:
         before = self.leader if lost else found
         again = self._reigned and before is not None and before.incarnation == self.me.incarnation
         again &= not lost or not self._hearsay.may_have_led(self.me, self._others())
-        term = max(self.term, event.newest[0], found.term if found is not None else 0) + 1
+        term = self._hearsay.next_term(max(self.term, event.newest[0], found.term if found else 0))
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)
         self._claimed = Claimed(leader, again, before, how, at, event.newest)

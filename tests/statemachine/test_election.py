@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from statemachine.effects import Effect, PublishCluster
 from statemachine.election.leadership import (
     Abdicate,
@@ -405,6 +407,20 @@ def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
     one.feed(LeaderSeen, leader=claim.leader)
     assert one.has(LeaveSeat) and not one.has(Reign) and one.machine.role is Role.SUSPENDED
+
+
+@pytest.mark.parametrize("live", ["beat", "last will", "nothing"])
+def test_terms_that_the_broker_may_have_forgotten_are_left_out(live: str) -> None:
+    """Who saw the leader lead, in this very session, knows that there was none behind its term."""
+    one = One().follows(ANNA, Peer(name="anna", incarnation=1))
+    if live == "beat":
+        one.feed(BeatHeard, leader=ANNA)
+    if live == "last will":
+        one.feed(LeaderVanished, incarnation=1, graceful=False)
+    while not one.has(TakeSeat):
+        one.fire("turn" if "turn" in one.machine._due else "silence")
+    term = one.reigns(found=ANNA, term=4).leader.term
+    assert term == 4 + (100 if live == "nothing" else 1)
 
 
 def test_an_older_record_is_as_good_as_none() -> None:
