@@ -30,6 +30,15 @@ def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
     c.dirty = True
 
 
+def fruitless(c: Cluster) -> list[NodeMachine]:
+    """The group's nodes while it has committed nothing since it resumed: one of them may have lost a trainer,
+    and the word of it be lost, too."""
+    resumption = c.resumption
+    if c.phase is not ClusterPhase.RUNNING or resumption is None or c.ledger.known_step > resumption.step:
+        return []
+    return [node for node in c.alive() if node.name in c.planned]
+
+
 def unfinished(c: Cluster) -> list[NodeMachine]:
     """Who has not said that it is done, though the last step was committed."""
     attempt = c.attempt

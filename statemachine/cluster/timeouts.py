@@ -1,7 +1,7 @@
 """What the coordinator does when time has passed."""
 
 from statemachine.cluster.forgetting import forget
-from statemachine.cluster.group import unfinished
+from statemachine.cluster.group import fruitless, unfinished
 from statemachine.cluster.ledger import ask, look
 from statemachine.cluster.membership import fence, lose, remind, silent
 from statemachine.cluster.node import NodeMachine
@@ -21,9 +21,8 @@ def tick(c: Cluster, late_s: float) -> None:
     for node in silent(c):
         c.cause = f"silence:{node.name}:{node.incarnation}"
         node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
-    for node in c.alive():
-        if node.asked:
-            remind(c, node, c.timing.resume_s)
+    for node in [node for node in c.alive() if node.asked] + fruitless(c):
+        remind(c, node, c.timing.resume_s)
     for node in unfinished(c):
         remind(c, node, c.timing.silence_s)
     forget(c)

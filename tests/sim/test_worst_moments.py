@@ -201,6 +201,8 @@ def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
         (30791, Leaning(rarer=True)),
         # A node was drained while it built the job, and was told then that the job is over.
         (21225, Leaning(late_wills=True, churn=True)),
+        # A trainer is lost before the group's first commit, and so is the word of it.
+        (40507, Leaning(late_wills=True, churn=True)),
         # An order from before a rollback reaches a node that stood still meanwhile.
         (21847, Leaning()),
     ],

@@ -283,6 +283,29 @@ def test_trainers_that_know_of_no_step_of_their_group_are_asked_about() -> None:
     assert "node-2" not in sent(s, Resume) and s.machine.phase is ClusterPhase.QUIESCING
 
 
+def test_a_group_that_commits_nothing_is_asked_about() -> None:
+    """A trainer was lost before the first commit, and the word of it, too: the others wait for it."""
+    s = running(3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 2, report(1, held=(0, 1, 2, 3)))
+    s.quiesced("node-1", 2, report(1, held=(0, 1, 2, 3)))
+    s.plan()
+    for name in layers_of(s):
+        s.resumed(name, 2)
+    assert s.machine.phase is ClusterPhase.RUNNING
+    asked: set[str] = set()
+    began_at = s.now
+    while not asked:
+        for name in ("node-0", "node-1"):
+            s.say(name, Heartbeat(generation=2, committed=committed(1)))
+        s.fire("tick", 1.0)
+        asked = set(sent(s, Inquiry))
+    assert asked == set(layers_of(s)) and s.now - began_at <= Timing().resume_s + 2.0
+    name = min(asked)
+    s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=2)
+    assert s.machine.phase is ClusterPhase.QUIESCING
+
+
 # --- members -------------------------------------------------------------------------------------
 
 
