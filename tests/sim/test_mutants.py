@@ -383,6 +383,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
+    monkeypatch.setattr(timeouts, "fruitless", lambda c: [])  # It would be found out, a minute later.
     found("no progress after the healing", leaning=Leaning(duplicates=0.1))
 
 
