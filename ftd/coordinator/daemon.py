@@ -157,13 +157,13 @@ class Coordinator:
         others = [asyncio.ensure_future(self._session.run()), asyncio.ensure_future(systemd.watchdog())]
         stopping = asyncio.ensure_future(stop.wait())
         systemd.notify("READY=1", self._status())
-        problem: BaseException | None = None
+        problem: Exception | None = None
         try:
             await asyncio.wait([driving, others[0], stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in (driving, others[0]):
                 if task.done():
                     task.result()  # Only an error ends these: hand it on.
-        except BaseException as error:
+        except Exception as error:
             problem = error
             raise
         finally:
@@ -174,7 +174,7 @@ class Coordinator:
         self,
         first: Sequence[asyncio.Future[Any]],
         last: Sequence[asyncio.Future[Any]],
-        problem: BaseException | None,
+        problem: Exception | None,
     ) -> None:
         """Stop deciding, say that nobody decides any more and why, then leave."""
         self._stopping = True

@@ -101,7 +101,7 @@ class StagedState:
         self._files: dict[str, Bytes] = {}
         self._lenders: set[Lender] = set()
         self._reused: Reused | None = {} if reuse else None
-        self._begun: list[_Begun] = []
+        self._begun: _Begun | None = None
         self._beside: Bytes = np.empty(0, dtype=np.uint8)
         """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
 
@@ -113,7 +113,7 @@ class StagedState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
-        self._begun.clear()
+        self._begun = None
         self._files.clear()
 
     def take(self, layer: int) -> None:
@@ -131,7 +131,7 @@ class StagedState:
         runs, others = self._runs(places)
         tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, runs))]
         self._finish()
-        self._begun.append(_Begun(layer, tasks, others))
+        self._begun = _Begun(layer, tasks, others)
         self._lenders |= set(staged.lenders)
         if others:
             self._finish()  # The next one's are put into the same memory.
@@ -148,14 +148,15 @@ class StagedState:
                 raise SpoiledError(f"{lender.manifest} is gone or another one")
 
     def _finish(self) -> None:
-        while self._begun:
-            begun = self._begun.pop()
-            for task in begun.tasks:
-                self._tick()
-                if (block := task.result()) is not None:
-                    raise SpoiledError(f"layer {begun.layer}: its digest does not match", block.part)
-            for memory, tensor in begun.others:
-                tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        for task in begun.tasks:
+            self._tick()
+            if (block := task.result()) is not None:
+                raise SpoiledError(f"layer {begun.layer}: its digest does not match", block.part)
+        for memory, tensor in begun.others:
+            tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
     def _file(self, piece: Piece) -> Bytes:
         """All of the file that a piece lies in. :raises OSError, DamagedError: it is not there."""

@@ -36,7 +36,8 @@ def fruitless(c: Cluster) -> list[NodeMachine]:
     resumption = c.resumption
     if c.phase is not ClusterPhase.RUNNING or resumption is None or c.ledger.known_step > resumption.step:
         return []
-    return [node for node in c.alive() if node.name in c.planned]
+    planned = set(c.planned)
+    return [node for node in c.alive() if node.name in planned]
 
 
 def unfinished(c: Cluster) -> list[NodeMachine]:

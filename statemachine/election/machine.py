@@ -30,9 +30,8 @@ SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while 
 A broker that was restarted may have forgotten the record, or show an older one. Then who led and never had
 others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
 all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
-leaves it ``leader_silence_s`` for that; and who was not there lately, and so may know too little, leaves it
-``orphan_s``. Who meets one that knows more leaves that one ``orphan_s`` from then on, more where it stays.
-Where nobody has ever known anything, nobody waits (``hearsay``).
+leaves it ``leader_silence_s`` for that, who was not there lately ``orphan_s``, and so to one that knows more,
+from meeting it on, more where it stays. Where nobody has ever known anything, nobody waits (``hearsay``).
 
 A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
 it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
@@ -131,7 +130,8 @@ class ElectionMachine:
         match event:
             case WatchBegan():
                 self._watching, self._began_at = True, self._at
-                self._tries = self._tries if len(self.peers) > 1 else 0
+                if len(self.peers) == 1:
+                    self._tries = 0
                 self._look()
             case WatchBroke():
                 self._watching = self._record_there = self._refused = False

@@ -88,6 +88,18 @@ def running(nodes: int = 4, steps: int = 10) -> Coordination:
     return s
 
 
+def measuring() -> Coordination:
+    """node-0 builds the job and measures it; node-1 has built it."""
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.hello("node-1", 101)
+    s.feed(JobSubmitted, request="r", job=job())
+    assert {name: p.profile for name, p in sent(s, Prepare).items()} == {"node-0": True, "node-1": False}
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    return s
+
+
 def paused() -> Coordination:
     """Two nodes hold one replica; one of them is lost."""
     s = running(2)
@@ -161,13 +173,7 @@ def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
 
 
 def test_another_node_measures_when_the_first_cannot() -> None:
-    s = Coordination()
-    s.feed(BrokerConnected)
-    s.hello("node-0", 100)
-    s.hello("node-1", 101)
-    s.feed(JobSubmitted, request="r", job=job())
-    assert {name: p.profile for name, p in sent(s, Prepare).items()} == {"node-0": True, "node-1": False}
-    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s = measuring()
     s.feed(NodeVanished, node="node-0", incarnation=100)
     assert sent(s, Prepare)["node-1"].profile
 
@@ -660,16 +666,7 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
 
 
 def test_a_node_that_is_drained_while_it_builds_the_job_hands_that_on() -> None:
-    s = Coordination()
-    s.feed(BrokerConnected)
-    s.hello("node-0", 100)
-    s.hello("node-1", 101)
-    s.feed(JobSubmitted, request="r", job=job())
-    assert {name: order.profile for name, order in sent(s, Prepare).items()} == {
-        "node-0": True,
-        "node-1": False,
-    }
-    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s = measuring()
     s.feed(DrainRequested, request="d", node="node-0")
     assert set(sent(s, Released)) == {"node-0"}
     assert sent(s, Prepare)["node-1"].profile

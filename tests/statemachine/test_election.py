@@ -56,6 +56,11 @@ class One:
         self.at = self.machine._due[name] + late_s
         return self.feed(TimerFired, name=name)
 
+    def waits_for_the_seat(self) -> None:
+        """Whatever it waits for before passes."""
+        while not self.has(TakeSeat):
+            self.fire("turn" if "turn" in self.machine._due else "silence")
+
     def has(self, kind: type[Effect]) -> bool:
         return any(isinstance(effect, kind) for effect in self.out)
 
@@ -400,8 +405,7 @@ def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
     mine = one.machine.leader
     one.feed(LeaderSeen, leader=mine)
     one.feed(WatchBegan)
-    while not one.has(TakeSeat):
-        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.waits_for_the_seat()
     one.feed(SeatTaken, found=mine, newest=(1, 9))
     [claim] = [effect for effect in one.out if isinstance(effect, Claim)]
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
@@ -417,8 +421,7 @@ def test_terms_that_the_broker_may_have_forgotten_are_left_out(live: str) -> Non
         one.feed(BeatHeard, leader=ANNA)
     if live == "last will":
         one.feed(LeaderVanished, incarnation=1, graceful=False)
-    while not one.has(TakeSeat):
-        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.waits_for_the_seat()
     term = one.reigns(found=ANNA, term=4).leader.term
     assert term == 4 + (100 if live == "nothing" else 1)
 
@@ -428,9 +431,7 @@ def test_an_older_record_is_as_good_as_none() -> None:
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(5, 3)), TIMING, shared=True)
     one.feed(WatchBegan)
-    one.fire("silence" if "silence" in one.machine._due else "turn")
-    while not one.has(TakeSeat):
-        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.waits_for_the_seat()
     one.reigns(term=5)
     one.feed(WatchBroke)
     one.feed(SeatLost, why="the broker ended")
@@ -439,8 +440,7 @@ def test_an_older_record_is_as_good_as_none() -> None:
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(WatchBegan)
     assert not one.has(TakeSeat)
-    while not one.has(TakeSeat):
-        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.waits_for_the_seat()
     assert one.at >= back_at + TIMING.leader_silence_s / 2
     assert not one.reigns(found=before, term=5).again
 
@@ -487,7 +487,6 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
         one.fire("turn")
     one.feed(SeatTaken, found=claim, newest=(4, 8), kept=False)
     assert one.has(LeaveSeat) and not one.has(Claim)
-    while not one.has(TakeSeat):
-        one.fire("turn" if "turn" in one.machine._due else "silence")
+    one.waits_for_the_seat()
     assert one.at >= gone_at + TIMING.orphan_s
     assert one.reigns(found=claim).leader.term == 6
