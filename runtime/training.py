@@ -25,10 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
+from runtime.precision import PRECISIONS
 from runtime.wire.protocol import TrainingData
 
 OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 class TrainingError(ValueError):
@@ -104,7 +104,7 @@ def load_training(data: TrainingData) -> Training:
             f"{data.function} must return a runtime.training.Training, not {type(training).__name__}"
         )
     _check(training, data.function)
-    dtype = DTYPES[data.dtype]
+    dtype = PRECISIONS[data.precision].parameters
     for layer in training.layers:
         layer.to(dtype)
     return replace(training, layers=tuple(training.layers), dataset=CastDataset(training.dataset, dtype))
@@ -201,8 +201,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _check_numbers(data: TrainingData) -> None:
-    if data.dtype not in DTYPES:
-        raise TrainingError(f"dtype {data.dtype!r} is not one of {', '.join(DTYPES)}")
+    if data.precision not in PRECISIONS:
+        raise TrainingError(f"precision {data.precision!r} is not one of {', '.join(PRECISIONS)}")
     if data.steps < 1:
         raise TrainingError(f"steps must be at least 1, not {data.steps}")
     if data.microbatch_rows < 1 or data.global_batch < 1 or data.global_batch % data.microbatch_rows:

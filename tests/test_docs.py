@@ -243,16 +243,3 @@ def test_every_page_is_reached_from_the_readme() -> None:
         reached |= found
         new += found
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - reached == set()
-
-
-def test_the_file_map_names_every_module() -> None:
-    page = PAGES["ARCHITECTURE.md"].split("## Files")[1]
-    named = set(re.findall(r"`([\w/.]+)`", page))
-    found = [
-        p for room in ("planner", "statemachine", "storage", "runtime") for p in (ROOT / room).rglob("*")
-    ]
-    found += (ROOT / "ftd").iterdir()
-    modules = {p.name + ("/" if p.is_dir() else "") for p in found}
-    wanted = {n for n in modules if n.endswith((".py", "/")) and not n.startswith("__")}
-    assert wanted - named == set()
-    assert named - wanted == set()

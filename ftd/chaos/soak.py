@@ -100,7 +100,7 @@ class Soak:
         self, options: SoakOptions, job: JobData, cluster: LocalCluster, say: Callable[[str], None]
     ) -> None:
         self._options, self._job, self._cluster, self._say = options, job, cluster, say
-        relative = options.relative or (1e-9 if job.training.get("dtype") == "float64" else 1e-2)
+        relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
         standbys = options.coordinators > 1
         self.watch = Watch(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []

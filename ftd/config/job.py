@@ -30,7 +30,7 @@ from planner.values import ModelProfile, Policy
 from runtime.wire.protocol import TrainingData
 from statemachine.values import Job
 
-DTYPES = ("float32", "float64", "bfloat16")
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16", "float64")
 BACKENDS = ("gloo", "nccl")
 _MIB = 1024 * 1024
 _MAX_PROFILE_BYTES = 900_000
@@ -47,13 +47,18 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     microbatch: int
     """Samples that pass through a pipeline together; divides ``global_batch``."""
     seed: int = 0
-    dtype: str = "float32"
+    precision: str = "float32"
+    """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
+    compile: bool = False
+    """Compile each layer with ``torch.compile``."""
+    data_workers: int = 0
+    """Processes per trainer that read samples ahead."""
     clip_gradient_norm: float | None = None
     checkpoint_activations: bool = False
     backend: str = "gloo"
     zero1: bool = False
     """Each owner of a layer keeps its part of the optimizer's state only."""
-    arguments: dict[str, str | int | float | bool] = {}
+    arguments: dict[str, Any] = {}
     """Handed to the function."""
 
 
@@ -120,7 +125,9 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
         microbatch_rows=file.training.microbatch,
         clip_gradient_norm=file.training.clip_gradient_norm,
         checkpoint_activations=file.training.checkpoint_activations,
-        dtype=file.training.dtype,
+        precision=file.training.precision,
+        compile=file.training.compile,
+        data_workers=file.training.data_workers,
         backend=file.training.backend,
         zero1=file.training.zero1,
         arguments=file.training.arguments,
@@ -242,7 +249,7 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
         problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
         mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
     for field, value, known in (
-        ("training.dtype", file.training.dtype, DTYPES),
+        ("training.precision", file.training.precision, PRECISIONS),
         ("training.backend", file.training.backend, BACKENDS),
     ):
         with mistakes.noted():

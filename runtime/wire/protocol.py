@@ -25,7 +25,7 @@ ReplicaDiverged may come behind any Stepped where optimizer state is sharded and
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -103,12 +103,21 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     microbatch_rows: int
     clip_gradient_norm: float | None = None
     checkpoint_activations: bool = False
-    dtype: str = "float32"
+    precision: str = "float32"
+    """``float32``, ``tf32``, ``bfloat16``, ``float16`` or ``float64`` (``runtime.precision``)."""
+    compile: bool = False
+    """Compile each layer with ``torch.compile``."""
+    data_workers: int = 0
+    """Processes per trainer that read samples ahead; 0: the trainer reads them itself."""
+    evaluation_every_steps: int = 0
+    """Evaluate after every so many steps; 0: never."""
+    evaluation_batches: int = 0
+    """Global batches of the held-out data set in one evaluation; 0: all of it."""
     backend: str = "gloo"
     zero1: bool = False
     """Each owner of a layer keeps the optimizer's state of its part only (``runtime.zero.parts``)."""
-    arguments: dict[str, str | int | float | bool] = {}
-    """Keyword arguments for the function."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for the function: plain data as JSON knows it."""
 
 
 # --- node → trainer ----------------------------------------------------------------------------

@@ -357,7 +357,7 @@ function = "{here}/tiny.py:build"
 global_batch = 16
 microbatch = 2
 seed = 3
-dtype = "float64"
+precision = "float64"
 clip_gradient_norm = 0.5
 [training.arguments]
 delay_s = {delay_s}

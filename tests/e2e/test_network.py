@@ -74,7 +74,7 @@ function = "{here}/witnessed.py:build"
 global_batch = 16
 microbatch = 2
 seed = 5
-dtype = "float64"
+precision = "float64"
 clip_gradient_norm = 0.5
 [training.arguments]
 witness = "{witness}"

@@ -111,7 +111,7 @@ def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: 
             "steps": 3,
             "global_batch": 8,
             "microbatch_rows": 4,
-            "dtype": "float64",
+            "precision": "float64",
             "arguments": arguments,
         },
     )

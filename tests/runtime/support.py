@@ -20,7 +20,7 @@ def data_for(function: str, path: Path | str = EXAMPLES, **changes: Any) -> Trai
         "steps": 10,
         "global_batch": 16,
         "microbatch_rows": 4,
-        "dtype": "float64",
+        "precision": "float64",
     }
     return TrainingData(function=function, path=str(path), **(fields | changes))
 

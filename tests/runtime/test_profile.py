@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_sizes_are_those_of_the_model() -> None:
-    data = gpt_data(dtype="float32")
+    data = gpt_data(precision="float32")
     profile = measure(Model(load(data), data), data).profile
     embedding, block, _, head = profile.layers
     width, length, rows = 8, 8, 4

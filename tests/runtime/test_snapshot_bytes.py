@@ -52,7 +52,7 @@ def gpt(directory: Path) -> p.TrainingData:
 
 def mine(directory: Path) -> p.TrainingData:
     """Buffers that differ between replicas, a parameter with gaps, a frozen one, a schedule."""
-    return data_for("mine.py:build", script(directory, MINE).parent, steps=10, dtype="float32")
+    return data_for("mine.py:build", script(directory, MINE).parent, steps=10, precision="float32")
 
 
 UNEQUAL = (

@@ -83,10 +83,14 @@ def test_the_same_seed_gives_the_same_model_and_another_seed_another(tmp_path: P
         assert not torch.equal(value, other[name])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_layers_and_data_are_cast_to_the_jobs_dtype(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32")]
+)
+def test_parameters_and_data_have_the_precisions_parameter_type(
+    tmp_path: Path, precision: str, dtype: str
+) -> None:
     script(tmp_path, GOOD)
-    training = load_training(data_for("mine.py:build", tmp_path, dtype=dtype))
+    training = load_training(data_for("mine.py:build", tmp_path, precision=precision))
     x, target = training.dataset[5]
     dtypes = {p.dtype for layer in training.layers for p in layer.parameters()} | {x.dtype, target.dtype}
     assert dtypes == {getattr(torch, dtype)}
@@ -230,7 +234,10 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "float16"}, "dtype 'float16' is not one of float32, float64, bfloat16"),
+        (
+            {"precision": "float8"},
+            "precision 'float8' is not one of float32, tf32, bfloat16, float16, float64",
+        ),
         ({"steps": 0}, "steps must be at least 1"),
         ({"global_batch": 10}, "global_batch 10 must be a positive multiple of microbatch 4"),
         ({"microbatch_rows": 0}, "must be a positive multiple of microbatch 0"),

@@ -207,7 +207,7 @@ def small(directory: Path, name: str, **changes: object) -> p.TrainingData:
         "microbatch_rows": 4,
         "clip_gradient_norm": 0.05,
         "zero1": True,
-        "dtype": "float32",
+        "precision": "float32",
         "arguments": {"name": name},
     }
     return data_for("mine.py:build", directory, **(fields | changes))

@@ -1,0 +1,31 @@
+"""Precision policies: in which types a job keeps its parameters and in which it computes.
+
+Parameters, gradients' sums and optimizer state have the *parameter* type. Forward passes run under autocast
+with the *compute* type where it is a lower one, as ``torch.amp`` does it (Micikevicius et al. 2018).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """One choice of types."""
+
+    parameters: torch.dtype
+    compute: torch.dtype | None = None
+    """Autocast to this type; ``None``: compute in the parameters' type."""
+    scales_loss: bool = False
+    """Gradients would underflow without a loss scale."""
+    tensor_cores: bool = False
+    """Let float32 matrix products round their inputs to TensorFloat-32."""
+
+
+PRECISIONS = {
+    "float32": Precision(parameters=torch.float32),
+    "tf32": Precision(parameters=torch.float32, tensor_cores=True),
+    "bfloat16": Precision(parameters=torch.float32, compute=torch.bfloat16),
+    "float16": Precision(parameters=torch.float32, compute=torch.float16, scales_loss=True),
+    "float64": Precision(parameters=torch.float64),
+}
