@@ -1,8 +1,9 @@
-"""What scripts import: ``from ftd import Snapshotter``. Daemons import this package, too, and not torch."""
+"""Names for scripts: ``from ftd import Snapshotter``. The daemons import this package, too, and not torch."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runtime.data.sampling import sample_indices as sample_indices
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
 
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from runtime.script.plain_state import SnapshotError
 
         return SnapshotError
+    if name == "sample_indices":
+        from runtime.data.sampling import sample_indices
+
+        return sample_indices
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.layers.sampling import Sampler
+from runtime.data.sampling import Sampler
 from runtime.training import load_training
 from runtime.wire.protocol import TrainingData
 

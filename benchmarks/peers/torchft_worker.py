@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from runtime.layers.sampling import Sampler
+from runtime.data.sampling import Sampler
 from runtime.training import load_training
 from runtime.wire.protocol import TrainingData
 

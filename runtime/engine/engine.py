@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.data.sampling import Sampler
 from runtime.engine.alike import check_alike
 from runtime.engine.executor import StageExecutor
 from runtime.engine.gradients import Gradients
@@ -27,7 +28,6 @@ from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.sampling import Sampler
 from runtime.layers.state import LayerStates, StateError
 from runtime.layers.transfer import Exchange, WholeLayers
 from runtime.layers.world import check_world, owners_of_layer, seat_of, talks_of

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from runtime.data.sampling import Sampler
 from runtime.engine.gradients import Gradients
 from runtime.engine.schedule import (
     Backward,
@@ -27,7 +28,6 @@ from runtime.engine.schedule import (
 from runtime.groups.communicator import Channel, Communicator, Pending
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model
-from runtime.layers.sampling import Sampler
 from runtime.layers.world import Route, Seat
 from runtime.watch.pace import Pace
 from runtime.watch.stopwatch import Stopwatch

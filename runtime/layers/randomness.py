@@ -9,10 +9,8 @@ its own generator, so that they do not depend on where the rows were cut. Dropou
 whose stages do not split rows.
 """
 
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -20,16 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from runtime.data.seeds import stream_seed
+
 _CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
     {functional.dropout1d, functional.dropout2d, functional.dropout3d}
 )
 _DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
-
-
-def stream_seed(*key: int) -> int:
-    """A 63-bit seed from a tuple of integers; close keys give unrelated seeds."""
-    digest = blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from runtime.data.sampling import Sampler
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import CPU, Model
-from runtime.layers.sampling import Sampler
 from runtime.parent import die_with_parent
 from runtime.training import Training, TrainingError, load_training
 from runtime.wire.measurement import (

@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.sampling import Sampler
 from runtime.training import Training, load_training
 from runtime.wire.protocol import TrainingData
 

@@ -1,6 +1,8 @@
 """Sampling: a pure function of (seed, step) that uses every sample exactly once an epoch."""
 
 import itertools
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.layers.sampling import Sampler
+from runtime.data.sampling import Sampler
 from tests.runtime.support import Regression
 
 
@@ -54,6 +56,34 @@ def test_a_huge_data_set_needs_no_memory() -> None:
     indices = Sampler(10**12, 64, 1).indices(10**9)
     assert len(set(indices)) == 64
     assert all(0 <= index < 10**12 for index in indices)
+
+
+@given(st.integers(1, 30), st.integers(1, 25), st.integers(1, 40), st.data())
+def test_any_rows_of_a_step_are_found_by_themselves(
+    length: int, batch: int, step: int, data: st.DataObject
+) -> None:
+    sampler = Sampler(length, batch, 3)
+    first = data.draw(st.integers(0, batch))
+    rows = data.draw(st.integers(0, batch - first))
+    draws = sampler.draws(step, first, rows)
+    assert [draw.index for draw in draws] == sampler.indices(step)[first : first + rows]
+    assert [draw.epoch for draw in draws] == [
+        ((step - 1) * batch + row) // length for row in range(first, first + rows)
+    ]
+
+
+def test_rows_beyond_the_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows 3 to 5 of a batch of 4"):
+        Sampler(40, 4, 0).draws(1, 3, 2)
+
+
+def test_scripts_get_the_indices_of_a_step_without_torch() -> None:
+    code = (
+        "import sys; from ftd import sample_indices; "
+        "print(*sample_indices(1000, 6, seed=7, step=1)); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [int(word) for word in done.stdout.split()] == GOLDEN
 
 
 def test_load_stacks_samples_in_the_order_asked_for() -> None:

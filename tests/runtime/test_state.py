@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.sampling import Sampler
 from runtime.layers.state import Entry, Header, LayerStates, StateError
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, training_of

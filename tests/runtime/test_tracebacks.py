@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.layers.sampling import Sampler
+from runtime.data.sampling import Sampler
 from runtime.process.tracebacks import users_traceback
 
 

@@ -11,14 +11,16 @@ a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indice
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from runtime.layers.randomness import stream_seed
+from runtime.data.seeds import stream_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
@@ -26,47 +28,65 @@ _SAMPLING = -1
 """Takes the place of a step in the key, so that indices share no stream with any layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row of a step: sample ``index`` of the data set, in pass ``epoch`` (from 0) over it."""
+
+    epoch: int
+    index: int
+
+
 class Sampler:
-    """:param dataset_length: samples of the data set, at least 1."""
+    """The order of samples of one job.
+
+    :param dataset_length: number of samples of the data set, at least 1.
+    """
 
     def __init__(self, dataset_length: int, global_batch: int, seed: int) -> None:
         if dataset_length < 1 or global_batch < 1:
             raise ValueError(f"{dataset_length} samples for a global batch of {global_batch}")
-        self._length = dataset_length
-        self._global_batch = global_batch
+        self.dataset_length = dataset_length
+        self.global_batch = global_batch
         self._seed = seed
         half_bits = max(1, ((dataset_length - 1).bit_length() + 1) // 2)
         self._shift = np.uint64(half_bits)
         self._half_mask = np.uint64((1 << half_bits) - 1)
 
     def indices(self, step: int) -> list[int]:
-        """Data set indices of step ``step`` (the first step is 1), row by row of the global batch."""
+        """Return the data set indices of the rows of step ``step``'s global batch; the first step is 1."""
+        return [draw.index for draw in self.draws(step, 0, self.global_batch)]
+
+    def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
+        """Return rows ``[first_row, first_row + rows)`` of the global batch of step ``step``."""
         if step < 1:
             raise ValueError(f"steps are counted from 1, not {step}")
-        position = (step - 1) * self._global_batch
-        missing = self._global_batch
-        indices: list[int] = []
-        while missing:
-            epoch, first = divmod(position, self._length)
-            count = min(missing, self._length - first)
-            indices += self._permuted(epoch, first, count)
+        if not 0 <= first_row <= first_row + rows <= self.global_batch:
+            raise ValueError(f"rows {first_row} to {first_row + rows} of a batch of {self.global_batch}")
+        position = (step - 1) * self.global_batch + first_row
+        end = position + rows
+        draws: list[Draw] = []
+        while position < end:
+            epoch, first = divmod(position, self.dataset_length)
+            count = min(end - position, self.dataset_length - first)
+            draws += [Draw(epoch, index) for index in self._permuted(epoch, first, count)]
             position += count
-            missing -= count
-        return indices
+        return draws
 
-    def load(self, dataset: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The samples at ``indices`` as (inputs, targets), each with the rows in dim 0."""
+    def load(self, dataset: Any, indices: Sequence[int]) -> "tuple[Tensor, Tensor]":
+        """Return the samples at ``indices`` as (inputs, targets), each with the rows in dim 0."""
+        import torch
+
         samples = [dataset[index] for index in indices]
         return torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
 
     def _permuted(self, epoch: int, first: int, count: int) -> list[int]:
-        """Elements ``[first, first + count)`` of the epoch's permutation."""
+        """Return elements ``[first, first + count)`` of the epoch's permutation."""
         keys = [np.uint64(stream_seed(self._seed, _SAMPLING, epoch, r)) for r in range(_ROUNDS)]
         words = np.arange(first, first + count, dtype=np.uint64)
         outside = np.ones(count, dtype=bool)
         while outside.any():
             words[outside] = self._feistel(words[outside], keys)
-            outside = words >= self._length
+            outside = words >= self.dataset_length
         return [int(word) for word in words]
 
     def _feistel(self, words: _Words, keys: list[np.uint64]) -> _Words:
@@ -76,8 +96,22 @@ class Sampler:
         return (left << self._shift) | right
 
 
+def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int) -> list[int]:
+    """Return the data set indices that a job trains on in step ``step`` (the first step is 1).
+
+    Row r of the global batch is sample ``sample_indices(...)[r]``; microbatch m consists of the rows from
+    ``m * microbatch``. The answer depends on nothing else: no layout, no failure and no resumption changes
+    it. With it you can feed the same samples to a loop of your own and compare the losses.
+
+    :param dataset_length: ``len(dataset)``.
+    :param global_batch: ``[training] global_batch`` of the job file.
+    :param seed: ``[training] seed`` of the job file.
+    """
+    return Sampler(dataset_length, global_batch, seed).indices(step)
+
+
 def _mix(words: _Words) -> _Words:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014): every input bit moves every output bit."""
+    """Apply SplitMix64's output function (Steele, Lea, Flood 2014): each input bit moves every output bit."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
