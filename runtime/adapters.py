@@ -1,0 +1,53 @@
+"""Models that carry an adapter of ``peft`` (LoRA and the like): which parameter is whose.
+
+``get_peft_model`` wraps a model, renames its parameters (``base_model.model.x.base_layer.weight``) and adds
+its own. Weights of the base model are in the files of the base model, under its own names; what was added is
+in the files of the adapter, under names without the adapter's.
+"""
+
+from typing import Any, cast
+
+from torch import nn
+
+_WRAPPER = "base_model.model."
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """Return the model inside of a ``PeftModel``, or ``model`` itself."""
+    inside: nn.Module = cast(Any, model).get_base_model() if _is_wrapped(model) else model
+    return inside
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether ``get_peft_model`` or ``add_adapter`` added parameters to ``model``."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def base_name(model: nn.Module, name: str) -> str | None:
+    """Return a parameter's name in the base model; ``None`` if an adapter added the parameter."""
+    if not has_adapter(model):
+        return name
+    if _is_wrapped(model):
+        if not name.startswith(_WRAPPER):
+            return None
+        name = name.removeprefix(_WRAPPER)
+    parts = name.split(".")
+    if any(part.startswith(prefix) for part in parts for prefix in _prefixes(model)):
+        return None
+    kept = [part for part in parts if part not in ("base_layer", "original_module")]
+    if "modules_to_save" in kept:
+        # A copy that is trained in place of the original: ``modules_to_save.<adapter>.``
+        at = kept.index("modules_to_save")
+        kept = kept[:at] + kept[at + 2 :]
+    return ".".join(kept)
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return has_adapter(model) and hasattr(model, "get_base_model")
+
+
+def _prefixes(model: Any) -> set[str]:
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    kinds = {config.peft_type for config in model.peft_config.values()}
+    return {PEFT_TYPE_TO_PREFIX_MAPPING[kind] for kind in kinds if kind in PEFT_TYPE_TO_PREFIX_MAPPING}
