@@ -1,0 +1,96 @@
+"""Directories that are computed once and kept, however many processes ask for them at the same time."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runtime.sources.errors import DataError
+
+Report = Callable[[str], None]
+"""Takes a line about the progress."""
+
+
+def default_cache_directory() -> Path:
+    """Return ``$XDG_CACHE_HOME/ftd``, or ``~/.cache/ftd``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "ftd"
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return a short name that is equal exactly for equal facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def file_facts(path: Path) -> list[str | int]:
+    """Return what a changed file shows without being read: path, size in bytes and time of change in ns."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    return [str(path.resolve()), state.st_size, state.st_mtime_ns]
+
+
+def cached_directory(cache: str | None, key: str, compute: Callable[[Path], None], report: Report) -> Path:
+    """Return the directory of ``key``; the first process that asks computes it, all others wait for it.
+
+    The directory gets its name when all its files are on disk, and the kernel holds the lock. So a process
+    that dies leaves nothing that a later one could take for complete, and the next in line computes it.
+
+    :param cache: where such directories are kept; None is the default.
+    :param compute: writes the files into the empty directory that it gets.
+    :raises DataError: the cache cannot be written.
+    """
+    root = default_cache_directory() if cache is None else Path(cache).expanduser()
+    entry = root / key
+    if entry.is_dir():
+        return entry
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock", report):
+            if not entry.is_dir():
+                _compute(entry, compute)
+    except OSError as error:
+        raise DataError(
+            f"the cache {root} cannot be written: {error}; name another directory with cache_directory"
+        ) from error
+    return entry
+
+
+def _compute(entry: Path, compute: Callable[[Path], None]) -> None:
+    unfinished = entry.with_name(f"{entry.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        compute(unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync(path)
+        unfinished.rename(entry)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """Hold the lock; the file stays, because removing it would let two processes lock different files."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"waiting for another process that prepares {path.with_suffix('')}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

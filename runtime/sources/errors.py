@@ -1,0 +1,64 @@
+"""The error of every data source, and the search for files that all of them share."""
+
+import glob
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+class DataError(ValueError):
+    """A data source, or one of its files, cannot be used; the message says where and what to change."""
+
+
+def find_files(files: str | Sequence[str], what: str) -> list[Path]:
+    """Return the files that paths and patterns name: in the given order, each pattern's matches by name.
+
+    :param what: the kind of files, for messages: "token file".
+    :raises DataError: no file is named, one is missing, a pattern matches none, or a path is a directory.
+    """
+    wanted = [files] if isinstance(files, str) else list(files)
+    if not wanted:
+        raise DataError(f"no {what} is named; give a path, a pattern such as data/*, or a list of them")
+    found: list[Path] = []
+    for name in wanted:
+        if not isinstance(name, str):
+            raise DataError(f"a {what} is named by a string, not by {name!r}")
+        path = Path(name).expanduser()
+        if path.is_dir():
+            raise DataError(f"{path} is a directory, not a {what}; write a pattern such as {path / '*'}")
+        if path.exists():
+            found.append(path)
+        elif glob.has_magic(name):
+            matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207
+            matches = [match for match in matches if match.is_file()]
+            if not matches:
+                raise DataError(f"no {what} matches {name} (looked from {Path.cwd()})")
+            found += matches
+        else:
+            raise DataError(f"{what} {path} does not exist (looked from {Path.cwd()})")
+    return list(dict.fromkeys(found))
+
+
+def check_length(length: int) -> int:
+    """Return ``length``, the tokens of a sample, if it is a whole number above 0."""
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise DataError(
+            f"length, the tokens of a sample, must be a whole number of at least 1, not {length!r}"
+        )
+    return length
+
+
+def import_package(name: str, purpose: str) -> ModuleType:
+    """Import an optional package.
+
+    :raises DataError: the package is missing; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"{purpose} needs the package {package}, which cannot be imported here ({error}); install it "
+            f"with: pip install {package} (or pip install 'ftd[hf]' for all of them)"
+        ) from error

@@ -1,0 +1,129 @@
+"""Samples of equal length, cut from long rows of tokens by an index that is known beforehand."""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.sources.errors import DataError, check_length
+
+Tokens = npt.NDArray[np.integer[Any]]
+SCAN_TOKENS = 1 << 24
+
+
+class TokenStream(Protocol):
+    """A long row of tokens that is read in parts."""
+
+    @property
+    def name(self) -> str:
+        """The file, for messages."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, end: int) -> Tokens:
+        """Return the tokens at ``[start, end)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayStream:
+    """A row of tokens in an array, which may be a file mapped into memory."""
+
+    name: str
+    tokens: Tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, end: int) -> Tokens:
+        """Return the tokens at ``[start, end)``."""
+        return self.tokens[start:end]
+
+
+class PackedTokens:
+    """Samples ``{"input_ids", "labels"}`` of ``length`` tokens each (int64), both with the same values.
+
+    Models of Hugging Face's transformers compare position i with label i + 1, hence the labels are not
+    shifted. Samples begin every ``stride`` tokens, and none crosses from one stream into the next: tokens at
+    the end of a stream that do not fill a sample are not used.
+    """
+
+    def __init__(self, streams: Sequence[TokenStream], *, length: int, stride: int | None = None) -> None:
+        """Cut the streams.
+
+        :param stride: tokens from the beginning of a sample to that of the next; None is ``length``.
+        :raises DataError: no stream is as long as a sample, or a number makes no sense.
+        """
+        self._streams = tuple(streams)
+        self._length = check_length(length)
+        self._stride = length if stride is None else _check_stride(stride)
+        counts = [max(0, (len(stream) - length) // self._stride + 1) for stream in self._streams]
+        self._ends = list(accumulate(counts))
+        if not self._ends or not self._ends[-1]:
+            longest = max(self._streams, key=len, default=None)
+            found = "nothing" if longest is None else f"{len(longest)} tokens in {longest.name}"
+            raise DataError(
+                f"there is no sample of {length} tokens: the longest source has {found}; "
+                "take a smaller length or more text"
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        index = check_index(index, len(self))
+        number = bisect_right(self._ends, index)
+        first = self._ends[number - 1] if number else 0
+        start = (index - first) * self._stride
+        tokens = self._streams[number].read(start, start + self._length)
+        input_ids = torch.from_numpy(tokens.astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def max_token_id(self) -> int:
+        """Return the largest token id; this reads all tokens once."""
+        return max(int(part.max()) for stream in self._streams for _, part in _parts(stream))
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that a model with ``size`` token ids can read every token; this reads all tokens once.
+
+        :raises DataError: a token id lies outside; the message names the first and where it is.
+        """
+        for stream in self._streams:
+            for start, part in _parts(stream):
+                outside = (part < 0) | (part >= size)
+                if outside.any():
+                    position = int(outside.argmax())
+                    raise DataError(
+                        f"{stream.name}, token {start + position}: the token id {int(part[position])} is "
+                        f"outside the model's vocabulary of {size} entries; use the tokenizer and the token "
+                        "type that the data was made with, or a larger vocabulary"
+                    )
+
+
+def _parts(stream: TokenStream) -> Iterator[tuple[int, Tokens]]:
+    return (
+        (start, stream.read(start, min(start + SCAN_TOKENS, len(stream))))
+        for start in range(0, len(stream), SCAN_TOKENS)
+    )
+
+
+def check_index(index: int, length: int) -> int:
+    """Return the index of a sample counted from the beginning, as a list understands it."""
+    index = operator.index(index)
+    if not -length <= index < length:
+        raise IndexError(f"sample {index} of a data set with {length} samples")
+    return index % length
+
+
+def _check_stride(stride: int) -> int:
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+        raise DataError(
+            f"stride, the tokens between samples, must be a whole number of at least 1, not {stride!r}"
+        )
+    return stride
