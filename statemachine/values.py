@@ -44,15 +44,33 @@ QuiesceMode = Literal["abort", "boundary"]
 """Stop at once and unwind; or stop together behind the step in flight (joins, drains)."""
 
 
+MOST_METRICS = 32
+"""Own metrics of a training function that one step may have."""
+MOST_METRIC_CHARACTERS = 64
+"""In the name of one of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What the VOTE all-reduce of one step told every rank (design §4)."""
+    """What every rank knows about one step once it has passed the VOTE (design §4).
+
+    A survivor that rolls forward applies the step from this alone, so whatever the update depends on is here.
+    """
 
     loss: float
-    """Mean loss over the global batch."""
+    """Mean loss over the global batch: the sum of the loss's terms over ``weight``."""
     gradient_norm: float
+    """Before clipping, of the mean loss (not scaled)."""
     skipped: bool = False
-    """A gradient was not finite: the step commits without an update, as AMP does."""
+    """The step commits without an update: a gradient was not finite, as with AMP, or ``weight`` is 0."""
+    weight: float = 1.0
+    """Total weight of the global batch's loss: rows, or the tokens that count."""
+    loss_scale: float = 1.0
+    """float16: the factor by which the loss, and so every gradient, was multiplied in this step."""
+    learning_rate: float = 0.0
+    """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Own metrics of the training function, averaged over the global batch like the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +178,7 @@ class DeviceReport:
     parts: tuple[StatePart, ...] = ()
 
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 

@@ -8,7 +8,7 @@ from ftd.sim.group import Group
 from ftd.sim.kept import SnapshotTruth
 from ftd.sim.place import SimPlace
 from ftd.sim.telling import Telling
-from ftd.sim.trainers import SimTrainer
+from ftd.sim.trainers import SimTrainer, vote_of
 from ftd.sim.versions import Versions
 from ftd.sim.world import World
 from ftd.wire.checking import problem_of_details
@@ -20,7 +20,9 @@ from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Leader
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
-from statemachine.values import Checkpoint
+from statemachine.values import Checkpoint, Vote
+
+_OF_A_VOTE = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")
 
 
 class Invariants(SnapshotTruth):
@@ -207,6 +209,7 @@ class Invariants(SnapshotTruth):
     def _told(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
         assert step is not None
+        self._same_vote({name: event.details[name] for name in _OF_A_VOTE}, version)
         due = self.next_to_tell or min(self.newest_told + 1, step)
         if step < due:
             self.broken(f"StepCommitted {step} came where {due} was due")
@@ -227,6 +230,19 @@ class Invariants(SnapshotTruth):
         self.told_after[step] = self.telling.losses
         self.newest_told = max(self.newest_told, step)
         self.next_to_tell = step + 1
+
+    def resumes_from(self, vote: Vote | None) -> None:
+        """A trainer takes the state of a step over from others: with it, all that the step's vote says."""
+        if vote is not None:
+            self._same_vote({name: getattr(vote, name) for name in _OF_A_VOTE}, int(vote.loss))
+
+    def _same_vote(self, said: dict[str, Any], version: int) -> None:
+        vote = vote_of(version)
+        for name, value in said.items():
+            if value != getattr(vote, name):
+                self.broken(
+                    f"{name} of version {version} is {value}, and the vote said {getattr(vote, name)}"
+                )
 
     def _may_fail(self) -> None:
         if self.resumed_job and not bugs.explains(self, self.failed_job or ""):

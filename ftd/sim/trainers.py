@@ -35,6 +35,18 @@ Phase = Literal[
 STEPPING = frozenset({"compute", "vote", "commit", "gather"})
 
 
+def vote_of(version: int) -> Vote:
+    """Return the one vote of a version: whatever a survivor needs of it must arrive as it was said."""
+    return Vote(
+        loss=float(version),
+        gradient_norm=1.0,
+        weight=8.0 + version % 5,
+        loss_scale=2.0 ** (version % 7),
+        learning_rate=1.0 / (1 + version),
+        metrics={"version": float(version)},
+    )
+
+
 class SimTrainer:
     """One trainer process."""
 
@@ -163,7 +175,7 @@ class SimTrainer:
             return
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
-        vote = Vote(loss=float(self.version), gradient_norm=1.0) if self.committed else None
+        vote = vote_of(self.version) if self.committed else None
         report = DeviceReport(
             device=self.device,
             committed_step=self.committed,
@@ -214,6 +226,7 @@ class SimTrainer:
 
     def _drop(self, resume: Resume) -> None:
         self.layers, self.parts, self.ready, self.committed = {}, {}, None, resume.step
+        self.node.invariants.resumes_from(resume.vote)
         self.version = int(resume.vote.loss) if resume.vote is not None else 0
 
     def _update(self, generation: int, layers: frozenset[int], kept: frozenset[StatePart]) -> None:
@@ -305,7 +318,7 @@ class SimTrainer:
                 device=self.device,
                 generation=group.generation,
                 step=self.committed,
-                vote=Vote(loss=float(self.version), gradient_norm=1.0),
+                vote=vote_of(self.version),
                 step_s=node.pace.step_s,
                 microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )

@@ -18,6 +18,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.JobSubmitted,
         e.JobPrepared,
         e.StepCommitted,
+        e.Evaluated,
         e.JobFinished,
         e.JobStopped,
         e.NodeJoined,

@@ -26,6 +26,7 @@ from ftd.wire.plans import pack, unpack
 from ftd.wire.profiles import problem_of_profile
 from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.messages import Command, Hello, Prepared, Resume, Signal
+from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
@@ -304,9 +305,12 @@ def _check_numbers(message: Any) -> None:
     for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
         if not 0 <= told.step <= MOST_NUMBER:
             raise WireError(f"malformed {type(message).__name__}: step is {told.step}")
+        _check_vote(message, told.vote)
+    _check_vote(message, getattr(message, "vote", None))
     if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
         raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
     for report in getattr(message, "reports", ()):
+        _check_vote(message, report.vote)
         for held in report.parts:
             if held.layer < 0 or not 0 <= held.part < held.parts:
                 raise WireError(f"malformed {type(message).__name__}: there is no {held}")
@@ -321,3 +325,18 @@ def _check_numbers(message: Any) -> None:
             raise WireError(f"malformed Hello: rendezvous_port is {facts.rendezvous_port}")
         if not 0 <= facts.snapshot_port <= 65535:
             raise WireError(f"malformed Hello: snapshot_port is {facts.snapshot_port}")
+
+
+def _check_vote(message: Any, vote: Vote | None) -> None:
+    """:raises WireError: more metrics than a step may have, or one of too long a name."""
+    if vote is None or not vote.metrics:
+        return
+    kind, most = type(message).__name__, MOST_METRICS
+    if len(vote.metrics) > most:
+        raise WireError(f"malformed {kind}: {len(vote.metrics)} metrics; at most {most} are allowed")
+    for name in vote.metrics:
+        if not 1 <= len(name) <= MOST_METRIC_CHARACTERS:
+            raise WireError(
+                f"malformed {kind}: a metric's name has {len(name)} characters; "
+                f"1 to {MOST_METRIC_CHARACTERS} are allowed"
+            )

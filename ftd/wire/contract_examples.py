@@ -31,7 +31,10 @@ DETAILS: dict[str, Json] = {
     "JobSubmitted": {"name": "gpt", "steps": 150, "job": "gpt-5c1f09aa", "global_batch": 32},
     "StepCommitted": {
         "loss": 2.6112, "gradient_norm": 0.91, "skipped": False, "step_s": 0.1, "samples_per_s": 320.0,
+        "learning_rate": 0.0003, "weight": 8192.0, "tokens_per_s": 81920.0, "loss_scale": 1.0,
+        "metrics": {"accuracy": 0.41},
     },
+    "Evaluated": {"loss": 2.7, "weight": 65536.0, "metrics": {"accuracy": 0.4}, "took_s": 1.2},
     "JobFinished": {"checksum": "9f2c6a1e0b7d4c35"},
     "UpdateSkipped": {"loss": None, "steps": 1},
     "ReplicasDiverged": {"layer": 3, "digests": ["9f2c6a1e", "07be11d4"]},

@@ -69,6 +69,29 @@ class StepCommitted(Details, frozen=True, kw_only=True):
     """Committed without an update, because a gradient was not finite."""
     step_s: float
     samples_per_s: float | None
+    learning_rate: float
+    """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
+    weight: float | None
+    """Total weight of the global batch's loss: rows, or the tokens that count; null where it was no finite
+    number."""
+    tokens_per_s: float | None
+    """``weight`` per second; null where the loss has at most one term per sample."""
+    loss_scale: float
+    """float16: the factor by which the loss was multiplied; 1 otherwise."""
+    metrics: dict[str, float | None]
+    """Own metrics of the training function, averaged over the global batch; null: no finite number."""
+
+
+class Evaluated(Details, frozen=True, kw_only=True):
+    """The model behind a committed step was evaluated on the held-out data set."""
+
+    loss: float | None
+    """Mean over the held-out samples; null where it was no finite number."""
+    weight: float
+    """Total weight of the loss: rows, or the tokens that count."""
+    metrics: dict[str, float | None]
+    """Own metrics of the training function, averaged over the held-out samples."""
+    took_s: float
 
 
 class JobFinished(Details, frozen=True, kw_only=True):

@@ -32,7 +32,8 @@ from statemachine.messages import (
 )
 from statemachine.values import CommittedStep, NodeState
 
-STEPS_PER_MESSAGE = 1000
+STEPS_PER_MESSAGE = 100
+"""With as many metrics as a step may have, of the longest names, so many fit into one signal."""
 
 
 def obey(a: Agent, command: Command) -> None:

@@ -94,7 +94,7 @@ def tell(c: Cluster) -> None:
     ledger, job = c.ledger, c.job
     if job is None:
         return
-    samples_per_s = job.policy.global_batch / ledger.step_s if ledger.step_s > 0 else None
+    rows = job.policy.global_batch
     while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
         ledger.told += 1
         c.dirty = True
@@ -109,7 +109,12 @@ def tell(c: Cluster) -> None:
             gradient_norm=vote.gradient_norm,
             skipped=vote.skipped,
             step_s=ledger.step_s,
-            samples_per_s=samples_per_s,
+            samples_per_s=rows / ledger.step_s if ledger.step_s > 0 else None,
+            learning_rate=vote.learning_rate,
+            weight=vote.weight,
+            tokens_per_s=vote.weight / ledger.step_s if ledger.step_s > 0 and vote.weight > rows else None,
+            loss_scale=vote.loss_scale,
+            metrics=dict(vote.metrics),
         )
         _warn_of_skipped(c, vote)
     if ledger.told >= ledger.known_step:

@@ -52,6 +52,7 @@ from planner.values import (
     StatePart,
     Transfer,
 )
+from statemachine.agent.commands import STEPS_PER_MESSAGE
 from statemachine.effects import EmitEvent
 from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.messages import (
@@ -64,8 +65,11 @@ from statemachine.messages import (
     Quiesced,
     Resume,
     Signal,
+    Stepped,
 )
 from statemachine.values import (
+    MOST_METRIC_CHARACTERS,
+    MOST_METRICS,
     Buddy,
     CommittedStep,
     DeviceReport,
@@ -86,7 +90,17 @@ numbers = st.integers(min_value=0, max_value=2**53)
 reals = st.floats(allow_nan=False)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,11}", fullmatch=True)
 texts = st.text(max_size=40)
-votes = st.builds(Vote, loss=reals, gradient_norm=reals, skipped=st.booleans())
+metrics = st.dictionaries(st.text(min_size=1, max_size=MOST_METRIC_CHARACTERS), reals, max_size=3)
+votes = st.builds(
+    Vote,
+    loss=reals,
+    gradient_norm=reals,
+    skipped=st.booleans(),
+    weight=reals,
+    loss_scale=reals,
+    learning_rate=reals,
+    metrics=metrics,
+)
 steps = st.builds(CommittedStep, step=numbers, vote=votes)
 parts = st.integers(1, 64).flatmap(
     lambda count: st.builds(
@@ -388,6 +402,11 @@ def heartbeat(**changes: Any) -> dict[str, Any]:
     return {"node": "n", "incarnation": 1, "type": "Heartbeat", "body": body} | changes
 
 
+def with_metrics(metrics: dict[str, Any]) -> bytes:
+    vote = {"loss": 1.0, "gradient_norm": 1.0, "metrics": metrics}
+    return msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1, "vote": vote}}))
+
+
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
@@ -407,6 +426,10 @@ def heartbeat(**changes: Any) -> dict[str, Any]:
         (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [1.0, -1.0]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [float("nan")]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(node="other")), "'n'"),
+        (with_metrics({f"m{n}": 1.0 for n in range(33)}), "33 metrics; at most 32"),
+        (with_metrics({"m" * 65: 1.0}), "65 characters; 1 to 64"),
+        (with_metrics({"": 1.0}), "0 characters"),
+        (with_metrics({"accuracy": "high"}), "malformed Heartbeat"),
     ],
 )
 def test_a_malformed_signal_is_a_wire_error(payload: bytes, says: str) -> None:
@@ -514,6 +537,19 @@ def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject
         decode_to_node(bytes(payload), "n")
     except WireError:
         return
+
+
+def test_as_many_steps_as_one_message_has_fit_into_it_with_all_the_metrics_that_they_may_have() -> None:
+    """What the coordinator missed is asked for and answered: an answer that did not fit would never come."""
+    named = {
+        f"{n:02}" + "\N{GRINNING FACE}" * (MOST_METRIC_CHARACTERS - 2): 0.1 * n for n in range(MOST_METRICS)
+    }
+    vote = Vote(loss=1.0, gradient_norm=1.0, metrics=named)
+    answer = tuple(CommittedStep(step=2**53, vote=vote) for _ in range(STEPS_PER_MESSAGE))
+    message = FromNode(
+        node="n", incarnation=1, signal=Stepped(generation=1, steps=answer, step_s=0.1, wanted=1)
+    )
+    assert decode_from_node(encode_from_node(message), "n") == message
 
 
 def test_a_message_that_is_too_large_does_not_leave() -> None:

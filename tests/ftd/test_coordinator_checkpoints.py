@@ -17,7 +17,9 @@ from statemachine.values import CheckpointPolicy, Job, LayerOnDisk, Vote
 from storage.checkpoint import CheckpointStore
 from tests.storage.kept import LAYERS, holds, layer_state, write
 
-VOTE = Vote(loss=2.5, gradient_norm=1.0)
+OLDER = Vote(loss=2.5, gradient_norm=1.0)
+"""As written without what a vote says beside."""
+VOTE = Vote(loss=2.5, gradient_norm=1.0, weight=64.0, loss_scale=8.0, metrics={"accuracy": 0.5})
 
 
 def job_at(url: object, **policy: object) -> Job:
@@ -56,7 +58,7 @@ def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointSt
     assert isinstance(event, CheckpointWritten)
     assert (event.attempt, event.step, event.pruned) == ("a", 30, (10, 50))
     assert store.steps() == (30, 20) and holds(store, 30)
-    assert store.open(30).manifest.vote == {"loss": 2.5, "gradient_norm": 1.0, "skipped": False}
+    assert msgspec.convert(store.open(30).manifest.vote, Vote) == VOTE
 
 
 def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: CheckpointStore) -> None:
@@ -79,7 +81,7 @@ def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: Ch
         write(store, step)
     found = find(finding(job), at=1.0)
     assert found.checkpoint is not None and found.skipped == ()
-    assert (found.checkpoint.step, found.checkpoint.vote, found.checkpoint.layers) == (50, VOTE, LAYERS)
+    assert (found.checkpoint.step, found.checkpoint.vote, found.checkpoint.layers) == (50, OLDER, LAYERS)
     root = Path(store.place.url)
     (root / "step-000000000050" / "layer-0001.bin").unlink()
     header = root / "step-000000000030" / "layer-0002.bin"

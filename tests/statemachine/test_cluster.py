@@ -789,6 +789,25 @@ def test_a_step_is_told_once_and_in_order() -> None:
     assert not events(s)
 
 
+def test_a_step_is_told_with_all_that_its_vote_says() -> None:
+    s = running()
+    said = Vote(
+        loss=2.0,
+        gradient_norm=1.0,
+        weight=480.0,
+        loss_scale=1024.0,
+        learning_rate=0.5,
+        metrics={"accuracy": 0.25},
+    )
+    steps = (CommittedStep(step=2, vote=said), CommittedStep(step=3, vote=vote(3)))
+    s.say("node-0", Stepped(generation=1, steps=steps, step_s=0.1))
+    second, third = (e.details for e in s.all(EmitEvent))
+    assert (second["weight"], second["tokens_per_s"], second["samples_per_s"]) == (480.0, 4800.0, 240.0)
+    assert (second["loss_scale"], second["learning_rate"]) == (1024.0, 0.5)
+    assert second["metrics"] == {"accuracy": 0.25}
+    assert (third["weight"], third["tokens_per_s"], third["metrics"]) == (1.0, None, {}), "a plain mean"
+
+
 def test_steps_that_update_nothing_are_told_now_and_then() -> None:
     s = running(steps=20)
     nothing = Vote(loss=math.nan, gradient_norm=math.nan, skipped=True)
