@@ -19,8 +19,8 @@ from runtime.groups.store import Rendezvous
 from runtime.layers.state import StateError
 from runtime.measuring.profile import measure
 from runtime.process.link import Link, Mailbox
-from runtime.process.tracebacks import users_traceback
 from runtime.snapshots.writer import SnapshotWriter
+from runtime.tracebacks import users_traceback
 from runtime.training import TrainingError
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runtime.data.sampling import Sampler
-from runtime.process.tracebacks import users_traceback
+from runtime.tracebacks import users_traceback
 
 
 def told(act: Callable[[], object]) -> str:

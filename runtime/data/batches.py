@@ -1,0 +1,297 @@
+"""Batches: trees of dicts, tuples and lists whose leaves are tensors, numbers, strings or ``None``.
+
+The rows of a batch are dim 0 of its tensors. A batch is always made for a whole microbatch on the host; the
+devices that share a microbatch take slices of it afterwards.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.training import TrainingError
+
+Batch = Any
+"""``Tensor | int | float | bool | str | None | tuple[Batch, ...] | list[Batch] | dict[str, Batch]``."""
+
+_REMEDY = "give Training.collate, or pad/pack the samples"
+_WIDER = {"uint16": np.int64, "uint32": np.int64, "uint64": np.int64}
+"""Torch can hardly compute with these types (token files use them), and not index with them."""
+
+
+# --- collating -----------------------------------------------------------------------------------
+
+
+def default_collate(samples: Sequence[Any]) -> Batch:
+    """Stack samples to a batch, through dicts, tuples and lists.
+
+    Tensors, numpy arrays, numbers, and lists of numbers (as Hugging Face ``datasets`` gives them) become
+    tensors with a new dim 0; strings become a list; ``None`` stays if all samples have it.
+
+    :raises TrainingError: samples of unequal structure or shapes, or of a type that cannot be stacked.
+    """
+    return _stack(samples, "")
+
+
+def _stack(values: Sequence[Any], path: str) -> Batch:
+    first = values[0]
+    match first:
+        case Tensor():
+            return _stack_tensors(values, path)
+        case str():
+            _check_alike(values, path, lambda value: "a string" if isinstance(value, str) else _a(value))
+            return [str(value) for value in values]
+        case np.ndarray() | np.generic() | bool() | int() | float():
+            return _stack_arrays(values, path)
+        case None:
+            _check_alike(values, path, lambda value: "None" if value is None else _a(value))
+            return None
+        case Mapping():
+            _check_alike(values, path, _mapping_kind)
+            return {key: _stack([value[key] for value in values], f"{path}[{key!r}]") for key in first}
+        case list() if _is_array(first):
+            return _stack_arrays(values, path)
+        case tuple() | list():
+            _check_alike(values, path, _sequence_kind)
+            parts = [_stack([value[i] for value in values], f"{path}[{i}]") for i in range(len(first))]
+            return tuple(parts) if isinstance(first, tuple) else parts
+    if is_dataclass(first) and not isinstance(first, type):
+        _check_alike(values, path, _a)
+        names = [field.name for field in fields(first)]
+        return {name: _stack([getattr(value, name) for value in values], f"{path}.{name}") for name in names}
+    raise TrainingError(
+        f"{_field(path)} is {_a(first)}, which cannot be stacked to a batch; "
+        "return tensors, numpy arrays or numbers from the data set, or give Training.collate"
+    )
+
+
+def _stack_tensors(values: Sequence[Any], path: str) -> Tensor:
+    _check_alike(values, path, lambda value: "a tensor" if isinstance(value, Tensor) else _a(value))
+    _check_shapes([tuple(value.shape) for value in values], path)
+    return torch.stack([value.detach() for value in values])
+
+
+def _stack_arrays(values: Sequence[Any], path: str) -> Tensor:
+    _check_alike(values, path, lambda value: "an array of numbers" if _is_array(value) else _a(value))
+    arrays = [np.asarray(value) for value in values]
+    _check_shapes([array.shape for array in arrays], path)
+    array = np.stack(arrays)
+    if array.dtype.kind not in "biufc":
+        raise TrainingError(f"{_field(path)} is an array of {array.dtype}, which torch does not have")
+    return torch.from_numpy(array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=False))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is a number, an array or a (nested, rectangular) list of numbers."""
+    if isinstance(value, np.ndarray | bool | int | float | np.bool_ | np.number):
+        return True
+    if not isinstance(value, list) or not value:
+        return isinstance(value, list)
+    if isinstance(value[0], list):
+        return all(isinstance(v, list) and len(v) == len(value[0]) and _is_array(v) for v in value)
+    return all(isinstance(v, bool | int | float | np.bool_ | np.number) for v in value)
+
+
+def _check_shapes(shapes: Sequence[tuple[int, ...]], path: str) -> None:
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise TrainingError(
+                f"{_field(path)} has shape {shapes[0]} in row 0 of the microbatch and {shape} in row "
+                f"{number}; {_REMEDY}"
+            )
+
+
+def _check_alike(values: Sequence[Any], path: str, kind: Callable[[Any], str]) -> None:
+    wanted = kind(values[0])
+    for number, value in enumerate(values):
+        if kind(value) != wanted:
+            raise TrainingError(
+                f"{_field(path)} is {wanted} in row 0 of the microbatch and {kind(value)} in row {number}; "
+                "return samples of one structure, or give Training.collate"
+            )
+
+
+def _mapping_kind(value: Any) -> str:
+    return f"a dict of {', '.join(sorted(map(repr, value)))}" if isinstance(value, Mapping) else _a(value)
+
+
+def _sequence_kind(value: Any) -> str:
+    return f"{_a(value)} of {len(value)}" if isinstance(value, tuple | list) else _a(value)
+
+
+def _field(path: str) -> str:
+    return f"sample{path}" if path else "the sample"
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+# --- checking what a collate function returned -----------------------------------------------------
+
+
+def checked_batch(value: Any) -> Batch:
+    """Return what a collate function made as a batch of plain dicts, tuples, lists and CPU tensors.
+
+    Other mappings (such as transformers' ``BatchEncoding``) become dicts and numpy arrays tensors.
+
+    :raises TrainingError: something that cannot be a part of a batch, or no tensor at all.
+    """
+    batch = _checked(value, "")
+    if not any(isinstance(leaf, Tensor) for leaf in leaves_of(batch)):
+        raise TrainingError(
+            f"the collate function returned {_summary(value)}, in which there is no tensor; "
+            "it must return a tensor, or a tuple or dict of tensors"
+        )
+    return batch
+
+
+def _checked(value: Any, path: str) -> Batch:
+    match value:
+        case Tensor():
+            if value.device.type != "cpu":
+                raise TrainingError(
+                    f"batch{path} is on {value.device}; return CPU tensors from the data set and the collate "
+                    "function, as ftd moves the batch to its device"
+                )
+            if value.layout is not torch.strided:
+                raise TrainingError(f"batch{path} is a {value.layout} tensor; make it dense with to_dense()")
+            return value.detach().contiguous()
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
+            if isinstance(value, np.generic):
+                return value.item()
+            array = np.ascontiguousarray(value, dtype=_WIDER.get(value.dtype.name, value.dtype))
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
+        case int() if not -(2**63) <= value < 2**63:
+            raise TrainingError(f"batch{path} is {value}, which has more than 64 bits")
+        case bool() | int() | float() | str() | None:
+            return value
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise TrainingError(f"batch{path} has the key {key!r}; keys of a batch must be strings")
+            return {key: _checked(item, f"{path}[{key!r}]") for key, item in value.items()}
+        case tuple():
+            return tuple(_checked(item, f"{path}[{i}]") for i, item in enumerate(value))
+        case list():
+            return [_checked(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    raise TrainingError(
+        f"batch{path}, as the collate function returned it, is {_a(value)}; a batch consists of tensors, "
+        "numbers, strings and None in dicts, tuples and lists"
+    )
+
+
+def _summary(value: Any) -> str:
+    match value:
+        case Mapping():
+            return f"{_a(value)} with {', '.join(map(repr, value)) or 'no keys'}"
+        case tuple() | list():
+            return f"{_a(value)} of {len(value)}"
+        case _:
+            return _a(value)
+
+
+# --- using batches -----------------------------------------------------------------------------------
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Return a batch of the same structure with ``function`` applied to every leaf."""
+    match batch:
+        case dict():
+            return {key: map_leaves(function, item) for key, item in batch.items()}
+        case tuple():
+            return tuple(map_leaves(function, item) for item in batch)
+        case list():
+            return [map_leaves(function, item) for item in batch]
+        case _:
+            return function(batch)
+
+
+def leaves_of(batch: Batch) -> Iterator[Any]:
+    """Yield every leaf, in the order of the structure."""
+    match batch:
+        case dict():
+            for item in batch.values():
+                yield from leaves_of(item)
+        case tuple() | list():
+            for item in batch:
+                yield from leaves_of(item)
+        case _:
+            yield batch
+
+
+def rows_of_batch(batch: Batch) -> int:
+    """Return the size of dim 0 of the first tensor that has dimensions.
+
+    :raises TrainingError: no tensor has any.
+    """
+    for leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise TrainingError("no tensor of the batch has a dimension for the rows")
+
+
+def slice_rows(batch: Batch, start: int, end: int, rows: int) -> Batch:
+    """Return rows ``[start, end)`` of a batch of ``rows`` rows, as views.
+
+    Every tensor whose dim 0 is ``rows`` is sliced, and every list of ``rows`` strings; what has no rows
+    (a number, a mask of positions) stays as it is.
+    """
+    match batch:
+        case Tensor():
+            return batch[start:end] if batch.dim() and len(batch) == rows else batch
+        case list() if len(batch) == rows and all(isinstance(item, str) for item in batch):
+            return batch[start:end]
+        case dict():
+            return {key: slice_rows(item, start, end, rows) for key, item in batch.items()}
+        case tuple():
+            return tuple(slice_rows(item, start, end, rows) for item in batch)
+        case list():
+            return [slice_rows(item, start, end, rows) for item in batch]
+        case _:
+            return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy the tensors to ``device``; copies from pinned memory do not wait for the device."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=leaf.is_pinned()) if isinstance(leaf, Tensor) else leaf
+
+    return batch if device.type == "cpu" else map_leaves(move, batch)
+
+
+def cast_floating(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Give floating-point tensors the type ``dtype``; integers, booleans and complex numbers stay."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(cast, batch)
+
+
+def signature(batch: Batch) -> Hashable:
+    """Return a key that is equal for batches of equal structure, types and shapes, whatever their rows.
+
+    Numbers, strings and ``None`` count with their type alone.
+    """
+    return _signature(batch, rows_of_batch(batch))
+
+
+def _signature(batch: Batch, rows: int) -> Hashable:
+    match batch:
+        case Tensor():
+            per_row = bool(batch.dim()) and len(batch) == rows
+            return ("rows" if per_row else "whole", str(batch.dtype), tuple(batch.shape[per_row:]))
+        case dict():
+            return ("dict", tuple((key, _signature(item, rows)) for key, item in batch.items()))
+        case list() if len(batch) == rows and all(isinstance(item, str) for item in batch):
+            return "strings"
+        case tuple() | list():
+            return (type(batch).__name__, tuple(_signature(item, rows) for item in batch))
+        case _:
+            return type(batch).__name__

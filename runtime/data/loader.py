@@ -1,0 +1,248 @@
+"""The loader of one trainer: microbatches in the order of a plan, read ahead by workers.
+
+``plan`` announces which microbatches will be asked for; with workers, they are read ahead in that order, up
+to a bounded number. A reconfiguration announces another plan: what was read ahead and is still wanted is
+kept, the rest is dropped, and no reading under way is waited for.
+"""
+
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from runtime.data.batches import Batch, map_leaves
+from runtime.data.reading import BatchReader
+from runtime.data.sampling import Sampler
+from runtime.data.workers import WorkerServer
+from runtime.training import TrainingError
+
+PREFETCH_PER_WORKER = 2
+"""Microbatches that are read ahead or being read, per worker."""
+_CHECK_EVERY_S = 0.01
+_LOOK_AHEAD = 4096
+"""Keys of a new plan that are compared with what was read ahead for the one before."""
+
+
+class Key(NamedTuple):
+    """Microbatch ``microbatch`` (from 0) of step ``step`` (from 1)."""
+
+    step: int
+    microbatch: int
+
+
+class BatchLoader:
+    """Microbatches of a job as trees of host tensors.
+
+    It starts the workers: construct it in a thread that lives as long as the trainer, before the first step.
+
+    :param collate: list of samples -> batch; ``None`` stacks tensors.
+    :param dtype: type of the batch's floating-point tensors; ``None``: they keep theirs.
+    :param workers: number of processes; with 0, ``load`` reads in the calling thread.
+    :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
+    :raises TrainingError: the data set is not map-style, or it is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        sampler: Sampler,
+        *,
+        microbatch_rows: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        workers: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        self._reader = BatchReader(
+            dataset, collate, sampler, microbatch_rows=microbatch_rows, seed=seed, dtype=dtype
+        )
+        self._pinned = pinned
+        self._pool = _Pool(self._reader, workers, pinned=pinned) if workers else None
+
+    def plan(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Announce the pairs (step, microbatch) that will be loaded next, in order; the plan before is void.
+
+        :param keys: may be endless; it is consumed little by little, in calls of ``load``.
+        """
+        if self._pool is not None:
+            self._pool.plan(Key(*key) for key in keys)
+
+    def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
+        """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.
+
+        A microbatch that no plan announced is loaded, too.
+
+        :param check: called about every 10 ms while a worker is waited for, else before each sample; what it
+            raises ends the call.
+        :raises TrainingError: the data set or the collate function failed, or workers were lost.
+        """
+        if self._pool is not None:
+            return self._pool.take(Key(step, microbatch), check)
+        batch = self._reader.read(step, microbatch, check)
+        if not self._pinned:
+            return batch
+        return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+    def close(self) -> None:
+        """End the workers. Reading under way is not waited for."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Pool:
+    """Workers with a thread each, which waits for the worker while the main thread trains."""
+
+    def __init__(self, reader: BatchReader, workers: int, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._depth = PREFETCH_PER_WORKER * workers
+        self._server = WorkerServer(reader)
+        self._server_lock = threading.Lock()
+        self._workers = [self._server.fork(number) for number in range(workers)]
+        self._plan: Iterator[Key] = iter(())
+        self._changed = threading.Condition()
+        # The following are guarded by `_changed`.
+        self._needed: Key | None = None
+        """The trainer waits for this one: it is read next, however much is ready."""
+        self._ahead: deque[Key] = deque()
+        """The next keys of the plan that nobody reads yet."""
+        self._reading: set[Key] = set()
+        """Keys that are being read and still wanted."""
+        self._ready: dict[Key, Batch | TrainingError] = {}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"data-worker-{number}", daemon=True)
+            for number in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- in the trainer's thread ---------------------------------------------------------------
+
+    def plan(self, keys: Iterator[Key]) -> None:
+        with self._changed:
+            newest = max((key.step for key in (*self._reading, *self._ready)), default=0)
+            ahead = list(islice(keys, self._depth))
+            while ahead and ahead[-1].step <= newest and len(ahead) < _LOOK_AHEAD:
+                before = len(ahead)
+                ahead += islice(keys, self._depth)
+                if len(ahead) == before:
+                    break
+            wanted = set(ahead)
+            self._reading &= wanted
+            self._ready = {key: batch for key, batch in self._ready.items() if key in wanted}
+            self._ahead = deque(ahead)
+            self._plan = keys
+            self._changed.notify_all()
+
+    def take(self, key: Key, check: Callable[[], None]) -> Batch:
+        with self._changed:
+            self._drop_before(key.step)
+            self._needed = key
+            self._changed.notify_all()
+        while True:
+            check()
+            with self._changed:
+                if key not in self._ready:
+                    self._changed.wait(_CHECK_EVERY_S)
+                if key in self._ready:
+                    outcome = self._ready.pop(key)
+                    self._needed = None
+                    missing = self._depth - len(self._ahead)
+                    self._ahead += islice(self._plan, max(0, missing))
+                    self._changed.notify_all()
+                    break
+        if isinstance(outcome, TrainingError):
+            raise outcome
+        return outcome
+
+    def _drop_before(self, step: int) -> None:
+        """Forget earlier steps: whoever loads a step is through with them, or will announce them again."""
+        self._ready = {key: batch for key, batch in self._ready.items() if key.step >= step}
+        self._reading = {key for key in self._reading if key.step >= step}
+        self._ahead = deque(key for key in self._ahead if key.step >= step)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with self._server_lock:
+            for worker in self._workers:
+                worker.interrupt()
+            self._server.close()
+        for thread in self._threads:
+            thread.join()
+        for worker in self._workers:
+            worker.close()
+
+    # --- in the thread of a worker ---------------------------------------------------------------
+
+    def _run(self, number: int) -> None:
+        while (key := self._next()) is not None:
+            outcome = self._read(number, key)
+            with self._changed:
+                if key in self._reading:  # Otherwise nobody wants it any more.
+                    self._reading.remove(key)
+                    self._ready[key] = outcome
+                    self._changed.notify_all()
+
+    def _next(self) -> Key | None:
+        """Wait for something to read; ``None`` when the pool is closed."""
+        with self._changed:
+            while not self._closed:
+                key = self._choose()
+                if key is not None:
+                    self._reading.add(key)
+                    return key
+                self._changed.wait()
+        return None
+
+    def _choose(self) -> Key | None:
+        needed = self._needed
+        if needed is not None and needed not in self._reading and needed not in self._ready:
+            return needed
+        while self._ahead and len(self._reading) + len(self._ready) < self._depth:
+            key = self._ahead.popleft()
+            if key not in self._reading and key not in self._ready:
+                return key
+        return None
+
+    def _read(self, number: int, key: Key) -> Batch | TrainingError:
+        """Have worker ``number`` read; if it is lost meanwhile, replace it and repeat the reading once."""
+        for last in (False, True):
+            worker = self._workers[number]
+            try:
+                return worker.read(key.step, key.microbatch, pinned=self._pinned)
+            except TrainingError as error:
+                return error
+            except EOFError:
+                try:
+                    how = self._replace(number)
+                except TrainingError as error:
+                    return error
+            lost = f"data worker {number} (process {worker.pid}) {how} while it read microbatch "
+            lost += f"{key.microbatch} of step {key.step}"
+            if not last:
+                print(f"{lost}; another is started and reads it again", file=sys.stderr, flush=True)
+        return TrainingError(
+            f"{lost}, and so did the worker before; look for a crash in native code of the data set, or for "
+            "the kernel's out-of-memory killer (dmesg) and use fewer data workers"
+        )
+
+    def _replace(self, number: int) -> str:
+        """Start another worker and return how the one before ended."""
+        with self._server_lock:
+            if self._closed:
+                raise TrainingError("the loader is closed")
+            lost = self._workers[number]
+            status = self._server.reap(lost.pid)
+            self._workers[number] = self._server.fork(number)
+            lost.close()
+        if status >= 0:
+            return f"exited with code {status}"
+        return f"was killed by {signal.Signals(-status).name}"

@@ -1,0 +1,165 @@
+"""Reading one microbatch: its samples one by one, then the collate function, under seeded generators.
+
+A microbatch is a pure function of (seed, step, microbatch), so that every stage and every device of a job
+gets the same masks and augmentations, and gets them again when a step is redone elsewhere. For this, the
+generators of torch (CPU), random and numpy are seeded by (seed, epoch, index) before a sample is read, and by
+(seed, step, microbatch) before the samples are collated. Whoever calls finds its own generators as they were.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from runtime.data.batches import Batch, cast_floating, checked_batch, default_collate
+from runtime.data.sampling import Draw, Sampler
+from runtime.data.seeds import stream_seed
+from runtime.tracebacks import describe_error, users_traceback
+from runtime.training import TrainingError
+
+_SAMPLE, _COLLATE = -2, -3
+"""Take the place of a step in the key, so that the data shares no stream with the sampler or a layer."""
+
+
+def check_dataset(dataset: Any) -> int:
+    """Return the number of samples.
+
+    :raises TrainingError: the data set is not map-style, or it is empty.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TrainingError(
+            "Training.dataset is a DataLoader; hand over the loader's dataset (and its collate_fn as "
+            "Training.collate), as ftd forms the batches"
+        )
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, list(dataset)[:5]))
+        raise TrainingError(
+            f"Training.dataset is a {type(dataset).__name__} with {names}; hand over one of them, "
+            f"such as dataset[{next(iter(dataset), 'train')!r}]"
+        )
+    getitem = getattr(type(dataset), "__getitem__", None)
+    missing = [] if hasattr(type(dataset), "__len__") else ["__len__"]
+    # The base class of torch has one that only raises, and its IterableDataset inherits it.
+    missing += ["__getitem__"] if getitem in (None, Dataset.__getitem__) else []
+    if missing:
+        raise TrainingError(
+            f"Training.dataset is a {type(dataset).__name__}, which has no {' and no '.join(missing)}. Which "
+            "samples a step uses follows from (seed, step), and after a failure any sample must be found "
+            "again by its index, which is impossible in a stream. Hand over a map-style data set (len() "
+            "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
+            "files that can be addressed by index, such as Parquet, Arrow or token files"
+        )
+    length = _length_of(dataset)
+    if length < 1:
+        raise TrainingError("Training.dataset is empty")
+    return length
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise TrainingError(
+            f"len() of Training.dataset raised {describe_error(error)}\n{users_traceback(error)}"
+        ) from error
+
+
+class BatchReader:
+    """The data set, the collate function and the order of samples of one job.
+
+    :param collate: list of samples -> batch; ``None``: :func:`default_collate`.
+    :param dtype: floating-point tensors of the batch get this type; ``None``: they keep theirs.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        sampler: Sampler,
+        *,
+        microbatch_rows: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_dataset(dataset)
+        self._dataset = dataset
+        self._collate = default_collate if collate is None else collate
+        self._sampler = sampler
+        self._rows = microbatch_rows
+        self._seed = seed
+        self._dtype = dtype
+
+    def read(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
+        """Return microbatch ``microbatch`` (from 0) of step ``step``'s global batch.
+
+        :param check: called before every sample; what it raises ends the reading.
+        :raises TrainingError: the data set or the collate function raised, or returned something unusable.
+        """
+        self._check_length()
+        first_row = microbatch * self._rows
+        draws = self._sampler.draws(step, first_row, self._rows)
+        with _generators_kept():
+            samples = []
+            for row, draw in enumerate(draws, first_row):
+                check()
+                samples.append(self._sample(draw, step, row))
+            _seed_generators(stream_seed(self._seed, _COLLATE, step, microbatch))
+            return self._collated(samples, draws, step, microbatch)
+
+    def _check_length(self) -> None:
+        length = _length_of(self._dataset)
+        if length != self._sampler.dataset_length:
+            raise TrainingError(
+                f"the data set has {length} samples now and had {self._sampler.dataset_length} when the job "
+                "began; which samples a step uses follows from that number, so it must not change during a "
+                "job: take a snapshot of the data, or fix the length in __len__"
+            )
+
+    def _sample(self, draw: Draw, step: int, row: int) -> Any:
+        _seed_generators(stream_seed(self._seed, _SAMPLE, draw.epoch, draw.index))
+        try:
+            return self._dataset[draw.index]
+        except (Exception, SystemExit) as error:
+            raise TrainingError(
+                f"the data set raised for index {draw.index} (row {row} of step {step}, epoch {draw.epoch}): "
+                f"{describe_error(error)}; make dataset[{draw.index}] work, or leave this sample out of the "
+                f"data set\n{users_traceback(error)}"
+            ) from error
+
+    def _collated(self, samples: list[Any], draws: list[Draw], step: int, microbatch: int) -> Batch:
+        where = f"microbatch {microbatch} of step {step} (samples {', '.join(str(d.index) for d in draws)})"
+        try:
+            collated = self._collate(samples)
+        except TrainingError as error:
+            raise TrainingError(f"{where}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise TrainingError(
+                f"the collate function raised for {where}: {describe_error(error)}\n{users_traceback(error)}"
+            ) from error
+        try:
+            batch = checked_batch(collated)
+        except TrainingError as error:
+            raise TrainingError(f"{where}: {error}") from error
+        return batch if self._dtype is None else cast_floating(batch, self._dtype)
+
+
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the states of this process's generators at the end."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

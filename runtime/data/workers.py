@@ -1,0 +1,253 @@
+"""Worker processes that read microbatches, and the server from which they are forked.
+
+A data set lives in the trainer's memory and cannot be sent to another process without pickle, so workers are
+forked. A trainer that trains has threads, sockets and device memory, and forking it then is slow and unsafe;
+therefore one *server* is forked before the first step. It does nothing but fork workers, also those that
+replace a lost one, and hands the trainer their sockets (``SCM_RIGHTS``) and exit statuses.
+
+Nothing outlives the trainer: the kernel kills the server when the thread that forked it ends, and the workers
+when the server ends (PR_SET_PDEATHSIG).
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from runtime.data.batches import Batch
+from runtime.data.reading import BatchReader
+from runtime.data.worker_protocol import Failed, Loaded, Read, receive_batch, receive_frame, send_batch
+from runtime.parent import die_with_parent
+from runtime.training import TrainingError
+from runtime.wire.frames import Frame, ProtocolError, encode
+
+_ANSWERS: "msgspec.msgpack.Decoder[Loaded | Failed]" = msgspec.msgpack.Decoder(Loaded | Failed)
+_READS = msgspec.msgpack.Decoder(Read)
+
+
+class Fork(Frame, frozen=True, kw_only=True):
+    """Fork worker ``number``; answered with :class:`Forked` and the worker's socket."""
+
+    number: int
+
+
+class Forked(Frame, frozen=True, kw_only=True):
+    """A worker runs in process ``pid``."""
+
+    pid: int
+
+
+class Reap(Frame, frozen=True, kw_only=True):
+    """End worker ``pid``, if it has not ended, and wait for it; answered with :class:`Reaped`."""
+
+    pid: int
+
+
+class Reaped(Frame, frozen=True, kw_only=True):
+    """The worker has ended: with an exit code, or with minus the number of a signal."""
+
+    status: int
+
+
+_ORDERS: "msgspec.msgpack.Decoder[Fork | Reap]" = msgspec.msgpack.Decoder(Fork | Reap)
+_FORKED = msgspec.msgpack.Decoder(Forked)
+_REAPED = msgspec.msgpack.Decoder(Reaped)
+
+
+class WorkerLost(RuntimeError):
+    """The worker ended although it was not asked to; the message says how."""
+
+
+class WorkerServer:
+    """The trainer's end of the server. Use one instance from one thread at a time.
+
+    Construct it in a thread that lives as long as the trainer, before the first step.
+    """
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._control, theirs = socket.socketpair()
+        trainer = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_server(reader, theirs, trainer)
+        theirs.close()
+
+    def fork(self, number: int) -> "Worker":
+        """Start worker ``number``.
+
+        :raises TrainingError: the server is gone.
+        """
+        try:
+            self._control.sendall(encode(Fork(number=number)))
+            forked = receive_frame(self._control, _FORKED)
+            # The socket travels with a byte of its own, so that it is not lost while the frame is read.
+            _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, flags=socket.MSG_CMSG_CLOEXEC)
+        except (OSError, EOFError) as error:
+            raise self._gone() from error
+        return Worker(number, forked.pid, socket.socket(fileno=descriptors[0]))
+
+    def reap(self, pid: int) -> int:
+        """End a worker and return its exit code, or minus the number of the signal that ended it.
+
+        :raises TrainingError: the server is gone.
+        """
+        try:
+            self._control.sendall(encode(Reap(pid=pid)))
+            return receive_frame(self._control, _REAPED).status
+        except (OSError, EOFError) as error:
+            raise self._gone() from error
+
+    def close(self) -> None:
+        """End the server and with it every worker."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _gone(self) -> TrainingError:
+        return TrainingError(
+            f"process {self.pid}, from which data workers are forked, has ended; if the kernel ran out of "
+            "memory (see its log), use fewer workers or a data set that keeps less in memory"
+        )
+
+
+class Worker:
+    """The trainer's end of one worker. Use one instance from one thread, except for :meth:`interrupt`."""
+
+    def __init__(self, number: int, pid: int, stream: socket.socket) -> None:
+        self.number = number
+        self.pid = pid
+        self._stream = stream
+
+    def read(self, step: int, microbatch: int, *, pinned: bool) -> Batch:
+        """Return a microbatch.
+
+        :raises TrainingError: the data set or the collate function failed.
+        :raises EOFError: the worker has ended, or :meth:`interrupt` was called.
+        """
+        try:
+            self._stream.sendall(encode(Read(step=step, microbatch=microbatch)))
+            answer = receive_frame(self._stream, _ANSWERS)
+            if isinstance(answer, Failed):
+                raise TrainingError(answer.detail)
+            return receive_batch(self._stream, answer.batch, pinned=pinned)
+        except (OSError, ProtocolError) as error:
+            raise EOFError(str(error)) from error
+
+    def interrupt(self) -> None:
+        """Have a running :meth:`read` of another thread raise ``EOFError``."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+# --- in the server ---------------------------------------------------------------------------------
+
+
+def _become_server(reader: BatchReader, control: socket.socket, trainer: int) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(trainer)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the trainer's business.
+        _drop_sockets(control)
+        gc.freeze()  # Workers never walk these objects, which would copy their pages.
+        _serve_forks(reader, control)
+        code = 0
+    except BaseException:  # Whatever it is, a child must not return into the trainer's code.
+        sys.excepthook(*sys.exc_info())
+    finally:
+        _leave(code)
+
+
+def _drop_sockets(kept: socket.socket) -> None:
+    """Let go of the sockets of the trainer: peers must see them closed when the trainer ends.
+
+    Their descriptors stay in use (by /dev/null), as objects of the trainer still name them.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(path.name)
+        if descriptor <= 2 or descriptor == kept.fileno():
+            continue
+        with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _serve_forks(reader: BatchReader, control: socket.socket) -> None:
+    while True:
+        try:
+            order = receive_frame(control, _ORDERS)
+        except EOFError:
+            return
+        if isinstance(order, Reap):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(order.pid, signal.SIGKILL)  # Without effect on the status of one that has ended.
+            _, status = os.waitpid(order.pid, 0)
+            control.sendall(encode(Reaped(status=os.waitstatus_to_exitcode(status))))
+            continue
+        server = os.getpid()
+        ours, trainers = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            trainers.close()
+            control.close()
+            _become_worker(reader, ours, server)
+        ours.close()
+        control.sendall(encode(Forked(pid=pid)))
+        socket.send_fds(control, [b"\0"], [trainers.fileno()])
+        trainers.close()
+
+
+# --- in a worker -----------------------------------------------------------------------------------
+
+
+def _become_worker(reader: BatchReader, stream: socket.socket, server: int) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(server)
+        torch.set_num_threads(1)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads did not survive the fork.
+        _serve_reads(reader, stream)
+        code = 0
+    except BaseException:  # As in the server.
+        sys.excepthook(*sys.exc_info())
+    finally:
+        _leave(code)
+
+
+def _serve_reads(reader: BatchReader, stream: socket.socket) -> None:
+    while True:
+        try:
+            order = receive_frame(stream, _READS)
+        except EOFError:
+            return
+        try:
+            batch = reader.read(order.step, order.microbatch)
+        except TrainingError as error:
+            stream.sendall(encode(Failed(detail=str(error))))
+        else:
+            send_batch(stream, batch)
+
+
+def _leave(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):  # Nobody reads this any more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
