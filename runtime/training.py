@@ -35,46 +35,45 @@ class TrainingError(ValueError):
     """The training function, or what it returned, cannot be used; the message says what to change."""
 
 
+Batch = Any
+"""Samples collated: a tensor, or a tuple, list or dict of batches, numbers and strings; rows are in dim 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a training function returns.
+    """The model, data and optimizer that a training function returns.
 
     The function runs in every trainer, and each must end up with the same values: take random numbers
     from ``torch``, ``random`` or ``numpy.random``, which are seeded with the job's seed before the call.
     """
 
-    layers: Sequence[nn.Module]
-    """Run one after the other: each takes what the one before returned, a tensor or a tuple of tensors
-    with the samples in dim 0. The first takes the data set's input. To tie weights let two layers hold
-    the same ``nn.Parameter``."""
-    loss: Callable[[Any, Tensor], Tensor]
-    """``loss(output of the last layer, target)``: a scalar, the *mean* over rows."""
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
-    """Takes the trainable parameters with their names (``"3.attention.weight"`` is of layer 3)."""
     dataset: Any
-    """Map-style: ``len(dataset)`` and ``dataset[index] -> (input, target)``, without a batch dimension:
-    tensors, numpy arrays or numbers. The same index gives the same sample on every node."""
+    """Map-style: ``len(dataset)`` and ``dataset[index]``, without a batch dimension: a dict, a tuple
+    or a tensor. The same index gives the same sample on every node."""
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+    """Takes the trainable parameters with their names."""
+    layers: Sequence[nn.Module] | None = None
+    """Run one after the other: each takes what the one before returned, a tensor or a tuple of tensors
+    with the samples in dim 0. The first takes the samples' input. To tie weights let two layers hold
+    the same ``nn.Parameter``. Give either this or ``model``."""
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    """A module that is cut into layers, usually a Hugging Face ``PreTrainedModel``, or a function that
+    makes it."""
+    split: Sequence[str] | None = None
+    """Names of the submodules before which ``model`` may be cut, in the order in which they run;
+    ``None``: its repeated blocks are found."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """``loss(output, target)`` of layers, ``loss(output, batch)`` of a model: the *mean* over rows, a
+    scalar, or a pair (sum, weight), whose global loss is the sum of sums over the sum of weights.
+    ``None``: the model's own."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch from a microbatch's samples; ``None`` stacks their tensors."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """A learning-rate schedule, advanced once a step."""
-
-
-class CastDataset:
-    """The user's data set as tensors, floating-point ones in the job's dtype."""
-
-    def __init__(self, dataset: Any, dtype: torch.dtype) -> None:
-        self._dataset = dataset
-        self._dtype = dtype
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, target = self._dataset[index]
-        return self._cast(x), self._cast(target)
-
-    def _cast(self, value: Any) -> Tensor:
-        tensor = torch.as_tensor(value, dtype=self._dtype if isinstance(value, float) else None)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+    evaluation: Any | None = None
+    """A held-out data set, with samples like those of ``dataset``."""
+    metrics: Callable[[Any, Batch], dict[str, Any]] | None = None
+    """``metrics(output, batch)``: further numbers by name, each averaged like the loss."""
 
 
 def load_training(data: TrainingData) -> Training:
@@ -100,14 +99,14 @@ def load_training(data: TrainingData) -> Training:
     except (Exception, SystemExit) as error:
         raise TrainingError(f"{data.function} raised {_describe(error)}") from error
     if not isinstance(training, Training):
-        raise TrainingError(
-            f"{data.function} must return a runtime.training.Training, not {type(training).__name__}"
-        )
+        raise TrainingError(f"{data.function} must return a Training, not {type(training).__name__}")
     _check(training, data.function)
     dtype = PRECISIONS[data.precision].parameters
-    for layer in training.layers:
-        layer.to(dtype)
-    return replace(training, layers=tuple(training.layers), dataset=CastDataset(training.dataset, dtype))
+    if training.layers is not None:
+        for layer in training.layers:
+            layer.to(dtype)
+        return replace(training, layers=tuple(training.layers))
+    return replace(training, model=_made(training.model, data.function).to(dtype))
 
 
 # --- finding the function ------------------------------------------------------------------------
@@ -222,14 +221,64 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def _made(model: Any, function: str) -> nn.Module:
+    """Return the model, made by its callable where it is one.
+
+    :raises TrainingError: it cannot be made, or is of a kind that cannot be trained.
+    """
+    if not isinstance(model, nn.Module):
+        try:
+            model = model()
+        except TrainingError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise TrainingError(f"{function}: Training.model raised {_describe(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"{function}: Training.model must make an nn.Module, not {_a(model)}")
+    config = getattr(model, "config", None)
+    if getattr(model, "hf_device_map", None) is not None:
+        raise TrainingError(
+            f"{function}: {type(model).__name__} was loaded with device_map, but ftd places layers on devices; "
+            "load it without device_map"
+        )
+    if getattr(model, "is_quantized", False) or getattr(config, "quantization_config", None) is not None:
+        raise TrainingError(
+            f"{function}: {type(model).__name__} is quantised, and quantised weights cannot be trained; load it "
+            'in full precision (and use precision = "bfloat16" to compute in less)'
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainingError(f"{function}: {type(model).__name__} has no trainable parameter")
+    for part in model.modules():
+        part_config = getattr(part, "config", None)
+        if part_config is not None and getattr(part_config, "use_cache", False):
+            part_config.use_cache = False  # Keys and values of earlier calls are for generating text.
+    _check_ties([model])
+    return model
+
+
 def _check(training: Training, function: str) -> None:
-    _check_layers(training.layers, function)
-    _check_ties(training.layers)
-    for name in ("loss", "optimizer"):
-        if not callable(getattr(training, name)):
-            raise TrainingError(
-                f"{function}: Training.{name} must be a function, not {_a(getattr(training, name))}"
-            )
+    if (training.layers is None) == (training.model is None):
+        raise TrainingError(f"{function}: give either Training.layers or Training.model")
+    if training.layers is not None:
+        _check_layers(training.layers, function)
+        _check_ties(training.layers)
+        if training.split is not None:
+            raise TrainingError(f"{function}: Training.split is for Training.model; layers are cut already")
+    elif not callable(training.model):
+        raise TrainingError(
+            f"{function}: Training.model must be an nn.Module or a function that makes one, "
+            f"not {_a(training.model)}"
+        )
+    if not callable(training.optimizer):
+        raise TrainingError(
+            f"{function}: Training.optimizer must be a function, not {_a(training.optimizer)}"
+        )
+    if training.loss is None and training.layers is not None:
+        raise TrainingError(f"{function}: Training.loss is missing; only a model has a loss of its own")
+    for name in ("loss", "collate", "metrics"):
+        value = getattr(training, name)
+        if value is not None and not callable(value):
+            raise TrainingError(f"{function}: Training.{name} must be a function, not {_a(value)}")
     if training.scheduler is not None and not callable(training.scheduler):
         raise TrainingError(
             f"{function}: Training.scheduler must be a function (optimizer -> LRScheduler) or None, "
@@ -237,7 +286,7 @@ def _check(training: Training, function: str) -> None:
         )
     if isinstance(training.loss, nn.Module) and any(True for _ in training.loss.parameters()):
         raise TrainingError(f"{function}: Training.loss has parameters; make them part of the last layer")
-    _check_dataset(training.dataset, function)
+    _check_dataset(training.dataset, function, pairs=training.layers is not None and training.collate is None)
 
 
 def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
@@ -277,7 +326,7 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
                 )
 
 
-def _check_dataset(dataset: Any, function: str) -> None:
+def _check_dataset(dataset: Any, function: str, *, pairs: bool) -> None:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         is_loader = isinstance(dataset, DataLoader)
         hint = "; hand over the loader's dataset, as ftd forms the batches" if is_loader else ""
@@ -291,6 +340,8 @@ def _check_dataset(dataset: Any, function: str) -> None:
         sample = dataset[0]
     except Exception as error:
         raise TrainingError(f"{function}: Training.dataset[0] raised {_describe(error)}") from error
+    if not pairs:
+        return
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise TrainingError(
             f"{function}: Training.dataset[0] must be a pair (input, target), not {_kind_of(sample)}"

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.engine.alike import check_alike
-from runtime.engine.executor import StageExecutor
+from runtime.engine.executor import StageExecutor, StepTotals
 from runtime.engine.gradients import Gradients
 from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.groups.communicator import Communicator
@@ -30,7 +31,8 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates, StateError
 from runtime.layers.transfer import Exchange, WholeLayers
-from runtime.layers.world import check_world, owners_of_layer, seat_of, talks_of
+from runtime.layers.world import Seat, check_world, owners_of_layer, seat_of, talks_of
+from runtime.precision import PRECISIONS
 from runtime.snapshots.groups import groups_of
 from runtime.snapshots.schedule import Elapsed
 from runtime.snapshots.writer import SnapshotWriter
@@ -85,7 +87,18 @@ class Engine:
         if isinstance(self.optimization, ShardedOptimization):
             self.sharding = Sharding(self.model, self.optimization, pace)
         self.states = LayerStates(self.model, self.optimization)
-        self._sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+        sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+        self._loader = BatchLoader(
+            training.dataset,
+            training.collate,
+            sampler,
+            microbatch_rows=data.microbatch_rows,
+            seed=data.seed,
+            dtype=PRECISIONS[data.precision].parameters,
+            workers=data.data_workers,
+            pinned=device.type == "cuda",
+        )
+        self._nominal_weight = self.model.nominal_weight * data.global_batch
         self.committed_step = 0
         self.ready_step: int | None = None
         self.vote: VoteData | None = None
@@ -130,7 +143,11 @@ class Engine:
 
     def layers_under(self, resume: Resume) -> frozenset[int]:
         """Of this rank's stage."""
-        return frozenset(seat_of(resume.world, resume.rank, self.data.microbatch_rows).layers)
+        return frozenset(self._seat(resume).layers)
+
+    def _seat(self, resume: Resume) -> Seat:
+        coupled = self.model.couples_rows
+        return seat_of(resume.world, resume.rank, self.data.microbatch_rows, coupled=coupled)
 
     def restore(self, directory: Path, resume: Resume) -> None:
         """Behind ``settle``: take the layers of this rank's stage that are staged there, and no others.
@@ -162,14 +179,15 @@ class Engine:
         """
         world = resume.world
         check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
-        seat = seat_of(world, resume.rank, self.data.microbatch_rows)
+        seat = self._seat(resume)
         buckets = derive_buckets(
             self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
         )
         started = time.monotonic()
         with self.pace.idle():
             communicator.form(
-                sorted({bucket.owners for bucket in buckets}), talks_of(world, self.data.microbatch_rows)
+                sorted({bucket.owners for bucket in buckets}),
+                talks_of(world, self.data.microbatch_rows, coupled=self.model.couples_rows),
             )
         formed = time.monotonic()
         if self.sharding is not None:
@@ -199,7 +217,7 @@ class Engine:
         self._executor = StageExecutor(
             model=self.model,
             data=self.data,
-            sampler=self._sampler,
+            loader=self._loader,
             seat=seat,
             communicator=communicator,
             gradients=self._gradients,
@@ -229,10 +247,12 @@ class Engine:
         self._keep_buffers()
         if self.sharding is not None:
             self.sharding.begin()
-        loss = executor.run(self.committed_step + 1)
+        scale = self.optimization.loss_scale
+        loss_scale = 1.0 if scale is None else scale.value
+        totals = executor.run(self.committed_step + 1, loss_scale / self._nominal_weight)
         gradients.finish(self.pace)
         self.ready_step = self.committed_step + 1
-        vote, stop, snap = self._ask(loss, stop_wanted(), snap_wanted())
+        vote, stop, snap = self._ask(totals, loss_scale, stop_wanted(), snap_wanted())
         bubble_s, sums_s = self.pace.bubble_s, self.pace.sums_s
         if self.snapshots is not None:
             self.snapshots.finish()
@@ -269,23 +289,38 @@ class Engine:
             digests[layer] = self.states.digest(layer)
         return digests
 
-    def _ask(self, loss: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
-        """VOTE: passing it proves that every rank of the world holds complete gradients."""
+    def _ask(self, totals: StepTotals, scale: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
+        """VOTE: passing it proves that every rank of the world holds complete gradients.
+
+        Losses and metrics are sums over sums of weights. Gradients are of the sum of losses, times
+        ``scale`` over the nominal weight (``_divisor``).
+        """
         assert self._communicator is not None and self._gradients is not None
         self.pace.tick()
         squared, broken = self._gradients.squared_norm()
-        said = [loss, squared, broken, stop, snap]
+        names = self.model.metric_names
+        own = [totals.metrics.get(name, (0.0, 0.0)) for name in names]
+        said = [totals.loss, totals.weight, squared, broken, stop, snap]
+        said += [number for pair in own for number in pair]
         ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
         with self.pace.idle("vote"):
             self._communicator.settle(pending)
-        total_loss, total_squared, total_broken, stops, snaps = ballot.tolist()
+        loss, weight, total_squared, total_broken, stops, snaps, *metrics = ballot.tolist()
+        pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
         vote = VoteData(
-            loss=total_loss,
-            gradient_norm=math.sqrt(total_squared),
-            skipped=total_broken > 0 or not math.isfinite(total_squared),
+            loss=loss / weight if weight else 0.0,
+            gradient_norm=math.sqrt(total_squared) / self._divisor(weight, scale),
+            skipped=total_broken > 0 or not math.isfinite(total_squared) or weight == 0,
+            weight=weight,
+            loss_scale=scale,
+            metrics={name: total / count for name, total, count in pairs if count},
         )
         return vote, stops > 0, snaps > 0
+
+    def _divisor(self, weight: float, scale: float) -> float:
+        """What the summed gradients are to be divided by; exactly 1 for a mean over rows."""
+        return (weight or 1.0) / self._nominal_weight * scale
 
     def _apply(self, vote: VoteData, *, gather: bool = True) -> None:
         """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this.
@@ -297,12 +332,18 @@ class Engine:
         assert self.ready_step is not None and self._gradients is not None
         self.pace.tick()
         clip = self.data.clip_gradient_norm
-        if clip is not None and vote.gradient_norm > clip and not vote.skipped:
-            self._gradients.scale(clip / vote.gradient_norm)
+        if not vote.skipped:
+            factor = 1 / self._divisor(vote.weight, vote.loss_scale)
+            if clip is not None and vote.gradient_norm > clip:
+                factor *= clip / vote.gradient_norm
+            if factor != 1:
+                self._gradients.scale(factor)
         if self.sharding is not None:
             self.sharding.update(self.owned, skipped=vote.skipped)
         else:
             self.optimization.step(self.owned, skipped=vote.skipped)
+        if self.optimization.loss_scale is not None and vote.weight:
+            self.optimization.loss_scale.advance(overflowed=vote.skipped)
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
         self._buffers = []
         if self.model.held != self.owned:

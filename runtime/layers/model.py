@@ -1,23 +1,36 @@
 """The model as a list of layers, some of which this process holds.
 
-At the start a process holds all layers, *pristine*. A layer that is dropped has its parameters and
-persistent buffers replaced by meta tensors, which have shapes but no memory; ``materialise`` gives it
-memory again, to be filled by a transfer. A tensor that several layers share (a tied weight) is one tensor
-while at least one of them is held, under one *canonical* name: that of the first layer that has it.
+The layers are the user's own list (``runtime.layers.chain``), or parts of a module that is run in windows
+(``runtime.layers.windows``). At the start a process holds all layers, *pristine*. A layer that is dropped has
+its parameters and persistent buffers replaced by meta tensors, which have shapes but no memory; ``materialise``
+gives it memory again, to be filled by a transfer. A tensor that several layers share (a tied weight) is one
+tensor while at least one of them is held, under one *canonical* name: the first one in model order.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from runtime.data.batches import (
+    cast_floating,
+    checked_batch,
+    default_collate,
+    leaves_of,
+    rows_of_batch,
+    to_device,
+)
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
+from runtime.layers.chain import LayerChain
+from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
-from runtime.training import Training, TrainingError
+from runtime.layers.windows import Scopes, WindowedModule, call_with
+from runtime.precision import PRECISIONS
+from runtime.training import Batch, Training, TrainingError
 from runtime.wire.protocol import TrainingData
 from storage.buckets import ParameterSize
 
@@ -27,7 +40,7 @@ Kind = Literal["parameter", "buffer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTensor:
-    """A parameter or persistent buffer and every place in the layers that refers to it."""
+    """A parameter or persistent buffer and every place in the model that refers to it."""
 
     name: str
     kind: Kind
@@ -50,9 +63,9 @@ class SharedTensor:
 
 
 class Model:
-    """Built from what the training function returned; runs it once on a microbatch to learn its shapes.
+    """Built from what the training function returned; runs it on a microbatch to learn its shapes.
 
-    :param data: seed, microbatch rows and activation checkpointing are taken from it.
+    :param data: seed, microbatch rows, precision and activation checkpointing are taken from it.
     :raises TrainingError: the layers do not fit each other, the data set or the loss.
     """
 
@@ -61,22 +74,69 @@ class Model:
         self.device = device
         self._seed = data.seed
         self._checkpoint = data.checkpoint_activations
-        self._layers = list(training.layers)
-        for layer in self._layers:
-            layer.to(device).train()
-        self._tensors = _shared_tensors(self._layers)
+        self._precision = PRECISIONS[data.precision]
+        rows = data.microbatch_rows
+        batch = first_batch(training, rows, self._precision.parameters)
+        self._structure: LayerChain | WindowedModule
+        if training.layers is not None:
+            self._structure = LayerChain(training.layers)
+        else:
+            assert isinstance(training.model, nn.Module)
+            training.model.to(device).train()
+            with self._autocast():
+                self._structure = WindowedModule(
+                    training.model, training.split, to_device(batch, device), rows, call_with
+                )
+        for root in self._structure.roots:
+            root.to(device).train()
+        self._loss = Loss(training, self._structure)
+        self._tensors = self._shared_tensors()
         self._trainable = [t for t in self._tensors if t.trainable]
-        self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(len(self._layers))]
-        self._held = frozenset(range(len(self._layers)))
+        count = self._structure.layer_count
+        self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
+        self._held = frozenset(range(count))
         self._version = 0
-        self._dropout = [False] * len(self._layers)
-        self._shapes = self._probe(data.microbatch_rows)
+        self._dropout = [False] * count
+        self._shapes: dict[Any, dict[int, ActivationShape]] = {}
+        self.couples_rows = self._structure.couples_rows
+        """Whether a microbatch's rows influence each other, so that they are never split among devices."""
+        self.first_signature = self._structure.signature(batch)
+        """Signature of the first samples, whose shapes every trainer knows."""
+        self._probe(batch, rows)
 
     # --- what it is made of ---------------------------------------------------------------------
 
     @property
     def layer_count(self) -> int:
-        return len(self._layers)
+        return self._structure.layer_count
+
+    @property
+    def nominal_weight(self) -> float:
+        """Constant that sums of losses are divided by before the backward pass, for each row of a batch."""
+        return self._loss.nominal_weight
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the precision needs a loss scale."""
+        return self._precision.scales_loss
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the training's own metrics, sorted; the same in every trainer."""
+        return self._loss.metric_names
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether every stage takes the microbatch itself, and not only the first and the last."""
+        return isinstance(self._structure, WindowedModule)
+
+    def layer_name(self, layer: int) -> str:
+        """Name the layer for people."""
+        return self._structure.name(layer)
+
+    def layer_kind(self, layer: int) -> str:
+        """Name what the layer is, without its place."""
+        return self._structure.kind(layer)
 
     @property
     def held(self) -> frozenset[int]:
@@ -116,9 +176,20 @@ class Model:
         """Parameters (trainable or not) and persistent buffers of one layer, in model order."""
         return self._of_layer[layer]
 
-    def output_shapes(self) -> tuple[ActivationShape, ...]:
-        """``output_shapes()[i]`` is what layer i returns."""
-        return self._shapes
+    def output_shape(self, layer: int, signature: Any = None) -> ActivationShape | None:
+        """Return what layer ``layer`` returns for batches of a signature (``runtime.data.batches.signature``).
+
+        :returns: ``None`` where no such batch came through yet.
+        """
+        if isinstance(self._structure, LayerChain):
+            signature = None
+        return self._shapes.get(signature, {}).get(layer)
+
+    def learn_shape(self, layer: int, signature: Any, shape: ActivationShape) -> None:
+        """Remember what layer ``layer`` returns for batches of a signature."""
+        if isinstance(self._structure, LayerChain):
+            signature = None
+        self._shapes.setdefault(signature, {})[layer] = shape
 
     # --- what is held ---------------------------------------------------------------------------
 
@@ -148,95 +219,139 @@ class Model:
     # --- running it -----------------------------------------------------------------------------
 
     def forward(
-        self, first: int, end: int, x: Activation, *, step: int, row: int, train: bool = True
-    ) -> Activation:
+        self,
+        first: int,
+        end: int,
+        x: Activation | None,
+        *,
+        step: int,
+        row: int,
+        batch: Batch = None,
+        train: bool = True,
+    ) -> Any:
         """Run layers ``[first, end)`` on rows of step ``step``'s global batch that begin at ``row``.
 
-        With ``train=False`` the layers are in evaluation mode and nothing is kept for a backward pass.
+        :param x: what layer ``first`` takes; ``None`` where it is the first one and takes the batch.
+        :param batch: these rows of the microbatch; a list of layers needs it where ``first`` is 0 only.
+        :param train: where false, the layers are in evaluation mode and nothing is kept for a backward pass.
+        :returns: what the last of these layers returns; the model's output where it is the last of all.
         """
         missing = [layer for layer in range(first, end) if layer not in self._held]
         if missing:
             raise RuntimeError(f"layers {missing} are not held here")
-        with torch.set_grad_enabled(train and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast():
+            if isinstance(self._structure, WindowedModule):
+                rows = rows_of_batch(batch)
+                _set_mode(self._structure.root, train)
+                scopes = _LayerScopes(self, step, row, rows)
+                received = () if x is None else flatten(x)
+                return self._structure.run(first, end, batch, received, rows, scopes)
+            if x is None:
+                x = self._structure.input_of(batch)
             for index in range(first, end):
-                _set_mode(self._layers[index], train)
+                _set_mode(self._structure.layers[index], train)
                 x = self._run(index, x, step, row)
         return x
 
-    def _run(self, index: int, x: Activation, step: int, row: int) -> Activation:
-        layer = self._layers[index]
-        is_tuple = isinstance(x, tuple)
+    def loss(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+        """Return (sum, weight) of these rows: the loss of a global batch is sums over weights.
 
-        def run(*tensors: Tensor) -> Activation:
-            stream = Stream(seed=self._seed, step=step, row=row, layer=index)
-            seed_generators(stream.seed_of_run, self.device)
-            with SampleDropout(stream, len(tensors[0])) if self._dropout[index] else nullcontext():
-                output: Activation = layer(tensors if is_tuple else tensors[0])
+        :raises TrainingError: it cannot be computed, or is a mean that depends on how rows are grouped.
+        """
+        with self._autocast():
+            return self._loss(output, batch, rows)
+
+    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
+        """Return the training's own metrics as (sum, weight) of these rows."""
+        with torch.no_grad():
+            return self._loss.metrics(output, batch, rows)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        compute = self._precision.compute
+        return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
+
+    def _run(self, index: int, x: Activation, step: int, row: int) -> Any:
+        assert isinstance(self._structure, LayerChain)
+        layer = self._structure.layers[index]
+        scopes = _LayerScopes(self, step, row, len(flatten(x)[0]))
+        if isinstance(x, tuple):
+            output: Activation = scopes.block(index, lambda *tensors: layer(tensors), *x)
             return output
+        return scopes.block(index, layer, x)
 
-        if self._checkpoint and torch.is_grad_enabled():
-            # ``run`` reseeds for itself, also when it runs again in the backward pass.
-            output: Activation = checkpoint(run, *flatten(x), use_reentrant=False, preserve_rng_state=False)
-            return output
-        return run(*flatten(x))
-
-    def _probe(self, rows: int) -> tuple[ActivationShape, ...]:
-        """One forward pass of a microbatch: shapes, whether layers use dropout, and clear errors."""
-        samples = [self.training.dataset[i % len(self.training.dataset)] for i in range(rows)]
-        x: Activation = _stack([s[0] for s in samples], "inputs").to(self.device)
-        target = _stack([s[1] for s in samples], "targets").to(self.device)
-        shapes: list[ActivationShape] = []
+    def _probe(self, batch: Batch, rows: int) -> None:
+        """Run a microbatch layer by layer: shapes, whether layers use dropout, and clear errors."""
+        batch = to_device(batch, self.device)
+        x: Any = None
+        shapes: dict[int, ActivationShape] = {}
         with self.buffers_kept(), torch.no_grad():
             for index in range(self.layer_count):
                 probe = DropoutProbe()
                 given = x
                 try:
                     with probe:
-                        x = self._run(index, x, 0, 0)
+                        x = self.forward(index, index + 1, x, step=0, row=0, batch=batch)
+                except TrainingError:
+                    raise
                 except Exception as error:
+                    shown = _shapes(batch if given is None else given)
                     raise TrainingError(
-                        f"{self._name(index)} raised {type(error).__name__} on {_shapes(given)}: {error}"
+                        f"{self.layer_name(index)} raised {type(error).__name__} on {shown}: {error}"
                     ) from error
                 self._dropout[index] = probe.seen
-                self._check_output(index, x, rows)
-                shapes.append(shape_of(x))
-            self._check_loss(x, target)
-        return tuple(shapes)
+                if index < self.layer_count - 1 or isinstance(self._structure, LayerChain):
+                    self._check_output(index, x, rows)
+                    shapes[index] = shape_of(x)
+            self._loss.check(x, batch, rows, self._whole)
+        self._shapes[self.first_signature] = shapes
+        if isinstance(self._structure, WindowedModule):
+            with self._autocast():
+                self._structure.verify(batch, rows, lambda output: self._loss(output, batch, rows)[0])
 
-    def _name(self, index: int) -> str:
-        return f"layer {index} ({type(self._layers[index]).__name__})"
+    def _whole(self, batch: Batch) -> Any:
+        """Return the output of all layers in evaluation mode."""
+        return self.forward(0, self.layer_count, None, step=0, row=0, batch=batch, train=False)
 
     def _check_output(self, index: int, output: object, rows: int) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
         if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise TrainingError(
-                f"{self._name(index)} must return a tensor or a tuple of tensors, not {type(output).__name__}"
+                f"{self.layer_name(index)} must return a tensor or a tuple of tensors, not {type(output).__name__}"
             )
         for tensor in tensors:
-            if tensor.dim() == 0 or tensor.shape[0] != rows:
+            if tensor.dim() == 0 or tensor.shape[0] not in (rows, *((1,) if self.needs_batch else ())):
                 raise TrainingError(
-                    f"{self._name(index)} returned a tensor of shape {tuple(tensor.shape)} for {rows} "
+                    f"{self.layer_name(index)} returned a tensor of shape {tuple(tensor.shape)} for {rows} "
                     "samples; samples must stay in dim 0"
                 )
 
-    def _check_loss(self, output: Activation, target: Tensor) -> None:
-        def loss(rows: slice) -> Tensor:
-            part = tuple(t[rows] for t in output) if isinstance(output, tuple) else output[rows]
-            return self.training.loss(part, target[rows])
-
-        try:
-            whole = loss(slice(None))
-        except Exception as error:
-            raise TrainingError(
-                f"the loss raised {type(error).__name__} on {_shapes(output)} and target "
-                f"{tuple(target.shape)}: {error}"
-            ) from error
-        if not isinstance(whole, Tensor) or whole.numel() != 1:
-            raise TrainingError("the loss must return one number (a scalar tensor)")
-        if len(target) > 1:
-            total = sum(float(loss(slice(i, i + 1))) for i in range(len(target)))
-            if abs(total) > 1e-3 and abs(float(whole) - total) < 1e-3 * abs(total):
-                raise TrainingError('the loss sums over samples; take the mean (reduction="mean")')
+    def _shared_tensors(self) -> list[SharedTensor]:
+        """All parameters and persistent buffers in model order; shared ones once, with all their places."""
+        found: dict[int, SharedTensor] = {}
+        for path, module, layers in self._structure.modules():
+            lasting: list[tuple[Kind, str, Tensor | None]] = [
+                ("parameter", name, value) for name, value in module._parameters.items()
+            ]
+            lasting += [
+                ("buffer", name, value)
+                for name, value in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            ]
+            for kind, attribute, value in lasting:
+                if value is None:
+                    continue
+                shared = found.setdefault(
+                    id(value),
+                    SharedTensor(
+                        name=f"{path}.{attribute}" if path else attribute,
+                        kind=kind,
+                        trainable=kind == "parameter" and value.requires_grad,
+                    ),
+                )
+                shared.layers[:] = sorted({*shared.layers, *layers})
+                if not any(m is module and a == attribute for m, a in shared.places):
+                    shared.places.append((module, attribute))
+        return list(found.values())
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -258,36 +373,49 @@ class Model:
             self._checkpoint = checkpointing
 
 
-def _shared_tensors(layers: list[nn.Module]) -> list[SharedTensor]:
-    """All parameters and persistent buffers in model order; shared ones once, with all their places."""
-    found: dict[int, SharedTensor] = {}
-    for index, layer in enumerate(layers):
-        for prefix, module in layer.named_modules(remove_duplicate=False):
-            path = f"{index}.{prefix}." if prefix else f"{index}."
-            lasting: list[tuple[Kind, str, Tensor | None]] = [
-                ("parameter", name, value) for name, value in module._parameters.items()
-            ]
-            lasting += [
-                ("buffer", name, value)
-                for name, value in module._buffers.items()
-                if name not in module._non_persistent_buffers_set
-            ]
-            for kind, attribute, value in lasting:
-                if value is None:
-                    continue
-                shared = found.setdefault(
-                    id(value),
-                    SharedTensor(
-                        name=path + attribute,
-                        kind=kind,
-                        trainable=kind == "parameter" and value.requires_grad,
-                    ),
-                )
-                if index not in shared.layers:
-                    shared.layers.append(index)
-                if not any(m is module and a == attribute for m, a in shared.places):
-                    shared.places.append((module, attribute))
-    return list(found.values())
+class _LayerScopes(Scopes):
+    """Seeds, per-sample dropout and activation checkpointing for one run of layers on some rows."""
+
+    def __init__(self, model: Model, step: int, row: int, rows: int) -> None:
+        self._model = model
+        self._step = step
+        self._row = row
+        self._rows = rows
+
+    @contextmanager
+    def _seeded(self, layer: int, number: int) -> Iterator[None]:
+        """Draw inside from the stream ``number``; ``layer`` says whether there is dropout."""
+        model = self._model
+        stream = Stream(seed=model._seed, step=self._step, row=self._row, layer=number)
+        seed_generators(stream.seed_of_run, model.device)
+        with SampleDropout(stream, self._rows) if model._dropout[layer] else nullcontext():
+            yield
+
+    def around(self, layer: int, part: int) -> AbstractContextManager[None]:
+        # Code after a block draws from a stream of its own, as the block may be run again for checkpointing.
+        return self._seeded(layer, layer + part * self._model.layer_count)
+
+    def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def run(*given: Any) -> Any:
+            with self._seeded(layer, layer):
+                return function(*given, **named)
+
+        if self._model._checkpoint and torch.is_grad_enabled():
+            # ``run`` reseeds for itself, also when it runs again in the backward pass.
+            return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return run(*arguments)
+
+
+def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
+    """Return the data set's first samples as a microbatch; a short data set is gone through again."""
+    samples = [training.dataset[i % len(training.dataset)] for i in range(rows)]
+    try:
+        batch = checked_batch((training.collate or default_collate)(samples))
+    except TrainingError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"Training.collate raised {type(error).__name__}: {error}") from error
+    return cast_floating(batch, dtype)
 
 
 def _parameter(tensor: SharedTensor) -> nn.Parameter:
@@ -301,12 +429,6 @@ def _set_mode(layer: nn.Module, train: bool) -> None:
         layer.train(train)
 
 
-def _stack(tensors: list[Tensor], what: str) -> Tensor:
-    try:
-        return torch.stack(tensors)
-    except RuntimeError as error:
-        raise TrainingError(f"the data set's {what} do not all have the same shape: {error}") from error
-
-
-def _shapes(activation: Activation) -> str:
-    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in flatten(activation))
+def _shapes(value: Any) -> str:
+    tensors = [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)

@@ -12,6 +12,7 @@ is the same on every rank at the same step, and travels with every layer, as pla
 import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +24,40 @@ from torch.optim.optimizer import Optimizer
 from runtime.layers.model import Model
 from runtime.training import TrainingError
 
+_GROWTH_STEPS = 2000
+
 Scalar = int | float | bool | str | None
 ParameterState = dict[str, Tensor | Scalar]
 """What the optimizer keeps for one parameter: ``exp_avg``, ``step``, …"""
 Schedule = dict[str, Any]
-"""``{"groups": [options of each group], "scheduler": its state or None}``, plain data."""
+"""``{"groups": [options of each group], "scheduler": its state or None, "loss_scale": [value, good steps] or
+None}``, plain data."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Factor that keeps float16 gradients from underflowing, adjusted as ``torch.amp.GradScaler`` does."""
+
+    value: float = 65536.0
+    good_steps: int = 0
+    """Steps since it changed last."""
+
+    def advance(self, *, overflowed: bool) -> None:
+        """Halve it after gradients that were not finite, double it after 2,000 steps without any."""
+        if overflowed:
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == _GROWTH_STEPS:
+            self.value, self.good_steps = min(self.value * 2, 2.0**24), 0
 
 
 class Optimization:
     """:raises TrainingError: the factory or the scheduler raised, or made something that cannot move."""
 
     def __init__(self, model: Model) -> None:
+        self.loss_scale = LossScale() if model.scales_loss else None
+        """Committed like the schedule, and travels with it."""
         self._model = model
         training = model.training
         named = model.named_parameters(range(model.layer_count))
@@ -109,7 +133,7 @@ class Optimization:
         :raises TrainingError: one of them is not plain data.
         """
         if self._optimizer is None:
-            return {"groups": [], "scheduler": None}
+            return {"groups": [], "scheduler": None, "loss_scale": None}
         groups = [
             {
                 key: _plain(value, f"optimizer option {key!r}")
@@ -121,7 +145,12 @@ class Optimization:
         scheduler = None
         if self._scheduler is not None:
             scheduler = _plain(self._scheduler.state_dict(), "the state of the learning-rate scheduler")
-        return {"groups": groups, "scheduler": scheduler}
+        scale = self.loss_scale
+        return {
+            "groups": groups,
+            "scheduler": scheduler,
+            "loss_scale": None if scale is None else [scale.value, scale.good_steps],
+        }
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Continue where the rank that said ``schedule()`` is.
@@ -138,6 +167,8 @@ class Optimization:
                 group[key] = _restored(group[key], value)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), schedule["scheduler"]))
+        if self.loss_scale is not None:
+            self.loss_scale.value, self.loss_scale.good_steps = schedule["loss_scale"]
 
     def _refresh(self) -> None:
         """Put the model's present parameter objects where the optimizer has dropped or older ones."""
@@ -249,4 +280,4 @@ def _structure(schedule: Schedule) -> tuple[Any, ...]:
     groups = tuple(tuple(sorted(group)) for group in schedule["groups"])
     scheduler = schedule["scheduler"]
     entries = None if scheduler is None else tuple(sorted(str(key) for key, _ in scheduler["pairs"]))
-    return groups, entries
+    return groups, entries, schedule["loss_scale"] is None

@@ -56,18 +56,23 @@ class Seat:
         return self.stage == self.stages - 1
 
 
-def rows_of(microbatch_rows: int, index: int, devices: int) -> tuple[int, int]:
-    """Rows ``[start, end)`` of a microbatch for device ``index`` of a stage; sizes differ by at most 1."""
+def rows_of(microbatch_rows: int, index: int, devices: int, *, coupled: bool = False) -> tuple[int, int]:
+    """Return the rows ``[start, end)`` of a microbatch for device ``index`` of a stage.
+
+    Sizes differ by at most 1. Where rows are ``coupled``, the first device takes all of them.
+    """
+    if coupled:
+        return (0, microbatch_rows) if index == 0 else (microbatch_rows, microbatch_rows)
     return microbatch_rows * index // devices, microbatch_rows * (index + 1) // devices
 
 
-def seat_of(world: WorldData, rank: int, microbatch_rows: int) -> Seat:
+def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool = False) -> Seat:
     """:raises WorldError: the rank sits nowhere."""
     for pipeline in world.pipelines:
         for number, stage in enumerate(pipeline.stages):
             if rank not in stage.ranks:
                 continue
-            start, end = rows_of(microbatch_rows, stage.ranks.index(rank), len(stage.ranks))
+            start, end = rows_of(microbatch_rows, stage.ranks.index(rank), len(stage.ranks), coupled=coupled)
             before = pipeline.stages[number - 1] if number > 0 else None
             behind = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
             return Seat(
@@ -80,32 +85,34 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int) -> Seat:
                 microbatches=pipeline.microbatches,
                 first_row=start,
                 rows=end - start,
-                previous=_routes(before, start, end, microbatch_rows),
-                following=_routes(behind, start, end, microbatch_rows),
+                previous=_routes(before, start, end, microbatch_rows, coupled=coupled),
+                following=_routes(behind, start, end, microbatch_rows, coupled=coupled),
             )
     raise WorldError(f"rank {rank} has no place in the plan")
 
 
-def _routes(neighbour: StageData | None, start: int, end: int, microbatch_rows: int) -> tuple[Route, ...]:
+def _routes(
+    neighbour: StageData | None, start: int, end: int, microbatch_rows: int, *, coupled: bool
+) -> tuple[Route, ...]:
     if neighbour is None:
         return ()
     routes = []
     for index, peer in enumerate(neighbour.ranks):
-        their_start, their_end = rows_of(microbatch_rows, index, len(neighbour.ranks))
+        their_start, their_end = rows_of(microbatch_rows, index, len(neighbour.ranks), coupled=coupled)
         first, last = max(start, their_start), min(end, their_end)
         if first < last:
             routes.append(Route(peer=peer, start=first - start, end=last - start))
     return tuple(routes)
 
 
-def talks_of(world: WorldData, microbatch_rows: int) -> frozenset[Talk]:
+def talks_of(world: WorldData, microbatch_rows: int, *, coupled: bool = False) -> frozenset[Talk]:
     """Who passes rows to whom, and who sends layers to whom before the first step."""
     talks: set[Talk] = set()
     for pipeline in world.pipelines:
         for stage, behind in pairwise(pipeline.stages):
             for index, rank in enumerate(stage.ranks):
-                start, end = rows_of(microbatch_rows, index, len(stage.ranks))
-                for route in _routes(behind, start, end, microbatch_rows):
+                start, end = rows_of(microbatch_rows, index, len(stage.ranks), coupled=coupled)
+                for route in _routes(behind, start, end, microbatch_rows, coupled=coupled):
                     one, other = sorted((rank, route.peer))
                     talks |= {("activation", one, other), ("gradient", one, other)}
     for transfer in world.transfers:

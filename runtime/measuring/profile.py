@@ -20,11 +20,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from runtime.data.sampling import Sampler
+from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
-from runtime.layers.model import CPU, Model
+from runtime.layers.model import CPU, Model, first_batch
 from runtime.parent import die_with_parent
-from runtime.training import Training, TrainingError, load_training
+from runtime.precision import PRECISIONS
+from runtime.training import Batch, Training, TrainingError, load_training
 from runtime.wire.measurement import (
     INVALID_EXIT,
     LayersMeasured,
@@ -55,26 +56,20 @@ def measure(
     :param progress: called with the number of layers that are done, and of all.
     """
     training, rows = model.training, data.microbatch_rows
-    sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
-    x, target = sampler.load(training.dataset, sampler.indices(1)[:rows])
-    activation: Activation = x.to(model.device)
-    target = target.to(model.device)
+    batch = first_batch(training, rows, PRECISIONS[data.precision].parameters)
+    batch = to_device(batch, model.device)
+    activation: Activation | None = None
     optimizer_bytes = _optimizer_bytes(training, model)
-    shapes = model.output_shapes()
     layers: list[LayerProfileData] = []
     measured: list[tuple[RowsMeasured, ...]] = []
     unmeasured: list[str] = []
-    fullest = _rows_of_fullest(rows, devices_per_node)
+    fullest = _rows_of_fullest(rows, devices_per_node, coupled=model.couples_rows)
     with model.buffers_kept(), model.without_checkpointing():
         for layer in range(model.layer_count):
-            last = layer == model.layer_count - 1
-            loss = training.loss if last else None
-            whole = _time_layer(model, layer, activation, loss, target)
-            parts, problem = _time_parts(
-                model, layer, activation, loss, target, sorted(set(fullest.values()))
-            )
+            whole = _time_layer(model, layer, activation, batch, rows)
+            parts, problem = _time_parts(model, layer, activation, batch, rows, sorted(set(fullest.values())))
             unmeasured += [problem] if problem else []
-            saved_bytes, activation = _saved_bytes(model, layer, activation)
+            saved_bytes, activation, output_bytes = _saved_bytes(model, layer, activation, batch, rows)
             tensors = model.tensors_of(layer)
             sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
             layers.append(
@@ -85,7 +80,7 @@ def measure(
                     gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
                     optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
                     activation_bytes=saved_bytes,
-                    output_bytes=shapes[layer].size_bytes(rows),
+                    output_bytes=output_bytes,
                     split=_split_times(fullest, parts),
                 )
             )
@@ -97,7 +92,7 @@ def measure(
         profile=ProfileData(
             layers=tuple(layers), microbatch_rows=rows, device_memory_bytes=_device_memory_bytes(model.device)
         ),
-        names=tuple(type(layer).__name__ for layer in training.layers),
+        names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
         rows=tuple(measured),
         unmeasured=tuple(unmeasured),
         device=_device_name(model.device),
@@ -105,10 +100,13 @@ def measure(
     )
 
 
-def _rows_of_fullest(rows: int, devices_per_node: int) -> dict[int, int]:
+def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict[int, int]:
     """For each number of devices that a stage can have, from 2: rows of the device that has most
     (``runtime.layers.world.rows_of``)."""
-    return {devices: -(-rows // devices) for devices in range(2, min(devices_per_node, rows) + 1)}
+    return {
+        devices: rows if coupled else -(-rows // devices)
+        for devices in range(2, min(devices_per_node, rows) + 1)
+    }
 
 
 def _split_times(fullest: dict[int, int], parts: dict[int, RowsMeasured]) -> tuple[SplitTimeData, ...]:
@@ -124,34 +122,23 @@ def _split_times(fullest: dict[int, int], parts: dict[int, RowsMeasured]) -> tup
 
 
 def _time_parts(
-    model: Model,
-    layer: int,
-    x: Activation,
-    loss: Callable[[Activation, Tensor], Tensor] | None,
-    target: Tensor,
-    counts: list[int],
+    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, counts: list[int]
 ) -> tuple[dict[int, RowsMeasured], str | None]:
     """The layer on the first rows of the microbatch, for each count; and what went wrong, if it did.
 
     Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
     """
     parts: dict[int, RowsMeasured] = {}
-    for rows in reversed(counts):
-        part = tuple(t[:rows] for t in x) if isinstance(x, tuple) else x[:rows]
+    for count in reversed(counts):
+        part = None if x is None else tuple(t[:count] for t in x) if isinstance(x, tuple) else x[:count]
         try:
-            parts[rows] = _time_layer(model, layer, part, loss, target[:rows])
+            parts[count] = _time_layer(model, layer, part, slice_rows(batch, 0, count, rows), count)
         except (RuntimeError, ValueError) as error:
-            return parts, f"layer {layer} raised {type(error).__name__} on {rows} rows: {error}"
+            return parts, f"layer {layer} raised {type(error).__name__} on {count} rows: {error}"
     return parts, None
 
 
-def _time_layer(
-    model: Model,
-    layer: int,
-    x: Activation,
-    loss: Callable[[Activation, Tensor], Tensor] | None,
-    target: Tensor,
-) -> RowsMeasured:
+def _time_layer(model: Model, layer: int, x: Activation | None, batch: Batch, rows: int) -> RowsMeasured:
     """The forward and the backward pass, several times."""
     forwards: list[float] = []
     backwards: list[float] = []
@@ -159,8 +146,7 @@ def _time_layer(
     for repeat in range(_WARM_UPS + _MOST_REPEATS):
         given = _as_received(x)
         start = device_now(model.device)
-        output = model.forward(layer, layer + 1, given, step=1, row=0)
-        outputs = flatten(output) if loss is None else (loss(output, target),)
+        outputs = _outputs(model, layer, given, batch, rows)
         middle = device_now(model.device)
         roots = [t for t in outputs if t.requires_grad]
         if roots:
@@ -172,11 +158,21 @@ def _time_layer(
             backwards.append(end - middle)
         if spent_s > _LONG_S or (len(forwards) >= _FEWEST_REPEATS and spent_s > _SHORT_S):
             break
-    return RowsMeasured(rows=len(flatten(x)[0]), forward=spread_of(forwards), backward=spread_of(backwards))
+    return RowsMeasured(rows=rows, forward=spread_of(forwards), backward=spread_of(backwards))
 
 
-def _saved_bytes(model: Model, layer: int, x: Activation) -> tuple[int, Activation]:
-    """Bytes of the distinct memory that autograd keeps for the backward pass, and the layer's output."""
+def _outputs(model: Model, layer: int, x: Activation | None, batch: Batch, rows: int) -> tuple[Tensor, ...]:
+    """What the layer passes on; the loss where it is the last one."""
+    output = model.forward(layer, layer + 1, x, step=1, row=0, batch=batch)
+    if layer < model.layer_count - 1:
+        return flatten(output)
+    return (model.loss(output, batch, rows)[0],)
+
+
+def _saved_bytes(
+    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int
+) -> tuple[int, Activation, int]:
+    """Bytes of the distinct memory that autograd keeps for the backward pass; the layer's output, its bytes."""
     parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
     sizes: dict[int, int] = {}
 
@@ -187,13 +183,18 @@ def _saved_bytes(model: Model, layer: int, x: Activation) -> tuple[int, Activati
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.forward(layer, layer + 1, _as_received(x), step=1, row=0)
+        output = model.forward(layer, layer + 1, _as_received(x), step=1, row=0, batch=batch)
+        if layer == model.layer_count - 1 and model.needs_batch:
+            output = model.loss(output, batch, rows)[0]
     detached = tuple(t.detach() for t in flatten(output))
-    return sum(sizes.values()), detached if isinstance(output, tuple) else detached[0]
+    passed: Activation = detached if isinstance(output, tuple) else detached[0]
+    return sum(sizes.values()), passed, sum(t.numel() * t.element_size() for t in detached)
 
 
-def _as_received(x: Activation) -> Activation:
+def _as_received(x: Activation | None) -> Activation | None:
     """As a stage gets it from the stage before: a leaf that gradients flow to."""
+    if x is None:
+        return None
     tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
     return tensors if isinstance(x, tuple) else tensors[0]
 

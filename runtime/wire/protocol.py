@@ -37,6 +37,12 @@ class VoteData(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     gradient_norm: float
     skipped: bool = False
+    weight: float = 1.0
+    """Total weight of the global batch's loss: rows, or tokens that are not ignored."""
+    loss_scale: float = 1.0
+    """Factor on the gradients that this vote was taken on."""
+    metrics: dict[str, float] = {}
+    """The training's own metrics, averaged over the global batch."""
 
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,11 @@ import math
 
 import torch
 
+from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
+from runtime.precision import PRECISIONS
 from runtime.training import Training, load_training
 from runtime.wire.protocol import TrainingData
 
@@ -21,20 +23,28 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
     model = Model(training, data)
     optimization = Optimization(model)
     sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+    loader = BatchLoader(
+        training.dataset,
+        training.collate,
+        sampler,
+        microbatch_rows=data.microbatch_rows,
+        seed=data.seed,
+        dtype=PRECISIONS[data.precision].parameters,
+    )
     everything = range(model.layer_count)
-    microbatches = data.global_batch // data.microbatch_rows
+    rows, microbatches = data.microbatch_rows, data.global_batch // data.microbatch_rows
     losses: list[float] = []
     for step in range(1, steps + 1):
-        inputs, targets = sampler.load(training.dataset, sampler.indices(step))
-        total = 0.0
-        for first in range(0, data.global_batch, data.microbatch_rows):
-            rows = slice(first, first + data.microbatch_rows)
-            output = model.forward(0, model.layer_count, inputs[rows], step=step, row=first)
-            loss = training.loss(output, targets[rows])
-            torch.autograd.backward(loss / microbatches)
+        total = total_weight = 0.0
+        for microbatch in range(microbatches):
+            batch = loader.load(step, microbatch)
+            output = model.forward(0, model.layer_count, None, step=step, row=microbatch * rows, batch=batch)
+            loss, weight = model.loss(output, batch, rows)
+            torch.autograd.backward(loss)
             total += loss.item()
+            total_weight += float(weight)
         parameters = [parameter for _, parameter in model.named_parameters(everything)]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad.div_(total_weight) for p in parameters if p.grad is not None]
         norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
         if data.clip_gradient_norm is not None and norm > data.clip_gradient_norm:
             for gradient in gradients:
@@ -42,7 +52,7 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
         optimization.step(everything, skipped=not math.isfinite(norm))
         for parameter in parameters:
             parameter.grad = None
-        losses.append(total / microbatches)
+        losses.append(total / total_weight)
     return losses, model
 
 

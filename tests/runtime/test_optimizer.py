@@ -201,8 +201,8 @@ def test_a_model_without_trainable_parameters() -> None:
     model = Model(training_of([nn.Identity()], loss=frozen_loss), data_for("unused.py:build"))
     optimization = Optimization(model)
     optimization.step([0])
-    assert optimization.schedule() == {"groups": [], "scheduler": None}
-    optimization.set_schedule({"groups": [], "scheduler": None})
+    assert optimization.schedule() == {"groups": [], "scheduler": None, "loss_scale": None}
+    optimization.set_schedule({"groups": [], "scheduler": None, "loss_scale": None})
 
 
 def test_the_schedule_of_another_optimizer_is_refused() -> None:

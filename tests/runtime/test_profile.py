@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
@@ -58,7 +58,7 @@ def test_checkpointing_does_not_change_what_is_measured() -> None:
 def test_measuring_leaves_the_model_pristine() -> None:
     data = data_for("unused.py:build")
     torch.manual_seed(1)
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 1)]
+    layers: list[nn.Module] = [Several(6, 6), nn.Linear(6, 1)]
     model = Model(training_of(layers), data)
     states = LayerStates(model, Optimization(model))
     before = [states.pack(layer) for layer in range(2)]
@@ -143,9 +143,18 @@ def test_no_more_devices_are_measured_than_there_are_rows() -> None:
     assert [entry.devices for entry in found.profile.layers[0].split] == [2]
 
 
+class Several(nn.Linear):
+    """A layer that needs two rows at least."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise ValueError("one row is too few")
+        return super().forward(x)
+
+
 def test_a_layer_that_cannot_compute_on_few_rows_is_left_to_the_model() -> None:
     data = data_for("unused.py:build")
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 1)]
+    layers: list[nn.Module] = [Several(6, 6), nn.Linear(6, 1)]
     found = measure(Model(training_of(layers), data), data, devices_per_node=4)
     assert [entry.devices for entry in found.profile.layers[0].split] == [2, 3]
     assert [entry.devices for entry in found.profile.layers[1].split] == [2, 3, 4]

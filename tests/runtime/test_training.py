@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from runtime.layers.model import first_batch
 from runtime.training import Training, TrainingError, load_training
 from tests.runtime.support import data_for, gpt_data, script
 
@@ -91,7 +92,7 @@ def test_parameters_and_data_have_the_precisions_parameter_type(
 ) -> None:
     script(tmp_path, GOOD)
     training = load_training(data_for("mine.py:build", tmp_path, precision=precision))
-    x, target = training.dataset[5]
+    x, target = first_batch(training, 2, getattr(torch, dtype))
     dtypes = {p.dtype for layer in training.layers for p in layer.parameters()} | {x.dtype, target.dtype}
     assert dtypes == {getattr(torch, dtype)}
     assert len(training.dataset) == 40
@@ -155,8 +156,8 @@ def test_a_function_that_ends_the_process_names_the_line(tmp_path: Path) -> None
 def test_samples_may_be_numpy_arrays_and_numbers(tmp_path: Path) -> None:
     rows = "class Plain(Rows):\n    def __getitem__(self, index): return np.zeros(3), index % 2\n"
     script(tmp_path, changed("import numpy as np\n" + rows, dataset="Plain()"))
-    x, target = load_training(data_for("mine.py:build", tmp_path)).dataset[5]
-    assert (x.dtype, target.dtype, int(target)) == (torch.float64, torch.int64, 1)
+    x, target = first_batch(load_training(data_for("mine.py:build", tmp_path)), 2, torch.float64)
+    assert (x.dtype, target.dtype, target.tolist()) == (torch.float64, torch.int64, [0, 1])
 
 
 LINEARS = """
@@ -203,7 +204,7 @@ class Words(Rows):
         ({"layers": "twice()"}, "layer 2 is the same module as layer 0"),
         ({"layers": "share()"}, "parameters 0.weight and 1.weight share memory but are two"),
         ({"layers": "[nn.LazyLinear(4)]"}, "parameter weight of layer 0 is uninitialised"),
-        ({"loss": "None"}, "Training.loss must be a function, not a NoneType"),
+        ({"loss": "None"}, "Training.loss is missing; only a model has a loss of its own"),
         ({"loss": "Loss()"}, "Training.loss has parameters"),
         ({"optimizer": "torch.ones(1)"}, "Training.optimizer must be a function"),
         ({"scheduler": "3"}, "Training.scheduler must be a function .* or None, not a int"),
@@ -227,7 +228,7 @@ def test_a_training_that_cannot_be_used(tmp_path: Path, parts: dict[str, str], m
 
 def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     script(tmp_path, "def build():\n    return [nn.Linear(3, 1)]\n")
-    with pytest.raises(TrainingError, match=r"must return a runtime.training.Training, not list"):
+    with pytest.raises(TrainingError, match=r"must return a Training, not list"):
         load_training(data_for("mine.py:build", tmp_path))
 
 

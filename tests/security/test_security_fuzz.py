@@ -289,10 +289,11 @@ def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
     ]
     for original, read, form in readers:
         for rng in seeded(SEED, 800 * EFFORT):
-            if rng.random() < 0.5:
-                wrong = garbled(rng, original)
-            else:
-                wrong = form.encode(twisted(rng, form.decode(original)))
+            wrong = (
+                garbled(rng, original)
+                if rng.random() < 0.5
+                else form.encode(twisted(rng, form.decode(original)))
+            )
             survives(read, wrong, (DamagedError,))
         for nested in (deep(b"["), deep(b"\x91"), b""):
             assert not survives(read, nested, (DamagedError,))

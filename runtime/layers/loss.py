@@ -1,0 +1,202 @@
+"""The loss of some rows of a microbatch as a sum and a weight.
+
+The loss of a global batch is the sum of all sums over the sum of all weights: of tokens, where labels of -100
+are left out, or of rows. It is divided once, before the update, so it does not depend on how the batch was
+cut into microbatches, pipelines and devices. Auxiliary terms of a Hugging Face model's own loss (expert
+balancing) count with the weight of their microbatch.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.data.batches import leaves_of, slice_rows
+from runtime.layers.chain import LayerChain
+from runtime.layers.windows import WindowedModule
+from runtime.training import Batch, Training, TrainingError
+
+IGNORED = -100
+_REMEDY = (
+    "return (sum, weight) instead, for example (cross_entropy(…, reduction='sum'), (target != -100).sum())"
+)
+_SHIFTED = ("ForCausalLM",)
+
+
+class Loss:
+    """The user's loss function, or the model's own.
+
+    :raises TrainingError: neither is there.
+    """
+
+    def __init__(self, training: Training, structure: LayerChain | WindowedModule) -> None:
+        self._function = training.loss
+        self._metrics = training.metrics
+        self._takes_target = isinstance(structure, LayerChain)
+        self._root: nn.Module | None = None if isinstance(structure, LayerChain) else structure.root
+        self._couples_rows = structure.couples_rows
+        self.nominal_weight = 1.0
+        """Weight of a row, roughly: keeps sums in the range of means, so that float16 does not overflow."""
+        self.metric_names: tuple[str, ...] = ()
+
+    def __call__(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+        if self._function is None:
+            return self._own(output, batch, rows)
+        value = self._function(output, batch[1] if self._takes_target else batch)
+        if isinstance(value, tuple | list):
+            return _pair(value, "the loss")
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise TrainingError("the loss must return one number (a scalar tensor) or a pair (sum, weight)")
+        self._check_masks(batch[1] if self._takes_target else batch, rows)
+        return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
+
+    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
+        """Return the training's own metrics as (sum, weight).
+
+        :raises TrainingError: it returned something else.
+        """
+        if self._metrics is None:
+            return {}
+        found = self._metrics(output, batch)
+        if not isinstance(found, Mapping):
+            raise TrainingError(f"Training.metrics must return a dict by name, not {type(found).__name__}")
+        metrics = {}
+        for name, value in found.items():
+            if isinstance(value, tuple | list):
+                total, weight = _pair(value, f"the metric {name!r}")
+                metrics[str(name)] = (float(total), float(weight))
+            else:
+                metrics[str(name)] = (float(value) * rows, float(rows))
+        return metrics
+
+    def check(self, output: Any, batch: Batch, rows: int, whole: Callable[[Batch], Any]) -> None:
+        """Compare the loss of a microbatch with those of its parts.
+
+        :param output: the model's output for all rows.
+        :param whole: runs the model in evaluation mode on some rows.
+        :raises TrainingError: the loss fails, or is no mean over rows.
+        """
+        try:
+            total, weight = self(output, batch, rows)
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"the loss raised {type(error).__name__}: {error}") from error
+        self.nominal_weight = max(float(weight), 1.0) / rows
+        self.metric_names = tuple(sorted(self.metrics(output, batch, rows)))
+        if rows < 2 or self._couples_rows:
+            return
+        cuts = [(0, 1), (1, rows)]
+        parts = [slice_rows(batch, start, end, rows) for start, end in cuts]
+        cuttable = self._function is not None and isinstance(output, Tensor | tuple | list | Mapping)
+        try:
+            found = [
+                self(_rows(output, *cut, rows) if cuttable else whole(part), part, cut[1] - cut[0])
+                for part, cut in zip(parts, cuts, strict=True)
+            ]
+            if not cuttable:
+                total, weight = self(whole(batch), batch, rows)
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"the loss raised {type(error).__name__} on a part of the rows: {error}"
+            ) from error
+        sums, weights = sum(float(s) for s, _ in found), sum(float(w) for _, w in found)
+        if not math.isfinite(sums) or (_close(float(total), sums) and _close(float(weight), weights)):
+            return
+        if self._function is not None and _close(
+            float(total) / rows, sum(float(s) / (e - b) for (s, _), (b, e) in zip(found, cuts, strict=True))
+        ):
+            raise TrainingError('the loss sums over samples; take the mean (reduction="mean")')
+        raise TrainingError(
+            f"the loss of {rows} rows is {float(total):.6g} (weight {float(weight):g}), but its parts give "
+            f"{sums:.6g} (weight {weights:g}), so it would depend on how rows are grouped; {_REMEDY}"
+        )
+
+    # --- the model's own -----------------------------------------------------------------------------
+
+    def _own(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+        value = own_loss(output)
+        if value is None:
+            labels = (
+                "; the samples have no 'labels'"
+                if isinstance(batch, Mapping) and "labels" not in batch
+                else ""
+            )
+            raise TrainingError(
+                f"{type(self._root).__name__} returned no loss{labels}. Give the samples labels, or the training "
+                "a loss: Training(loss=lambda output, batch: ...)"
+            )
+        weight = self._own_weight(batch, rows)
+        if weight == 0:
+            # Its mean over no tokens is not a number, and so would be its gradient.
+            return value.new_zeros(()), torch.tensor(0.0, dtype=torch.float64)
+        return value.squeeze() * weight, torch.tensor(float(weight), dtype=torch.float64)
+
+    def _own_weight(self, batch: Batch, rows: int) -> int:
+        """Count what the model's own loss is a mean over: labels that are not ignored, or rows."""
+        if not isinstance(batch, Mapping):
+            return rows
+        shifted = batch.get("shift_labels")
+        labels = batch.get("labels")
+        if isinstance(shifted, Tensor):
+            labels = shifted
+        elif isinstance(labels, Tensor) and self._shifts():
+            labels = labels[..., 1:]
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return rows
+        return int((labels != IGNORED).sum())
+
+    def _shifts(self) -> bool:
+        """Whether the model's own loss predicts each next token."""
+        for module in self._root.modules() if self._root is not None else ():
+            if getattr(module, "loss_type", None) is not None and hasattr(module, "config"):
+                return module.loss_type in _SHIFTED
+        return False
+
+    def _check_masks(self, target: Batch, rows: int) -> None:
+        """Refuse a mean over tokens that leaves out unequal numbers of them."""
+        for leaf in leaves_of(target):
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.dtype == torch.int64
+                and leaf.dim() > 1
+                and len(leaf) == rows
+            ):
+                ignored = (leaf == IGNORED).flatten(1).sum(1)
+                if int(ignored.min()) != int(ignored.max()):
+                    raise TrainingError(
+                        "the loss is a single number, but rows have unequal numbers of targets that are -100, so "
+                        f"a mean over tokens would depend on how rows are grouped; {_REMEDY}"
+                    )
+
+
+def _rows(output: Any, start: int, end: int, rows: int) -> Any:
+    """Return the rows of a model's output, as an object of the same type."""
+    if isinstance(output, Mapping) and type(output) is not dict:
+        return type(output)(**slice_rows(dict(output), start, end, rows))
+    return slice_rows(output, start, end, rows)
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """Return the loss that a model's output carries, if it does."""
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if value is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        value = output[0] if output[0].numel() == 1 else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _pair(value: Any, what: str) -> tuple[Tensor, Tensor]:
+    if len(value) != 2 or not isinstance(value[0], Tensor) or value[0].numel() != 1:
+        raise TrainingError(f"{what} must be a scalar or a pair (sum, weight)")
+    weight = torch.as_tensor(value[1]).detach().to(torch.float64)
+    if weight.numel() != 1:
+        raise TrainingError(f"{what} has a weight of {weight.numel()} numbers; it must be one")
+    return value[0].squeeze(), weight.squeeze()
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-3 * max(abs(one), abs(other)) + 1e-6

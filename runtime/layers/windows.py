@@ -1,0 +1,669 @@
+"""Cutting a module into layers by running windows of it through the module's own ``forward``.
+
+A module with a chain of blocks (the decoder layers of a language model, the stages of a residual network) is
+cut before each block and after the last one. The layers are: what runs before the first block, each block
+with what runs between it and the next, and what runs after the last block. To run layers [first, end) on a
+microbatch, the module's own ``forward`` runs on that microbatch, so that masks, rotary tables and the loss
+come from the module's own code in every window, with three changes:
+
+* blocks before the window do nothing, and the window's first block takes what was *received* in place of the
+  arguments that depend on earlier layers;
+* submodules outside of the blocks that hold parameters (embeddings, norms, heads) give zeros of the right
+  shape unless they run inside the window;
+* the first block after the window raises ``_Stop`` with what crosses the cut.
+
+Which arguments depend on earlier layers is *recorded* in one run of the whole module in which every output
+of a block or other submodule requires a gradient. An argument that is the very tensor that the block before
+took, too, is *carried*: every block of the window takes it from what was received.
+
+The window's results are compared with those of the whole module (``WindowedModule.verify``), so a module whose
+code around the blocks keeps state of its own is refused and not trained wrongly.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from runtime.data.batches import signature
+from runtime.layers.chain import normalises_over_rows
+from runtime.layers.experts import ExpertBalance
+from runtime.training import Batch, TrainingError
+
+WAYS_OUT = (
+    "name the submodules to cut before with Training(split=[...]), in the order in which they run, "
+    "or hand over a list with Training(layers=[...])"
+)
+
+
+class _Stop(Exception):
+    """Carries what crosses the cut at a window's end out of the module's ``forward``."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+
+@dataclass(slots=True)
+class _Cut:
+    """What was recorded of one block."""
+
+    needed: list[int]
+    """Leaves of its arguments that depend on earlier layers."""
+    carried: dict[int, int]
+    """Leaves that are the very tensors which the block before took, and which of its leaves they are."""
+    per_row: list[bool] = field(default_factory=list)
+    """For each of ``needed``, whether its dim 0 are the rows."""
+    output: Any = None
+    """Structure of what it returns."""
+    skipped: list[Any] = field(default_factory=list)
+    """For each leaf of its output: ``_Same`` as its first tensor argument, ``_Zeros``, or the value itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Same:
+    pass
+
+
+@dataclass(slots=True)
+class _Window:
+    """One run of layers [first, end)."""
+
+    first: int
+    end: int
+    rows: int
+    received: tuple[Tensor, ...]
+    scopes: "Scopes"
+    segment: int = 0
+    """The layer that what runs now belongs to."""
+    scope: AbstractContextManager[None] | None = None
+    before: list[Any] | None = None
+    """Leaves of the arguments of the block that ran before."""
+    balance: tuple[Tensor, ...] = ()
+    """Accumulators of expert balancing."""
+
+
+class Scopes:
+    """What surrounds the code of a layer while it runs; the default is nothing."""
+
+    def around(self, layer: int, part: int) -> AbstractContextManager[None]:
+        """Surround code of ``layer`` outside of its block; ``part`` counts from 1 after the block, 0 before."""
+        return nullcontext()
+
+    def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run the block of ``layer``."""
+        return function(*arguments, **named)
+
+
+class WindowedModule:
+    """A module and its chain of blocks; layer 0 comes before the first block, layer i + 1 is block i.
+
+    :param batch: a microbatch to record with; its rows are in dim 0.
+    :param call: runs the module on a batch.
+    :raises TrainingError: the module cannot be cut; the message says what was tried, where it failed and the
+        ways out.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        split: Sequence[str] | None,
+        batch: Batch,
+        rows: int,
+        call: Callable[[nn.Module, Batch], Any],
+    ) -> None:
+        self.root = root
+        self._call = call
+        self._names = list(split) if split is not None else find_blocks(root)
+        if split is not None:
+            _check_split(root, self._names)
+        self._blocks = [root.get_submodule(name) for name in self._names]
+        self._ancestors = _ancestors(root, self._blocks)
+        self._units = _units(root, self._ancestors, self._blocks)
+        self._layers_of_unit: dict[str, set[int]] = {name: set() for name in self._units}
+        self._window: _Window | None = None
+        self._cuts: list[_Cut] = []
+        self._exit: list[int] = []
+        self._exit_per_row: list[bool] = []
+        self._shapes: dict[Any, Any] = {}
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        self._balance = ExpertBalance.of(root)
+        self._record(batch, rows)
+        self._patch()
+
+    @property
+    def layer_count(self) -> int:
+        return len(self._blocks) + 2
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        return [self.root]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+        """Yield every module with its name and the layers that it belongs to, in model order."""
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            yield name, module, self.layers_of(name)
+
+    def signature(self, batch: Batch) -> Any:
+        """Return what the shapes that cross the cuts depend on."""
+        return signature(batch)
+
+    def name(self, layer: int) -> str:
+        """Name the layer for people."""
+        if 0 < layer <= len(self._blocks):
+            return f"{self._names[layer - 1]} ({type(self._blocks[layer - 1]).__name__})"
+        if layer == 0:
+            return f"what runs before {self._names[0]}"
+        return f"what runs after {self._names[-1]}"
+
+    def kind(self, layer: int) -> str:
+        """Name what the layer is, without its place."""
+        block = self.block(layer)
+        return ("input" if layer == 0 else "output") if block is None else type(block).__name__
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether the rows of a microbatch influence each other: expert balancing, batch normalisation."""
+        return self._balance is not None or normalises_over_rows(self.root)
+
+    def block(self, layer: int) -> nn.Module | None:
+        """Return the block of a layer; the first and the last layer have none."""
+        return self._blocks[layer - 1] if 0 < layer <= len(self._blocks) else None
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """Return the layers that use the submodule's own parameters and buffers, ascending."""
+        for number, block in enumerate(self._names):
+            if name == block or name.startswith(block + "."):
+                return (number + 1,)
+        for unit, layers in self._layers_of_unit.items():
+            if name == unit or name.startswith(unit + "."):
+                return tuple(sorted(layers)) or (self.layer_count - 1,)
+        # A parameter of a module around the blocks: its code runs in every window.
+        return tuple(range(self.layer_count))
+
+    def run(
+        self, first: int, end: int, batch: Batch, received: tuple[Tensor, ...], rows: int, scopes: Scopes
+    ) -> Any:
+        """Run layers [first, end) on a microbatch: the module's output, or the tensors that cross the cut.
+
+        :param received: what the window before returned; empty where ``first`` is 0.
+        """
+        balance: tuple[Tensor, ...] = ()
+        if first > 0:
+            needed = len(self._exit if first == self.layer_count - 1 else self._cuts[first - 1].needed)
+            received, balance = received[:needed], received[needed:]
+        window = _Window(first, end, rows, received, scopes, balance=balance)
+        self._window = window
+        if first == 0:
+            self._switch(window, 0, 0)
+        try:
+            with self._balancing(window):
+                return self._call(self.root, batch)
+        except _Stop as stop:
+            return stop.tensors
+        finally:
+            self._leave(window)
+            self._window = None
+
+    def verify(self, batch: Batch, rows: int, compare: Callable[[Any], Tensor]) -> None:
+        """Compare the layers run one by one with the whole module, in evaluation mode.
+
+        :param compare: makes one tensor of the module's output.
+        :raises TrainingError: they differ.
+        """
+        was_training = self.root.training
+        self.root.eval()
+        try:
+            with torch.no_grad():
+                wanted = compare(self._call(self.root, batch))
+                tensors: Any = ()
+                for layer in range(self.layer_count):
+                    with self._without(layer):
+                        tensors = self._verified(layer, batch, tensors, rows)
+                found = compare(tensors)
+        finally:
+            self.root.train(was_training)
+        if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
+            raise TrainingError(
+                f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: run layer by "
+                f"layer it gives {_few(found)}, run as a whole {_few(wanted)}, so its code around the blocks passes "
+                f"on more than the blocks' arguments; {WAYS_OUT}"
+            )
+
+    def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
+        try:
+            return self.run(layer, layer + 1, batch, tensors, rows, Scopes())
+        except Exception as error:
+            raise TrainingError(
+                f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: running "
+                f"{self.name(layer)} alone raised {type(error).__name__}: {error}; {WAYS_OUT}"
+            ) from error
+
+    # --- recording -------------------------------------------------------------------------------
+
+    def _record(self, batch: Batch, rows: int) -> None:
+        """Run the whole module once and note in which order its parts run and what depends on what."""
+        was_training = self.root.training
+        trainable = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
+        order: list[int] = []
+        taken: list[list[Any]] = []
+        results: list[list[Any]] = []
+        handles = []
+        found: dict[int, _Cut] = {}
+
+        def enter(number: int) -> Callable[..., None]:
+            def hook(module: nn.Module, arguments: Any, named: Any) -> None:
+                leaves, _ = tree.tree_flatten((arguments, named))
+                needed = [
+                    i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+                ]
+                before = taken[-1] if taken else []
+                carried = {
+                    i: next(j for j, other in enumerate(before) if other is leaves[i])
+                    for i in needed
+                    if any(other is leaves[i] for other in before)
+                }
+                order.append(number)
+                taken.append(leaves)
+                found[number] = _Cut(needed, carried, [_has_rows(leaves[i], rows) for i in needed])
+
+            return hook
+
+        def leave(number: int) -> Callable[..., Any]:
+            def hook(module: nn.Module, arguments: Any, named: Any, output: Any) -> Any:
+                leaves, structure = tree.tree_flatten(output)
+                first = next((a for a in taken[-1] if isinstance(a, Tensor) and a.is_floating_point()), None)
+                cut = found[number]
+                cut.output = structure
+                cut.skipped = [_skipped(leaf, first) for leaf in leaves]
+                fresh = [_marked(leaf) for leaf in leaves]
+                results.append(fresh)
+                return tree.tree_unflatten(fresh, structure)
+
+            return hook
+
+        def unit(name: str) -> Callable[..., Any]:
+            def hook(module: nn.Module, arguments: Any, output: Any) -> Any:
+                last = order[-1] + 1 if order else 0
+                segment = self.layer_count - 1 if order and len(order) == len(self._blocks) else last
+                self._layers_of_unit[name].add(segment)
+                leaves, structure = tree.tree_flatten(output)
+                # Where it depends on a block already, the way back to the block is left as it is.
+                marked = [leaf if getattr(leaf, "requires_grad", False) else _marked(leaf) for leaf in leaves]
+                return tree.tree_unflatten(marked, structure)
+
+            return hook
+
+        try:
+            self.root.eval()
+            for parameter in trainable:
+                parameter.requires_grad_(False)
+            for number, block in enumerate(self._blocks):
+                handles.append(block.register_forward_pre_hook(enter(number), with_kwargs=True))
+                handles.append(block.register_forward_hook(leave(number), with_kwargs=True))
+            handles += [m.register_forward_hook(unit(name)) for name, m in self._units.items()]
+            with torch.enable_grad():
+                output = self._call(self.root, batch)
+        except Exception as error:
+            raise TrainingError(
+                f"{type(self.root).__name__} raised {type(error).__name__} on the first samples: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+            self.root.train(was_training)
+        self._check_order(order)
+        self._cuts = [found[number] for number in range(len(self._blocks))]
+        self._exit = self._used_later(results[-1], output)
+        self._exit_per_row = [_has_rows(results[-1][i], rows) for i in self._exit]
+
+    def _check_order(self, order: list[int]) -> None:
+        if order == list(range(len(self._blocks))):
+            return
+        twice = next((n for n in order if order.count(n) > 1), None)
+        if twice is not None:
+            problem = f"{self._names[twice]} runs more than once in a forward pass"
+        else:
+            missing = next((n for n in range(len(self._blocks)) if n not in order), None)
+            if missing is not None:
+                problem = f"{self._names[missing]} did not run"
+            else:
+                problem = "they run in the order " + ", ".join(self._names[n] for n in order)
+        raise TrainingError(
+            f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: {problem}; {WAYS_OUT}"
+        )
+
+    def _used_later(self, leaves: list[Any], output: Any) -> list[int]:
+        """Return the leaves of the last block's output that the module's output depends on."""
+        floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        ends, _ = tree.tree_flatten(_loss_of(output))
+        roots = [t.sum() for t in ends if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
+        if not roots:
+            return floating
+        gradients = torch.autograd.grad(
+            torch.stack([r.double() for r in roots]).sum(), [leaves[i] for i in floating], allow_unused=True
+        )
+        used = [i for i, g in zip(floating, gradients, strict=True) if g is not None]
+        return used or floating
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def _patch(self) -> None:
+        """Have blocks and units ask the window what to do. Instance attributes leave names as they are."""
+        for number, block in enumerate(self._blocks):
+            original = block.forward
+
+            def of_block(
+                *arguments: Any, _number: int = number, _original: Any = original, **named: Any
+            ) -> Any:
+                return self._run_block(_number, _original, arguments, named)
+
+            self._forwards[number] = original
+            block.forward = of_block
+        for name, unit in self._units.items():
+            original = unit.forward
+
+            def of_unit(*arguments: Any, _name: str = name, _original: Any = original, **named: Any) -> Any:
+                return self._run_unit(_name, _original, arguments, named)
+
+            unit.forward = of_unit
+
+    def _run_block(self, number: int, original: Any, arguments: Any, named: Any) -> Any:
+        window, layer = self._window, number + 1
+        if window is None:
+            return original(*arguments, **named)
+        cut = self._cuts[number]
+        leaves, structure = tree.tree_flatten((arguments, named))
+        last = number == len(self._blocks) - 1
+        window.segment = layer
+        if layer < window.first:
+            if last and window.first == self.layer_count - 1:
+                window.segment = window.first
+                output = self._received_output(cut, leaves, window)
+                self._switch(window, window.first, 0)
+                return output
+            return self._skip(cut, leaves, window)
+        if layer == window.first:
+            for leaf, tensor in zip(cut.needed, _taken(window.received, cut.per_row), strict=True):
+                leaves[leaf] = tensor
+        elif window.before is not None:
+            for leaf, earlier in cut.carried.items():
+                leaves[leaf] = window.before[earlier]
+        if layer >= window.end:
+            crossing = _given([leaves[i] for i in cut.needed], cut.per_row, window.rows)
+            raise _Stop((*crossing, *window.balance))
+        self._leave(window)
+        window.before = leaves
+        arguments, named = tree.tree_unflatten(leaves, structure)
+        output = window.scopes.block(layer, original, *arguments, **named)
+        if self._balance is not None:
+            window.balance = self._balance.add(self._blocks[number], window.balance, window.rows)
+        if last:
+            if window.end <= layer + 1:
+                results, _ = tree.tree_flatten(output)
+                crossing = _given([results[i] for i in self._exit], self._exit_per_row, window.rows)
+                raise _Stop((*crossing, *window.balance))
+            window.segment = self.layer_count - 1
+        self._switch(window, window.segment, 1)
+        return output
+
+    def _skip(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
+        first = next((a for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
+        device = first.device if first is not None else None
+        results = [_filled(leaf, first, window.rows, device) for leaf in cut.skipped]
+        return tree.tree_unflatten(results, cut.output)
+
+    def _received_output(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
+        results, structure = tree.tree_flatten(self._skip(cut, leaves, window))
+        for leaf, tensor in zip(self._exit, _taken(window.received, self._exit_per_row), strict=True):
+            results[leaf] = tensor
+        return tree.tree_unflatten(results, structure)
+
+    def _run_unit(self, name: str, original: Any, arguments: Any, named: Any) -> Any:
+        window = self._window
+        if window is None or window.first <= window.segment < window.end:
+            return original(*arguments, **named)
+        return self._stand_in(name, original, arguments, named)
+
+    def _stand_in(self, name: str, original: Any, arguments: Any, named: Any) -> Any:
+        """Return zeros of the shapes that the unit would return, found on the meta device."""
+        leaves, structure = tree.tree_flatten((arguments, named))
+        device = next((t.device for t in leaves if isinstance(t, Tensor)), torch.device("cpu"))
+        key = (name, tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves))
+        if key not in self._shapes:
+            unit = self._units[name]
+            held = {n: t.to("meta") for n, t in (*unit.named_parameters(), *unit.named_buffers())}
+            away, there = tree.tree_unflatten(
+                [t.to("meta") if isinstance(t, Tensor) else t for t in leaves], structure
+            )
+            window, self._window = self._window, None
+            try:
+                with torch.no_grad():
+                    output = torch.func.functional_call(unit, held, away, there)
+            except Exception as error:
+                raise TrainingError(
+                    f"{type(self.root).__name__} cannot be cut: the shape that {name} ({type(unit).__name__}) returns "
+                    f"depends on values: {type(error).__name__}: {error}; {WAYS_OUT}"
+                ) from error
+            finally:
+                self._window = window
+            results, made = tree.tree_flatten(output)
+            self._shapes[key] = (
+                [_Zeros(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in results],
+                made,
+            )
+        results, made = self._shapes[key]
+        zeros = [
+            torch.zeros(t.shape, dtype=t.dtype, device=device) if isinstance(t, _Zeros) else t
+            for t in results
+        ]
+        return tree.tree_unflatten(zeros, made)
+
+    def _switch(self, window: _Window, layer: int, part: int) -> None:
+        """Leave the scope that is open and enter that of ``layer``, where the window has it."""
+        self._leave(window)
+        if window.first <= layer < window.end:
+            window.scope = window.scopes.around(layer, part)
+            window.scope.__enter__()
+
+    @staticmethod
+    def _leave(window: _Window) -> None:
+        if window.scope is not None:
+            scope, window.scope = window.scope, None
+            scope.__exit__(None, None, None)
+
+    @contextmanager
+    def _balancing(self, window: _Window) -> Iterator[None]:
+        if self._balance is None or window.end < self.layer_count:
+            yield
+            return
+        with self._balance.loss_from(lambda: window.balance):
+            yield
+
+    @contextmanager
+    def _without(self, layer: int) -> Iterator[None]:
+        """Put on meta inside what layers other than ``layer`` hold outside of the blocks, as training does."""
+        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
+        kept = {
+            id(parameter)
+            for name, unit in self._units.items()
+            if layer in self.layers_of(name)
+            for parameter in unit.parameters()
+        }
+        for unit in self._units.values():
+            for module in unit.modules():
+                for key, parameter in list(module._parameters.items()):
+                    if parameter is not None and id(parameter) not in kept:
+                        saved.append((module, key, parameter))
+                        module._parameters[key] = nn.Parameter(
+                            torch.empty_like(parameter, device="meta"), requires_grad=False
+                        )
+        try:
+            yield
+        finally:
+            for module, key, parameter in saved:
+                module._parameters[key] = parameter
+
+
+# --- finding the blocks --------------------------------------------------------------------------
+
+
+def find_blocks(root: nn.Module) -> list[str]:
+    """Return the names of the blocks of the outermost lists of equal blocks, in model order.
+
+    Lists with less than a quarter of the largest one's parameters are no chains of blocks.
+
+    :raises TrainingError: there is no such list.
+    """
+    lists: list[tuple[str, list[str], int]] = []
+    for name, module in root.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+            continue
+        if any(name.startswith(outer + ".") for outer, _, _ in lists):
+            continue
+        kinds = {type(block) for block in module}
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if len(kinds) == 1 and size and not any(isinstance(b, nn.ModuleList | nn.ModuleDict) for b in module):
+            lists.append((name, [f"{name}.{key}" for key, _ in module.named_children()], size))
+    if not lists:
+        raise TrainingError(
+            f"{type(root).__name__} has no list of equal blocks (nn.ModuleList or nn.Sequential of one class) "
+            f"at which it could be cut; {WAYS_OUT}"
+        )
+    largest = max(size for _, _, size in lists)
+    return [block for _, blocks, size in lists if size >= largest / 4 for block in blocks]
+
+
+def _check_split(root: nn.Module, names: Sequence[str]) -> None:
+    if not names:
+        raise TrainingError("Training.split is empty; name at least one submodule")
+    modules = dict(root.named_modules())
+    unknown = [name for name in names if name not in modules or not name]
+    if unknown:
+        children = ", ".join(name for name, _ in root.named_children())
+        raise TrainingError(
+            f"Training.split names {', '.join(map(repr, unknown))}, which {type(root).__name__} does not have; "
+            f"its own submodules are {children}"
+        )
+    for name in names:
+        inside = next((other for other in names if other != name and name.startswith(other + ".")), None)
+        if inside is not None:
+            raise TrainingError(f"Training.split names {name!r}, which is inside of {inside!r}")
+        if names.count(name) > 1:
+            raise TrainingError(f"Training.split names {name!r} twice")
+
+
+def _ancestors(root: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """Return ids of all modules that contain a block, and of containers outside that are never called."""
+    wanted = {id(block) for block in blocks}
+    return {
+        id(module)
+        for module in root.modules()
+        if id(module) not in wanted and any(id(inner) in wanted for inner in module.modules())
+    }
+
+
+def _units(root: nn.Module, ancestors: set[int], blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the outermost submodules outside of the blocks that hold parameters or buffers."""
+    inside = {id(block) for block in blocks}
+    units: dict[str, nn.Module] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for key, child in module.named_children():
+            name = f"{prefix}{key}"
+            if id(child) in inside:
+                continue
+            container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if id(child) in ancestors or container:
+                visit(name + ".", child)
+            elif next(child.parameters(), None) is not None:
+                units[name] = child
+
+    visit("", root)
+    return units
+
+
+# --- leaves --------------------------------------------------------------------------------------
+
+
+def _marked(leaf: Any) -> Any:
+    """Return a floating-point tensor as one that requires a gradient, others as they are."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _skipped(leaf: Any, first: Tensor | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if first is not None and leaf.shape == first.shape and leaf.dtype == first.dtype:
+        return _Same()
+    return _Zeros(tuple(leaf.shape), leaf.dtype)
+
+
+def _filled(leaf: Any, first: Tensor | None, rows: int, device: torch.device | None) -> Any:
+    if isinstance(leaf, _Same):
+        return first
+    if isinstance(leaf, _Zeros):
+        shape = leaf.shape if len(leaf.shape) == 0 or leaf.shape[0] == 1 else (rows, *leaf.shape[1:])
+        return torch.zeros(shape, dtype=leaf.dtype, device=device)
+    return leaf
+
+
+def _has_rows(leaf: Tensor, rows: int) -> bool:
+    return leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def _given(tensors: list[Tensor], per_row: list[bool], rows: int) -> list[Tensor]:
+    """Return what crosses a cut with the rows in dim 0; what has none is repeated for each row."""
+    return [
+        tensor if has_rows else tensor.unsqueeze(0).expand(rows, *tensor.shape)
+        for tensor, has_rows in zip(tensors, per_row, strict=True)
+    ]
+
+
+def _taken(tensors: tuple[Tensor, ...], per_row: list[bool]) -> list[Tensor]:
+    """Undo ``_given``."""
+    return [tensor if has_rows else tensor[0] for tensor, has_rows in zip(tensors, per_row, strict=True)]
+
+
+def _loss_of(output: Any) -> Any:
+    """Return the loss in a ``ModelOutput`` (an ordered mapping) where there is one, else all of the output."""
+    if not isinstance(output, Mapping):
+        return output
+    loss = output.get("loss")
+    return dict(output) if loss is None else loss
+
+
+def _few(tensor: Tensor) -> str:
+    values = tensor.detach().flatten()[:3].tolist()
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+def call_with(root: nn.Module, batch: Batch) -> Any:
+    """Run a module on a batch: by keyword for a dictionary, by position for a tuple, else alone."""
+    if isinstance(batch, Mapping):
+        return root(**batch)
+    if isinstance(batch, tuple | list):
+        return root(*batch)
+    return root(batch)
+
+
+def accepted(root: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a dictionary that the module's ``forward`` takes."""
+    parameters = inspect.signature(root.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(batch)
+    names = {parameter.name for parameter in parameters}
+    return {key: value for key, value in batch.items() if key in names}
