@@ -5,9 +5,12 @@ its own. Weights of the base model are in the files of the base model, under its
 in the files of the adapter, under names without the adapter's.
 """
 
+import copy
+import tempfile
+from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 _WRAPPER = "base_model.model."
 
@@ -40,6 +43,41 @@ def base_name(model: nn.Module, name: str) -> str | None:
         at = kept.index("modules_to_save")
         kept = kept[:at] + kept[at + 2 :]
     return ".".join(kept)
+
+
+def adapter_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, str]:
+    """Return what the file of the active adapter calls each of its tensors, by its name in ``named``.
+
+    :param named: parameters and persistent buffers of ``model`` by name.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(
+        model, state_dict=named, adapter_name=_active_adapter(model), save_embedding_layers=False
+    )
+    # peft's files have the names of a wrapped model, whether this one is wrapped or not.
+    prefix = "" if _is_wrapped(model) else _WRAPPER
+    keys = {id(tensor): prefix + key for key, tensor in state.items()}
+    return {name: keys[id(tensor)] for name, tensor in named.items() if id(tensor) in keys}
+
+
+def adapter_config(model: nn.Module) -> bytes:
+    """Return ``adapter_config.json`` of the active adapter."""
+    config = copy.copy(cast(Any, model).peft_config[_active_adapter(model)])
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(
+            getattr(base_model_of(model), "config", None), "_name_or_path", None
+        )
+    config.inference_mode = True
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        return (Path(directory) / "adapter_config.json").read_bytes()
+
+
+def _active_adapter(model: Any) -> str:
+    active = model.active_adapters
+    names = active() if callable(active) else active
+    return str(names[0])
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -2,10 +2,10 @@
 
     dcp.load({"model": model.state_dict()}, storage_reader=FtdCheckpointReader("/checkpoints/gpt"))
 
-Names are those that ``torch.distributed.checkpoint.state_dict`` makes for ``nn.Sequential(*layers)``:
-``model.<layer>.<path>`` for parameters and persistent buffers, ``optim.state.<layer>.<path>.<key>`` for the
-optimizer's tensors. A parameter that layers share has one name, that of the first of them. What is not a
-tensor (learning rates, the schedule) is not offered: torch would have it pickled.
+Names are those that ``torch.distributed.checkpoint.state_dict`` makes: ``model.<name>`` for parameters and
+persistent buffers, ``optim.state.<name>.<key>`` for the optimizer's tensors. A name is the model's own; of a
+job that was given as layers, that of ``nn.Sequential(*layers)``. A tied parameter is offered under all
+of its names. What is not a tensor (learning rates, the schedule) is not offered: torch would pickle it.
 """
 
 import os
@@ -122,12 +122,14 @@ class FtdCheckpointReader(StorageReader):
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, Entry]]]:
-    """A shared parameter's layers hold the same bytes: the last one's will do."""
+    """All names of each tensor. A shared parameter's layers hold the same bytes: the last one's will do."""
+    aliases = checkpoint.description().aliases
     for layer, header in enumerate(checkpoint.headers()):
         for entry in header.entries:
-            optimizer = entry.role == "optimizer"
-            name = f"optim.state.{entry.name}.{entry.key}" if optimizer else f"model.{entry.name}"
-            yield name, (layer, entry)
+            for name in (entry.name, *aliases.get(entry.name, ())):
+                optimizer = entry.role == "optimizer"
+                full = f"optim.state.{name}.{entry.key}" if optimizer else f"model.{name}"
+                yield full, (layer, entry)
 
 
 def _tensor(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: Entry) -> Tensor:

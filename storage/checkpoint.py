@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from storage.description import ModelDescription, decode_description
 from storage.errors import DamagedError, ForeignError, MissingError
 from storage.flow import Flow
 from storage.layerfile import (
@@ -30,19 +31,30 @@ from storage.layerstate import Header, fingerprint_of
 from storage.manifest import MAX_BYTES, decode_record, encode_record
 from storage.places import Place, place_of
 
-FORMAT = 1
+FORMAT = 2
 """Of the manifest and of the files; docs/checkpoints.md says what each is."""
+READABLE = (1, FORMAT)
+"""Formats that this version reads. Format 1 has no description of the model."""
 MANIFEST = "manifest.json"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _DRAFT = re.compile(r"\.step-(\d{12})\.\w+\.partial", re.ASCII)
 _DATA = re.compile(r"layer-\d{4,}(-\w+)?\.bin", re.ASCII)
+_DESCRIPTION = re.compile(r"description(-\w+)?\.bin", re.ASCII)
+_MOST_DESCRIPTION_BYTES = 64 * 1024 * 1024
 _ATTEMPT = re.compile(r"\w{1,64}", re.ASCII)
 _UNFINISHED = "it is being written, or its writer was stopped"
 
 
 def _name_of(step: int) -> str:
     return f"step-{step:012d}"
+
+
+class DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file with the description of the model (``storage.description``); it has its digest in itself."""
+
+    name: str
+    size_bytes: int
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +73,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Seconds since the epoch."""
     ftd_version: str
     layers: tuple[LayerFile, ...]
+    description: DescriptionFile | None = None
+    """``None`` where no writer had one."""
 
     @property
     def size_bytes(self) -> int:
@@ -127,6 +141,18 @@ class CheckpointStore:
         name = self.place.data_name(f"layer-{layer:04d}", draft.attempt)
         return write_layer_file(self.place, draft.directory, name, layer, header, payload, flow)
 
+    def write_description(self, draft: Draft, data: bytes) -> None:
+        """Write what ``storage.description.encode_description`` made, before the layers of the same writer.
+
+        :raises PlaceError: it cannot be written; no file is left.
+        :raises DamagedError: it is no description.
+        """
+        decode_description(data, "the description of the model")
+        self.place.write(draft.directory, self._description_name(draft), [memoryview(data)])
+
+    def _description_name(self, draft: Draft) -> str:
+        return self.place.data_name("description", draft.attempt)
+
     def commit(
         self,
         draft: Draft,
@@ -158,6 +184,7 @@ class CheckpointStore:
             written_at=written_at,
             ftd_version=ftd_version,
             layers=ordered,
+            description=self._description_of(draft),
         )
         self._check_files(manifest, draft.directory)
         drafted = Checkpoint(self.place, draft.directory, manifest)
@@ -168,6 +195,12 @@ class CheckpointStore:
         self.place.write(draft.directory, MANIFEST, [memoryview(encode_record(manifest))])
         self.place.publish(draft.directory, final)
         return manifest
+
+    def _description_of(self, draft: Draft) -> DescriptionFile | None:
+        """The one that one of the writers wrote, if any did."""
+        name = self._description_name(draft)
+        size_bytes = self.place.sizes(draft.directory).get(name)
+        return None if size_bytes is None else DescriptionFile(name=name, size_bytes=size_bytes)
 
     def abandon(self, draft: Draft) -> None:
         """Remove what was written of it. :raises PlaceError: that is not possible."""
@@ -264,7 +297,7 @@ class CheckpointStore:
             data = file.read()
         # The format first: a manifest of another version is not a damaged one.
         said = decode_record(data, dict[str, Any], where).get("format")
-        if said != FORMAT:
+        if said not in READABLE:
             raise ForeignError(f"it is of format {said}; this version reads {FORMAT}")
         manifest = decode_record(data, CheckpointManifest, where)
         if _name_of(manifest.step) != directory:
@@ -281,6 +314,12 @@ class CheckpointStore:
                 raise DamagedError(f"{file.name} is missing")
             if size_bytes != file.size_bytes:
                 raise DamagedError(f"{file.name} has {size_bytes} bytes; {file.size_bytes} were written")
+        described = manifest.description
+        if described is not None:
+            if not _DESCRIPTION.fullmatch(described.name) or described.size_bytes > _MOST_DESCRIPTION_BYTES:
+                raise DamagedError(f"its manifest is wrong about the description: {described}")
+            if sizes.get(described.name) != described.size_bytes:
+                raise DamagedError(f"{described.name} is missing, or not whole")
 
     def _is_draft(self, directory: str) -> bool:
         """Where drafts have their final name: it waits for its manifest. Elsewhere its manifest was lost."""
@@ -327,6 +366,17 @@ class Checkpoint:
         """Of all layers, as ``header``."""
         return tuple(self.header(layer) for layer in range(len(self.manifest.layers)))
 
+    def description(self) -> ModelDescription:
+        """The description of the model, an empty one where none was written.
+
+        :raises DamagedError: it is not what was written. :raises PlaceError: it cannot be read.
+        """
+        file = self.manifest.description
+        if file is None:
+            return ModelDescription()
+        with self.place.open(self.directory, file.name) as opened:
+            return decode_description(opened.read(), file.name)
+
     def read_layer(self, layer: int, flow: Flow | None = None) -> tuple[bytes, Header, Bytes]:
         """Header, as bytes and decoded, and payload: the first and the last are what
         ``LayerStates.unpack`` takes. The payload is the caller's own.
@@ -347,6 +397,10 @@ class Checkpoint:
                 headers.append(verify_layer_file(self.place, self.directory, file, flow))
             except DamagedError as error:
                 problems.append(str(error))
+        try:
+            self.description()
+        except DamagedError as error:
+            problems.append(str(error))
         if not problems and fingerprint_of(headers) != self.manifest.fingerprint:
             problems.append("the model's fingerprint is not that of its layers")
         return tuple(problems)

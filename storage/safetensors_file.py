@@ -1,4 +1,4 @@
-"""A checkpoint's parameters and buffers as one safetensors file, layer by layer, without torch.
+"""Tensors of a checkpoint as safetensors files, layer by layer, without torch.
 
 The package writes such files from tensors that are all in memory at once; here one layer is, whatever the
 size of the model. The format: the length of the header (8 bytes, little-endian), the header (JSON, padded
@@ -6,16 +6,20 @@ with spaces), and the tensors back to back. The tests read it with the package.
 """
 
 import contextlib
+import math
 import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
-from storage.layerstate import Entry
+from storage.layerstate import DTYPE_BYTES, Entry
+from storage.numeric import FLOATING, converted
 
 _NAMES = {
     "float64": "F64",
@@ -31,73 +35,128 @@ _NAMES = {
     "complex64": "C64",
 }
 _ALIGNMENT_BYTES = 8
+_PIECE_BYTES = 16 * 1024 * 1024
+"""Converted and written at a time; a multiple of every element's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
+    """The tensors and bytes that were written."""
+
     tensors: int
     size_bytes: int
 
 
-def export_safetensors(checkpoint: Checkpoint, path: Path) -> Exported:
-    """Write the file at once: under another name, then renamed. A tied parameter is written once, under its
-    canonical name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """One tensor of a file, and where a checkpoint has it."""
+
+    name: str
+    """In the file."""
+    layer: int
+    entry: Entry
+    dtype: str
+    """In the file; another one than the checkpoint's between floating-point types only."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.entry.shape) * DTYPE_BYTES[self.dtype]
+
+
+class LayerReader:
+    """Reads tensors out of a checkpoint, with the layer that was read last in memory."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._layer = -1
+        self._payload: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+
+    def pieces(self, tensor: FileTensor) -> Iterator[memoryview]:
+        """Yield the tensor's bytes as the file has them.
+
+        :raises DamagedError: the layer is not what was written. :raises PlaceError: it cannot be read.
+        """
+        if tensor.layer != self._layer:
+            self._payload = np.empty(0, dtype=np.uint8)  # Not two layers at once.
+            _, _, self._payload = self._checkpoint.read_layer(tensor.layer)
+            self._layer = tensor.layer
+        entry = tensor.entry
+        for start in range(entry.offset, entry.offset + entry.size_bytes, _PIECE_BYTES):
+            piece = self._payload[start : min(start + _PIECE_BYTES, entry.offset + entry.size_bytes)]
+            yield converted(piece, entry.dtype, tensor.dtype).data
+
+
+def model_tensors(checkpoint: Checkpoint, dtype: str | None = None) -> list[FileTensor]:
+    """Return parameters and buffers, those that layers share once, in the order of the layers.
+
+    :param dtype: of floating-point tensors in the file; ``None``: as they are.
+    :raises StorageError: a tensor of a type that the format does not have.
+    """
+    seen: set[str] = set()
+    tensors = []
+    for layer, header in enumerate(checkpoint.headers()):
+        for entry in header.entries:
+            if entry.role == "optimizer" or entry.name in seen:
+                continue
+            seen.add(entry.name)
+            kept = entry.dtype if dtype is None or entry.dtype not in FLOATING else dtype
+            tensors.append(FileTensor(name=entry.name, layer=layer, entry=entry, dtype=kept))
+    return tensors
+
+
+def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = None) -> Exported:
+    """Write parameters and buffers as one file, which appears at once: it is renamed when it is whole.
+
+    A tied parameter is written once, under its canonical name.
 
     :raises DamagedError: a layer is not what was written. :raises PlaceError: one cannot be read.
     :raises StorageError: a tensor of a type that the format does not have.
     :raises OSError: the file cannot be written; what was there stays.
     """
-    wanted = _wanted(checkpoint)
-    header = _header(checkpoint, wanted)
+    tensors = model_tensors(checkpoint, dtype)
+    manifest = checkpoint.manifest
+    metadata = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
-            file.write(header)
-            for layer, entries in enumerate(wanted):
-                if entries:
-                    _copy(checkpoint, layer, entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-            size_bytes = file.tell()
+        size_bytes = write_safetensors(draft, tensors, LayerReader(checkpoint), metadata)
         draft.replace(path)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-    return Exported(tensors=sum(map(len, wanted)), size_bytes=size_bytes)
+    return Exported(tensors=len(tensors), size_bytes=size_bytes)
 
 
-def _wanted(checkpoint: Checkpoint) -> list[list[Entry]]:
-    """For each layer, what no layer before it has."""
-    seen: set[str] = set()
-    wanted = []
-    for header in checkpoint.headers():
-        entries = [e for e in header.entries if e.role != "optimizer" and e.name not in seen]
-        for entry in entries:
-            if entry.dtype not in _NAMES:
-                raise StorageError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
-        seen.update(entry.name for entry in entries)
-        wanted.append(entries)
-    return wanted
+def write_safetensors(
+    path: Path, tensors: Sequence[FileTensor], reader: LayerReader, metadata: Mapping[str, str]
+) -> int:
+    """Write a file and have it on the disk; returns its size in bytes.
+
+    :raises StorageError: a tensor of a type that the format does not have, or of a layer that cannot be read.
+    :raises OSError: the file cannot be written.
+    """
+    with path.open("wb") as file:
+        file.write(_header(tensors, metadata))
+        for tensor in tensors:
+            for piece in reader.pieces(tensor):
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
 
 
-def _header(checkpoint: Checkpoint, wanted: list[list[Entry]]) -> bytes:
-    manifest, end = checkpoint.manifest, 0
-    said: dict[str, object] = {
-        "__metadata__": {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
-    }
-    for entry in (entry for entries in wanted for entry in entries):
-        start, end = end, end + entry.size_bytes
-        said[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
-            "shape": entry.shape,
+def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    said: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise StorageError(f"{tensor.name} is of {tensor.dtype}, which safetensors files cannot hold")
+        start, end = end, end + tensor.size_bytes
+        said[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.entry.shape,
             "data_offsets": (start, end),
         }
     body = msgspec.json.encode(said)
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     return len(body).to_bytes(8, "little") + body
-
-
-def _copy(checkpoint: Checkpoint, layer: int, entries: list[Entry], file: BinaryIO) -> None:
-    _, _, payload = checkpoint.read_layer(layer)
-    for entry in entries:
-        file.write(payload[entry.offset : entry.offset + entry.size_bytes].data)

@@ -1,7 +1,9 @@
 """``ftd checkpoint``: persistent checkpoints from the outside: what is there, is it sound, take it along."""
 
 import contextlib
+import re
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,24 @@ SCHEMA_VERSION = 1
 UrlArgument = Annotated[
     str, typer.Argument(help="Directory of the checkpoints, or a URL such as s3://bucket/gpt.", metavar="URL")
 ]
+
+
+class Format(StrEnum):
+    """What ``export`` writes."""
+
+    HUGGINGFACE = "huggingface"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
+class Dtype(StrEnum):
+    """Types that ``export`` converts to."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 StepOption = Annotated[int | None, typer.Option(min=0, help="The checkpoint of this step.")]
 
 group = typer.Typer(no_args_is_help=True, help="List, verify and export persistent checkpoints.")
@@ -92,33 +112,71 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
 @group.command()
 def export(
     url: UrlArgument,
-    safetensors: Annotated[
-        Path, typer.Option(help="Write parameters and buffers to this file.", metavar="FILE")
+    output: Annotated[Path, typer.Argument(help="File or directory to write.", metavar="OUTPUT")],
+    kind: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="huggingface: a directory for from_pretrained. torch: a directory with model, optimizer and "
+            "schedule. safetensors: one file with parameters and buffers.",
+        ),
     ],
     step: StepOption = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Convert floating-point weights; default: as they are.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="huggingface: largest file of weights, such as 5GB or 500MiB.")
+    ] = "5GB",
+    files_from: Annotated[
+        Path | None,
+        typer.Option(help="huggingface: take config.json, tokenizer and the like from this directory."),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="huggingface: merge an adapter (LoRA) into its base model.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a checkpoint as one safetensors file.
+    """Write the model of a checkpoint for other tools.
 
-    Of the newest checkpoint, or of a step's. Needs no torch.
+    Of the newest checkpoint, or of a step's. Only --merge needs torch.
 
-    Example: ftd checkpoint export /checkpoints/gpt --safetensors gpt.safetensors
+    Example: ftd checkpoint export /checkpoints/llama my-llama --format huggingface --dtype bfloat16
     """
+    from ftd.checkpoint_export import export_to_huggingface
     from storage.safetensors_file import export_safetensors
+    from storage.torch_directory import export_torch
 
-    _check_output(safetensors)
+    _check_options(kind, dtype=dtype, files_from=files_from, merge=merge)
+    _check_output(output, kind)
+    converted = dtype.value if dtype is not None else None
+    shard_bytes = size_in_bytes(max_shard_size, "--max-shard-size")
     with _told():
         checkpoint = _store(url).open(step)
         try:
-            done = export_safetensors(checkpoint, safetensors)
+            match kind:
+                case Format.SAFETENSORS:
+                    done = export_safetensors(checkpoint, output, converted)
+                case Format.TORCH:
+                    done = export_torch(checkpoint, output)
+                case Format.HUGGINGFACE:
+                    done = export_to_huggingface(
+                        checkpoint,
+                        output,
+                        dtype=converted,
+                        max_shard_bytes=shard_bytes,
+                        files_from=files_from,
+                        merge=merge,
+                    )
         except OSError as error:
             raise ConfigurationError(
-                f"{safetensors} cannot be written: {error.strerror or error}", field="--safetensors"
+                f"{output} cannot be written: {error.strerror or error}", field="OUTPUT"
             ) from error
     told = {
         "schema": SCHEMA_VERSION,
         "step": checkpoint.manifest.step,
-        "file": str(safetensors),
+        "format": kind.value,
+        "output": str(output),
         "tensors": done.tensors,
         "size_bytes": done.size_bytes,
     }
@@ -128,7 +186,7 @@ def export(
     from ftd.view.text import plural, size
 
     tensors = plural(done.tensors, "tensor")
-    typer.echo(f"{safetensors}: {tensors}, {size(done.size_bytes)}, step {checkpoint.manifest.step}")
+    typer.echo(f"{output}: {tensors}, {size(done.size_bytes)}, step {checkpoint.manifest.step}")
 
 
 def _store(url: str) -> "CheckpointStore":
@@ -165,19 +223,47 @@ def _verified(checkpoint: "Checkpoint") -> dict[str, Any]:
     }
 
 
-def _check_output(path: Path) -> None:
-    """Before reading, not behind it.
+def _check_options(kind: Format, *, dtype: Dtype | None, files_from: Path | None, merge: bool) -> None:
+    """:raises ConfigurationError: an option that this format does not have."""
+    for option, given in (("--files-from", files_from is not None), ("--merge", merge)):
+        if given and kind is not Format.HUGGINGFACE:
+            raise ConfigurationError(f"{kind.value} has no such option", field=option)
+    if dtype is not None and kind is Format.TORCH:
+        raise ConfigurationError(
+            "torch is to go on from the very numbers of the checkpoint",
+            field="--dtype",
+            remedy="leave it out",
+        )
+    if files_from is not None and not files_from.is_dir():
+        raise ConfigurationError(f"{files_from} is not a directory", field="--files-from")
+
+
+def _check_output(path: Path, kind: Format) -> None:
+    """Check before anything is read.
 
     :raises ConfigurationError: nothing can be written there.
     """
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory", field="--safetensors", remedy="name a file in it")
+    if kind is Format.SAFETENSORS and path.is_dir():
+        raise ConfigurationError(f"{path} is a directory", field="OUTPUT", remedy="name a file in it")
+    if kind is not Format.SAFETENSORS and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(
+            f"{path} is there already", field="OUTPUT", remedy="name a new or an empty directory"
+        )
     if not path.parent.is_dir():
         raise ConfigurationError(
             f"the directory {path.parent} does not exist",
-            field="--safetensors",
+            field="OUTPUT",
             remedy="make it, or name another",
         )
+
+
+def size_in_bytes(text: str, field: str) -> int:
+    """Read ``5GB`` or ``500MiB``. :raises ConfigurationError: it is neither."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigurationError(f"{text!r} is no size", field=field, remedy="write 5GB or 500MiB, say")
+    power = " KMGT".index(found[2].upper() or " ")
+    return max(1, int(float(found[1]) * (1024 if found[3] else 1000) ** power))
 
 
 @contextlib.contextmanager

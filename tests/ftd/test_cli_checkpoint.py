@@ -10,6 +10,7 @@ import pytest
 import safetensors
 from typer.testing import CliRunner
 
+from ftd.cli.checkpoint import size_in_bytes
 from ftd.cli.main import app
 from ftd.errors import CheckpointError, ConfigurationError
 from storage.checkpoint import CheckpointStore
@@ -86,7 +87,7 @@ def test_verify_has_nothing_against_one_that_is_being_written(kept: Path) -> Non
 
 def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
-    answer = told("export", str(kept), "--safetensors", str(file), "--step", "5")
+    answer = told("export", str(kept), str(file), "--format", "safetensors", "--step", "5")
     assert answer["tensors"] == 2 * LAYERS and answer["size_bytes"] == file.stat().st_size
     read = dict(safetensors.deserialize(file.read_bytes()))
     assert set(read) == {f"{layer}.{name}" for layer in range(LAYERS) for name in ("weight", "seen")}
@@ -96,7 +97,7 @@ def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
         assert (weight["dtype"], weight["shape"]) == ("BF16", [100, 10])
         assert bytes(weight["data"]) == payload[:2000].tobytes()
         assert bytes(read[f"{layer}.seen"]["data"]) == payload[6000:6008].tobytes()
-    assert "6 tensors" in run("export", str(kept), "--safetensors", str(file))
+    assert "6 tensors" in run("export", str(kept), str(file), "--format", "safetensors")
     with safetensors.safe_open(file, framework="numpy") as opened:
         assert opened.metadata() == {"format": "pt", "job": "gpt", "step": "7"}
         assert opened.get_tensor("1.seen").tobytes() == layer_state(1, 7)[1][6000:6008].tobytes()
@@ -113,7 +114,7 @@ def test_a_damaged_layer_is_not_exported_and_the_old_file_stays(kept: Path, tmp_
     file = tmp_path / "out.safetensors"
     file.write_text("old")
     flip(kept / "step-000000000007" / "layer-0002.bin")
-    assert "layer-0002.bin" in str(refusal("export", str(kept), "--safetensors", str(file)))
+    assert "layer-0002.bin" in str(refusal("export", str(kept), str(file), "--format", "safetensors"))
     assert file.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out.safetensors"]
 
@@ -124,16 +125,31 @@ def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
         (("list", str(tmp_path / "nowhere")), "not there"),
         (("verify", str(tmp_path)), "has no checkpoint"),
         (("verify", str(kept), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
-        (("export", str(kept), "--safetensors", out, "--step", "6"), "no checkpoint of step 6"),
-        (("export", str(tmp_path), "--safetensors", out), "no complete checkpoint"),
+        (("export", str(kept), out, "--format", "safetensors", "--step", "6"), "no checkpoint of step 6"),
+        (("export", str(tmp_path), out, "--format", "safetensors"), "no complete checkpoint"),
         (("list", "nosuch://x"), "nosuch"),
-        (("export", str(kept), "--safetensors", str(tmp_path)), "--safetensors"),
-        (("export", str(kept), "--safetensors", str(tmp_path / "no" / "x")), "does not exist"),
-        (("export", str(kept), "--safetensors", "/proc/x"), "cannot be written"),
+        (("export", str(kept), str(tmp_path), "--format", "safetensors"), "OUTPUT: "),
+        (("export", str(kept), "/proc/x", "--format", "huggingface"), "cannot be written"),
+        (("export", str(kept), str(kept), "--format", "torch"), "is there already"),
+        (("export", str(kept), out, "--format", "torch", "--merge"), "torch has no such option"),
+        (("export", str(kept), out, "--format", "torch", "--dtype", "float16"), "the very numbers"),
+        (("export", str(kept), out, "--format", "huggingface", "--max-shard-size", "5"), "is no size"),
+        (
+            ("export", str(kept), out, "--format", "huggingface", "--files-from", "no"),
+            "no is not a directory",
+        ),
+        (("export", str(kept), str(tmp_path / "no" / "x"), "--format", "torch"), "does not exist"),
+        (("export", str(kept), "/proc/x", "--format", "safetensors"), "cannot be written"),
     ):
         assert words in str(refusal(*arguments))
     run("verify", str(kept), "--step", "-1", code=2)
-    run("export", str(kept), code=2)
+    run("export", str(kept), out, code=2)
+    run("export", str(kept), out, "--format", "pickle", code=2)
+
+
+def test_sizes_are_read() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
+    assert {text: size_in_bytes(text, "x") for text in sizes} == sizes
 
 
 def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp_path: Path) -> None:
@@ -149,4 +165,4 @@ def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp
     done = ftd("list", str(tmp_path / "nowhere"))
     assert done.returncode == 1 and done.stderr.startswith("ftd: ") and done.stderr.count("\n") == 1
     assert ftd("list", "nosuch://x").returncode == 2
-    assert ftd("export", str(kept), "--safetensors", str(tmp_path / "x")).returncode == 0
+    assert ftd("export", str(kept), str(tmp_path / "x"), "--format", "safetensors").returncode == 0

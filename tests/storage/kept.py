@@ -7,9 +7,11 @@ import msgspec
 import numpy as np
 
 from storage.checkpoint import CheckpointManifest, CheckpointStore, LayerFile
+from storage.description import ModelDescription, encode_description
 from storage.layerstate import Entry, Header
 
 LAYERS = 3
+DESCRIPTION = ModelDescription(aliases={"0.weight": ("2.weight",)}, files={"config.json": b"{}"})
 
 
 def layer_state(layer: int, seed: int = 0, numel: int = 1000) -> tuple[bytes, np.ndarray[Any, Any]]:
@@ -62,6 +64,7 @@ def write(
 ) -> CheckpointManifest:
     """A whole checkpoint; its bytes depend on the seed, which is the step by default."""
     draft = store.begin(step, attempt)
+    store.write_description(draft, encode_description(DESCRIPTION))
     files: list[LayerFile] = []
     for layer in reversed(range(LAYERS)):
         header, payload = layer_state(layer, step if seed is None else seed, numel)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from storage.checkpoint import MANIFEST, CheckpointManifest, CheckpointStore
+from storage.description import ModelDescription, encode_description
 from storage.errors import (
     CancelledError,
     DamagedError,
@@ -28,8 +29,8 @@ from storage.errors import (
 )
 from storage.flow import Flow
 from storage.layerstate import fingerprint_of
-from storage.manifest import encode_record
-from tests.storage.kept import LAYERS, about, holds, in_chunks, layer_state, write
+from storage.manifest import digest_of, encode_record
+from tests.storage.kept import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
 
 ROOT = Path(__file__).parents[2]
 STEP_7 = "step-000000000007"
@@ -138,7 +139,7 @@ def test_an_abandoned_draft_leaves_nothing_and_what_was_there_stays(url: str) ->
     store.write_layer(draft, 0, layer_state(0)[0], [layer_state(0)[1]])
     store.abandon(draft)
     assert holds(store, 7) and store.steps() == (7,) and store.problems == []
-    assert len(store.place.sizes(STEP_7)) == LAYERS + 1
+    assert len(store.place.sizes(STEP_7)) == LAYERS + 2  # The manifest and the description.
 
 
 # --- what does not become one ----------------------------------------------------------------------
@@ -234,13 +235,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda d: (d / MANIFEST).unlink(), "no manifest"),
     "cut manifest": (lambda d: os.truncate(d / MANIFEST, 200), "cut short or changed"),
     "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), "cut short or changed"),
-    "other version": (rewritten(lambda m: m.update(format=2)), "format 2; this version reads 1"),
+    "other version": (rewritten(lambda m: m.update(format=3)), "format 3; this version reads 2"),
     "newer fields": (rewritten(lambda m: m.update(new=2)), "no CheckpointManifest"),
     "other step": (rewritten(lambda m: m.update(step=8)), "manifest is of step 8"),
     "path trick": (rewritten(lambda m: m["layers"][1].update(name="../x.bin")), "wrong about layer 1"),
     "negative": (rewritten(lambda m: m["layers"][1].update(payload_bytes=-5)), "wrong about layer 1"),
     "missing file": (lambda d: (d / "layer-0001.bin").unlink(), "layer-0001.bin is missing"),
     "cut file": (lambda d: os.truncate(d / "layer-0001.bin", 5000), "layer-0001.bin has 5000 bytes"),
+    "lost description": (lambda d: (d / "description.bin").unlink(), "description.bin is missing"),
+    "description's name": (rewritten(lambda m: m["description"].update(name="../x")), "wrong about the desc"),
     "longer file": (lambda d: os.truncate(d / "layer-0001.bin", 90000), "has 90000 bytes"),
 }
 
@@ -260,7 +263,7 @@ def test_a_damaged_one_is_passed_over_with_words_and_the_one_before_it_is_taken(
     with pytest.raises((DamagedError, ForeignError, MissingError), match=words):
         store.open(7)
     if damage == "other version":
-        with pytest.raises(ForeignError, match="format 2"):
+        with pytest.raises(ForeignError, match="format 3"):
             write(store, 7, attempt="2")
     else:
         write(store, 7, attempt="2")
@@ -282,6 +285,26 @@ def test_a_flipped_bit_is_found_by_verify_and_by_reading_that_layer(
     with pytest.raises(DamagedError, match=r"layer-0001\.bin"):
         store.open().read_layer(1)
     assert store.open().read_layer(2)
+
+
+def test_the_description_is_read_and_verified_and_older_formats_have_none(store: CheckpointStore) -> None:
+    write(store, 7)
+    assert store.open().description() == DESCRIPTION
+    path = root_of(store) / STEP_7 / "description.bin"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (problem,) = store.open().verify()
+    assert "description.bin was cut short or changed" in problem
+    with pytest.raises(DamagedError, match="no description of a model"):
+        store.write_description(store.begin(8), digest_of(b"x").encode() + b"\nx")
+    store.abandon(store.begin(8))
+    write(store, 9)
+    rewritten(lambda m: (m.update(format=1), m.pop("description")))(root_of(store) / "step-000000000009")
+    assert store.open(9).description() == ModelDescription() and holds(store, 9)
+    files = encode_description(ModelDescription(files={"../x": b""}))
+    with pytest.raises(DamagedError, match=r"names a file '\.\./x'"):
+        store.write_description(store.begin(10), files)
 
 
 def test_another_jobs_checkpoints_are_passed_over_and_not_overwritten_or_removed(url: str) -> None:

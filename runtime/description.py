@@ -1,0 +1,119 @@
+"""The description of a model that its checkpoints keep (``storage.description``), made where the model is."""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from runtime.adapters import adapter_config, adapter_names, base_model_of, base_name, has_adapter
+from storage.description import MAX_FILES_BYTES, ModelDescription, is_file_name
+
+_BESIDE_WEIGHTS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""Files of tokenizers and processors, small ones first."""
+
+
+def describe(model: nn.Module, directories: Iterable[str | Path] = ()) -> ModelDescription:
+    """Describe ``model``, whose parameters may be on the meta device.
+
+    :param directories: where files of the tokenizer are looked for, after the directory that the model itself
+        was loaded from.
+    """
+    named = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
+    }
+    names: dict[int, list[str]] = {}
+    for name, value in named.items():
+        names.setdefault(id(value), []).append(name)
+    aliases = {first: tuple(others) for first, *others in names.values() if others}
+    base: Any = base_model_of(model)
+    if not _is_huggingface(base):
+        return ModelDescription(aliases=aliases)
+    in_adapter = adapter_names(model, named) if has_adapter(model) else {}
+    weight_names: dict[str, tuple[str, ...]] = {}
+    for first, *others in names.values():
+        kept = _names_in_weights(model, base, [first, *others], in_adapter)
+        if kept != (first,):
+            weight_names[first] = kept
+    files, left_out = _files(base, directories)
+    return ModelDescription(
+        aliases=aliases,
+        architecture=type(base).__name__,
+        weight_names=weight_names,
+        files=files,
+        adapter_names={name: key for name, key in in_adapter.items() if name == names[id(named[name])][0]},
+        adapter_files={"adapter_config.json": adapter_config(model)} if has_adapter(model) else {},
+        left_out=left_out,
+    )
+
+
+def _is_huggingface(model: nn.Module) -> bool:
+    return hasattr(model, "config") and hasattr(model, "base_model_prefix")
+
+
+def _names_in_weights(
+    model: nn.Module, base: Any, names: list[str], in_adapter: dict[str, str]
+) -> tuple[str, ...]:
+    """Return the names under which ``from_pretrained`` needs one tensor, which ``model`` calls ``names``.
+
+    It ties what the architecture ties by itself, and takes the value of any of these names.
+    """
+    own = [base_name(model, name) for name in names if name not in in_adapter]
+    found = list(dict.fromkeys(name for name in own if name is not None))
+    tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    retied = [name for name in found if name in tied or name in tied.values()]
+    if len(retied) < 2:
+        return tuple(found)
+    source = next((name for name in retied if name in tied.values()), retied[0])
+    return tuple(name for name in found if name == source or name not in retied)
+
+
+def _files(base: Any, directories: Iterable[str | Path]) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """The files beside the weights, and the names of those that are too large."""
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    files = {"config.json": config.to_json_string(use_diff=True).encode()}
+    if base.can_generate() and getattr(base, "generation_config", None) is not None:
+        files["generation_config.json"] = base.generation_config.to_json_string(use_diff=True).encode()
+    left_out = []
+    room = MAX_FILES_BYTES - sum(map(len, files.values()))
+    for directory in (getattr(base.config, "_name_or_path", ""), *directories):
+        for path in _beside(directory, has_code=hasattr(config, "auto_map")):
+            if path.name in files:
+                continue
+            if path.stat().st_size > room:
+                left_out.append(path.name)
+                continue
+            files[path.name] = path.read_bytes()
+            room -= len(files[path.name])
+    return files, tuple(left_out)
+
+
+def _beside(directory: str | Path, *, has_code: bool) -> list[Path]:
+    """Files of a model's directory that are no weights; none where it is a name on the hub.
+
+    :param has_code: the model's own Python files are taken, too.
+    """
+    if not directory or not Path(directory).is_dir():
+        return []
+    found = [Path(directory) / name for name in _BESIDE_WEIGHTS]
+    if has_code:
+        found += sorted(Path(directory).glob("*.py"))
+    return [path for path in found if path.is_file() and is_file_name(path.name)]

@@ -1,0 +1,192 @@
+"""A checkpoint as a directory that ``from_pretrained`` reads, written without torch.
+
+    config.json, generation_config.json, tokenizer.json, …    as the trainer had them
+    model.safetensors                                          or, above a size,
+    model-00001-of-00003.safetensors, … model.safetensors.index.json
+
+A model with an adapter (``peft``) gives ``adapter_config.json`` and ``adapter_model.safetensors`` instead, or
+its base model. A directory appears only when it is complete. One layer is in memory at a time.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from storage.checkpoint import Checkpoint
+from storage.description import ModelDescription
+from storage.errors import StorageError
+from storage.numeric import FLOATING
+from storage.safetensors_file import Exported, FileTensor, LayerReader, model_tensors, write_safetensors
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def export_huggingface(
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+) -> Exported:
+    """Write ``directory``, which must not be there yet or be empty.
+
+    Of a model with an adapter the adapter is written.
+
+    :param dtype: of floating-point tensors; ``None``: as they are.
+    :param files: take these files (``config.json``, a tokenizer) in place of those that the checkpoint has.
+    :raises StorageError: the checkpoint is damaged, cannot be read, or has no configuration.
+    :raises OSError: the directory cannot be written; nothing is left.
+    """
+    description = checkpoint.description()
+    beside = dict(description.adapter_files if description.adapter_files else description.files)
+    beside |= files or {}
+    if description.adapter_files:
+        return _write(
+            checkpoint,
+            directory,
+            _adapter_tensors(checkpoint, description, dtype),
+            beside,
+            "adapter_model",
+            None,
+        )
+    _check_config(checkpoint, beside)
+    tensors = _weights(checkpoint, description, dtype)
+    return _write(checkpoint, directory, tensors, beside, "model", max_shard_bytes)
+
+
+def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> Exported:
+    """Write the base model of a model with an adapter, as ``export_huggingface`` writes others."""
+    description = checkpoint.description()
+    _check_config(checkpoint, description.files)
+    tensors = _weights(checkpoint, description, dtype)
+    return _write(checkpoint, directory, tensors, description.files, "model", MAX_SHARD_BYTES)
+
+
+def _check_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
+    if CONFIG not in files:
+        raise StorageError(
+            f"the checkpoint of step {checkpoint.manifest.step} has no {CONFIG}: its job was not given a "
+            "Hugging Face model. Name a directory that has one (--files-from), or export safetensors"
+        )
+
+
+def _weights(checkpoint: Checkpoint, description: ModelDescription, dtype: str | None) -> list[FileTensor]:
+    """The tensors of the (base) model, under each name that ``from_pretrained`` needs."""
+    return [
+        replace(tensor, name=name)
+        for tensor in model_tensors(checkpoint, dtype)
+        for name in description.names_in_weights(tensor.name)
+    ]
+
+
+def _adapter_tensors(
+    checkpoint: Checkpoint, description: ModelDescription, dtype: str | None
+) -> list[FileTensor]:
+    names = description.adapter_names
+    return [
+        replace(tensor, name=names[tensor.name])
+        for tensor in model_tensors(checkpoint, dtype)
+        if tensor.name in names
+    ]
+
+
+def _write(
+    checkpoint: Checkpoint,
+    directory: Path,
+    tensors: Sequence[FileTensor],
+    files: Mapping[str, bytes],
+    stem: str,
+    max_shard_bytes: int | None,
+) -> Exported:
+    reader = LayerReader(checkpoint)
+    shards = _shards(tensors, max_shard_bytes)
+    size_bytes = 0
+    with appearing(directory) as draft:
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            name = f"{stem}.safetensors"
+            if len(shards) > 1:
+                name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+            size_bytes += write_safetensors(draft / name, shard, reader, {"format": "pt"})
+            weight_map |= {tensor.name: name for tensor in shard}
+        if len(shards) > 1:
+            total = {"total_size": sum(tensor.size_bytes for tensor in tensors)}
+            index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True)
+            _write_file(draft / f"{stem}.safetensors.index.json", index.encode() + b"\n")
+        for name, data in files.items():
+            _write_file(draft / name, _with_dtype(data, tensors) if name == CONFIG else data)
+    return Exported(tensors=len(tensors), size_bytes=size_bytes)
+
+
+def _shards(tensors: Sequence[FileTensor], max_shard_bytes: int | None) -> list[list[FileTensor]]:
+    """In the order of the layers, as many tensors in each as it may hold; one that is larger stands alone."""
+    shards: list[list[FileTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and max_shard_bytes is not None and filled + tensor.size_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.size_bytes
+    return shards
+
+
+def _with_dtype(config: bytes, tensors: Sequence[FileTensor]) -> bytes:
+    """Have the configuration name the type of the weights: ``from_pretrained`` converts to what it names."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.dtype in FLOATING:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.size_bytes
+    said = json.loads(config)
+    if sizes:
+        most = max(sizes, key=lambda dtype: sizes[dtype])
+        said.pop("torch_dtype", None)  # The name of the same before transformers 5.
+        said["dtype"] = most
+        _name_dtype(said, most)
+    return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _name_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Also in the configurations of parts, where they name one."""
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype
+    for key, part in config.items():
+        if key.endswith("_config") and isinstance(part, dict):
+            _name_dtype(part, dtype)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """Give a directory to write to, which becomes ``directory`` at once when the block ends well.
+
+    :raises OSError: it cannot be, or something is there already; nothing is left.
+    """
+    draft = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        # Over an empty directory it is renamed, too; over one that holds something never.
+        draft.rename(directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    descriptor = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,63 @@
+"""A checkpoint as a directory for a plain torch loop, written without torch, and without pickle.
+
+=========================  ================================================================================
+``model.safetensors``      parameters and buffers, a tied one under each of its names
+``optimizer.safetensors``  ``state.<name>.<key>``: tensors of the optimizer's state
+``training.json``          ``step``, ``groups`` (options of each parameter group), ``scheduler`` (its state
+                           or null), ``scalars`` (by parameter, the optimizer's state that is no tensor)
+=========================  ================================================================================
+
+Dictionaries inside of ``groups`` and ``scheduler`` are ``{"pairs": [[key, value], …]}``, as their keys may
+be numbers. docs/checkpoints.md has the function that loads it.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from storage.checkpoint import Checkpoint
+from storage.huggingface import appearing
+from storage.safetensors_file import Exported, FileTensor, LayerReader, model_tensors, write_safetensors
+
+FORMAT = 1
+
+
+def export_torch(checkpoint: Checkpoint, directory: Path) -> Exported:
+    """Write ``directory``, which must not be there yet or be empty.
+
+    :raises StorageError: the checkpoint is damaged or cannot be read.
+    :raises OSError: the directory cannot be written; nothing is left.
+    """
+    aliases = checkpoint.description().aliases
+    model = [
+        replace(tensor, name=name)
+        for tensor in model_tensors(checkpoint)
+        for name in (tensor.name, *aliases.get(tensor.name, ()))
+    ]
+    optimizer: dict[str, FileTensor] = {}
+    scalars: dict[str, dict[str, int | float | bool | str | None]] = {}
+    headers = checkpoint.headers()
+    for layer, header in enumerate(headers):
+        scalars |= header.scalars
+        for entry in header.entries:
+            name = f"state.{entry.name}.{entry.key}"
+            if entry.role == "optimizer" and name not in optimizer:
+                optimizer[name] = FileTensor(name=name, layer=layer, entry=entry, dtype=entry.dtype)
+    training = {
+        "format": FORMAT,
+        "step": checkpoint.manifest.step,
+        "groups": headers[0].schedule.get("groups", []),
+        "scheduler": headers[0].schedule.get("scheduler"),
+        "scalars": scalars,
+    }
+    with appearing(directory) as draft:
+        reader = LayerReader(checkpoint)
+        size_bytes = write_safetensors(draft / "model.safetensors", model, reader, {"format": "pt"})
+        states = list(optimizer.values())
+        size_bytes += write_safetensors(draft / "optimizer.safetensors", states, reader, {"format": "pt"})
+        with (draft / "training.json").open("w") as file:
+            file.write(json.dumps(training, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return Exported(tensors=len(model) + len(optimizer), size_bytes=size_bytes)
