@@ -131,11 +131,27 @@ def prepare_frame(
 
 
 def vote_data(vote: Vote) -> protocol.VoteData:
-    return protocol.VoteData(loss=vote.loss, gradient_norm=vote.gradient_norm, skipped=vote.skipped)
+    return protocol.VoteData(
+        loss=vote.loss,
+        gradient_norm=vote.gradient_norm,
+        skipped=vote.skipped,
+        weight=vote.weight,
+        loss_scale=vote.loss_scale,
+        learning_rate=vote.learning_rate,
+        metrics=dict(vote.metrics),
+    )
 
 
 def vote_of(data: protocol.VoteData) -> Vote:
-    return Vote(loss=data.loss, gradient_norm=data.gradient_norm, skipped=data.skipped)
+    return Vote(
+        loss=data.loss,
+        gradient_norm=data.gradient_norm,
+        skipped=data.skipped,
+        weight=data.weight,
+        loss_scale=data.loss_scale,
+        learning_rate=data.learning_rate,
+        metrics=dict(data.metrics),
+    )
 
 
 def cause_of(raised: protocol.Raised) -> FailureCause:

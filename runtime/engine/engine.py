@@ -314,6 +314,7 @@ class Engine:
             skipped=total_broken > 0 or not math.isfinite(total_squared) or weight == 0,
             weight=weight,
             loss_scale=scale,
+            learning_rate=self.optimization.learning_rate(),
             metrics={name: total / count for name, total, count in pairs if count},
         )
         return vote, stops > 0, snaps > 0

@@ -17,6 +17,7 @@ from runtime.data.batches import leaves_of, slice_rows
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.training import Batch, Training, TrainingError
+from runtime.wire.protocol import MOST_METRIC_CHARACTERS, MOST_METRICS
 
 IGNORED = -100
 _REMEDY = (
@@ -85,7 +86,7 @@ class Loss:
         except Exception as error:
             raise TrainingError(f"the loss raised {type(error).__name__}: {error}") from error
         self.nominal_weight = max(float(weight), 1.0) / rows
-        self.metric_names = tuple(sorted(self.metrics(output, batch, rows)))
+        self.metric_names = _names(self.metrics(output, batch, rows))
         if rows < 2 or self._couples_rows:
             return
         cuts = [(0, 1), (1, rows)]
@@ -196,6 +197,24 @@ def _pair(value: Any, what: str) -> tuple[Tensor, Tensor]:
     if weight.numel() != 1:
         raise TrainingError(f"{what} has a weight of {weight.numel()} numbers; it must be one")
     return value[0].squeeze(), weight.squeeze()
+
+
+def _names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in the order in which they are summed.
+
+    :raises TrainingError: more of them than a step can carry, or one that is empty or too long.
+    """
+    if len(metrics) > MOST_METRICS:
+        raise TrainingError(
+            f"Training.metrics returned {len(metrics)} numbers; return at most {MOST_METRICS}"
+        )
+    for name in metrics:
+        if not 1 <= len(name) <= MOST_METRIC_CHARACTERS:
+            raise TrainingError(
+                f"Training.metrics returned a number under a name of {len(name)} characters ({name[:80]!r}); "
+                f"write 1 to {MOST_METRIC_CHARACTERS}"
+            )
+    return tuple(sorted(metrics))
 
 
 def _close(one: float, other: float) -> bool:

@@ -10,6 +10,7 @@ is the same on every rank at the same step, and travels with every layer, as pla
 """
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class Optimization:
         self._optimizer.state.pop(parameter, None)
         if state:
             self._optimizer.state[parameter] = dict(state)
+
+    def learning_rate(self) -> float:
+        """Return what the next step uses in the first parameter group; 0 where that is no finite number."""
+        rate = 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0].get("lr", 0.0))
+        return rate if math.isfinite(rate) else 0.0
 
     def schedule(self) -> Schedule:
         """Group options and the scheduler's state now.

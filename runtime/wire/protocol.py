@@ -32,8 +32,14 @@ import msgspec
 from runtime.wire.frames import Frame
 from runtime.wire.trace_protocol import Trace, Traced
 
+MOST_METRICS = 32
+MOST_METRIC_CHARACTERS = 64
+"""See statemachine.values; the node's signals with more would be refused."""
+
 
 class VoteData(msgspec.Struct, frozen=True, kw_only=True):
+    """See statemachine.values.Vote: the same fields, the same meaning."""
+
     loss: float
     gradient_norm: float
     skipped: bool = False
@@ -41,6 +47,8 @@ class VoteData(msgspec.Struct, frozen=True, kw_only=True):
     """Total weight of the global batch's loss: rows, or tokens that are not ignored."""
     loss_scale: float = 1.0
     """Factor on the gradients that this vote was taken on."""
+    learning_rate: float = 0.0
+    """Used for this step, of the first parameter group."""
     metrics: dict[str, float] = {}
     """The training's own metrics, averaged over the global batch."""
 

@@ -1,5 +1,6 @@
 """A plan becomes ranks, frames become events."""
 
+from dataclasses import asdict, replace
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from statemachine.agent.events import (
     TrainerStepped,
 )
 from statemachine.messages import Resume
-from statemachine.values import HeldPart, Job, Vote
+from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, HeldPart, Job, Vote
 
 
 def device(node: str, index: int = 0) -> Device:
@@ -59,12 +60,27 @@ def test_ranks_are_the_plans_devices_in_order() -> None:
     assert [rank_of(PLAN, d) for d in (device("b", 1), device("c"), device("idle"))] == [0, 3, -1]
 
 
+VOTE = Vote(
+    loss=0.5,
+    gradient_norm=2.0,
+    weight=4096.0,
+    loss_scale=1024.0,
+    learning_rate=0.01,
+    metrics={"accuracy": 0.25},
+)
+VOTED = protocol.VoteData(**asdict(VOTE))
+
+
+def test_both_sides_agree_on_the_limits_of_metrics() -> None:
+    assert (protocol.MOST_METRICS, protocol.MOST_METRIC_CHARACTERS) == (MOST_METRICS, MOST_METRIC_CHARACTERS)
+
+
 def test_a_resume_for_one_device() -> None:
     resume = Resume(
         generation=7,
         job_id="job",
         step=12,
-        vote=Vote(loss=0.5, gradient_norm=2.0),
+        vote=VOTE,
         plan=PLAN,
         hosts=HOSTS,
         rendezvous="fe80::1:4711",
@@ -75,7 +91,7 @@ def test_a_resume_for_one_device() -> None:
     frame = resume_frame(resume, device("a"), "secret")
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
-    assert frame.vote == protocol.VoteData(loss=0.5, gradient_norm=2.0)
+    assert frame.vote == VOTED
     assert (frame.nodes, frame.protection) == (("b", "b", "a", "c"), "aec")
     assert (frame.restore, frame.lineage) == ("", 3)
     assert [layers_of(PLAN, name) for name in "abcd"] == [(2, 3, 4), (0, 1), (0, 1, 2, 3, 4), ()]
@@ -98,7 +114,7 @@ def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
 
 
 def test_reports_keep_all_they_say() -> None:
-    vote = protocol.VoteData(loss=1.5, gradient_norm=0.1, skipped=True)
+    vote = msgspec.structs.replace(VOTED, skipped=True)
     quiesced = event_of(
         protocol.Quiesced(generation=3, committed_step=8, ready_step=9, vote=vote, held=(0, 2)),
         device=1,
@@ -109,7 +125,7 @@ def test_reports_keep_all_they_say() -> None:
     assert isinstance(quiesced, TrainerQuiesced)
     assert quiesced.report.device == 1
     assert (quiesced.report.committed_step, quiesced.report.ready_step) == (8, 9)
-    assert quiesced.report.vote == Vote(loss=1.5, gradient_norm=0.1, skipped=True)
+    assert quiesced.report.vote == replace(VOTE, skipped=True)
     assert quiesced.report.held == (0, 2)
     stepped = event_of(
         protocol.Stepped(generation=3, step=9, vote=vote, step_s=0.2, bubble_s=0.1),
@@ -119,7 +135,7 @@ def test_reports_keep_all_they_say() -> None:
         cause="c",
     )
     assert isinstance(stepped, TrainerStepped)
-    assert (stepped.step, stepped.step_s) == (9, 0.2)
+    assert (stepped.step, stepped.step_s, stepped.vote) == (9, 0.2, quiesced.report.vote)
 
 
 def test_what_trainers_say_of_snapshots() -> None:

@@ -399,3 +399,16 @@ def test_layers_that_do_not_fit_are_named(
 ) -> None:
     with pytest.raises(TrainingError, match=message):
         model_of(*layers, **changes)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({f"m{number}": 1.0 for number in range(33)}, "returned 33 numbers; return at most 32"),
+        ({"m" * 65: 1.0}, "a name of 65 characters .*; write 1 to 64"),
+        ({"": 1.0}, "a name of 0 characters"),
+    ],
+)
+def test_more_metrics_than_a_step_can_carry_are_refused(metrics: dict[str, float], says: str) -> None:
+    with pytest.raises(TrainingError, match=says):
+        model_of(nn.Linear(6, 1), metrics=lambda output, batch: metrics)

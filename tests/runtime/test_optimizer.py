@@ -138,6 +138,7 @@ def test_a_joiner_continues_the_schedule_exactly(optimizer: str, scheduler: Any)
     joiner[1].set_schedule(undisturbed[1].schedule())
     for step in range(5, 11):
         assert rates_of(joiner[1]) == rates_of(undisturbed[1])
+        assert joiner[1].learning_rate() == pytest.approx(rates_of(undisturbed[1])[0])
         for pair in (undisturbed, joiner):
             advance(*pair, range(step, step + 1))
     assert joiner[1].schedule() == undisturbed[1].schedule()
@@ -202,6 +203,7 @@ def test_a_model_without_trainable_parameters() -> None:
     optimization = Optimization(model)
     optimization.step([0])
     assert optimization.schedule() == {"groups": [], "scheduler": None, "loss_scale": None}
+    assert optimization.learning_rate() == 0.0
     optimization.set_schedule({"groups": [], "scheduler": None, "loss_scale": None})
 
 
