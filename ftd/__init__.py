@@ -1,24 +1,25 @@
 """Names for scripts: ``from ftd import Snapshotter``. The daemons import this package, too, and not torch."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.data.sampling import sample_indices as sample_indices
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
+    from runtime.training import Training as Training
+    from runtime.training import TrainingError as TrainingError
+
+_MODULES = {
+    "Snapshotter": "runtime.script.snapshotter",
+    "SnapshotError": "runtime.script.plain_state",
+    "Training": "runtime.training",
+    "TrainingError": "runtime.training",
+    "sample_indices": "runtime.data.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Snapshotter":
-        from runtime.script.snapshotter import Snapshotter
-
-        return Snapshotter
-    if name == "SnapshotError":
-        from runtime.script.plain_state import SnapshotError
-
-        return SnapshotError
-    if name == "sample_indices":
-        from runtime.data.sampling import sample_indices
-
-        return sample_indices
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
