@@ -25,6 +25,10 @@ class TokenStream(Protocol):
     def name(self) -> str:
         """The file, for messages."""
 
+    @property
+    def largest(self) -> int | None:
+        """The largest token id, where that is known without reading; then none is negative."""
+
     def __len__(self) -> int: ...
 
     def read(self, start: int, end: int) -> Tokens:
@@ -37,6 +41,7 @@ class ArrayStream:
 
     name: str
     tokens: Tokens
+    largest: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,15 +91,19 @@ class PackedTokens:
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def max_token_id(self) -> int:
-        """Return the largest token id; this reads all tokens once."""
-        return max(int(part.max()) for stream in self._streams for _, part in _parts(stream))
+        """Return the largest token id; this reads all tokens once, unless the file's facts have it."""
+        return max(_largest(stream) for stream in self._streams if len(stream))
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that a model with ``size`` token ids can read every token; this reads all tokens once.
+        """Check that a model with ``size`` token ids can read every token.
+
+        This reads all tokens once, unless the file's facts have the largest.
 
         :raises DataError: a token id lies outside; the message names the first and where it is.
         """
         for stream in self._streams:
+            if stream.largest is not None and stream.largest < size:
+                continue
             for start, part in _parts(stream):
                 outside = (part < 0) | (part >= size)
                 if outside.any():
@@ -111,6 +120,12 @@ def _parts(stream: TokenStream) -> Iterator[tuple[int, Tokens]]:
         (start, stream.read(start, min(start + SCAN_TOKENS, len(stream))))
         for start in range(0, len(stream), SCAN_TOKENS)
     )
+
+
+def _largest(stream: TokenStream) -> int:
+    if stream.largest is not None:
+        return stream.largest
+    return max(int(part.max()) for _, part in _parts(stream))
 
 
 def check_index(index: int, length: int) -> int:

@@ -51,7 +51,8 @@ def open_tokens(path: Path, dtype: str | None = None) -> ArrayStream:
     try:
         size = path.stat().st_size
         if size and size % kind.itemsize == 0:
-            return ArrayStream(name=str(path), tokens=np.memmap(path, dtype=kind, mode="r"))
+            largest = None if info is None else info.max_token_id
+            return ArrayStream(name=str(path), tokens=np.memmap(path, dtype=kind, mode="r"), largest=largest)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not size:
