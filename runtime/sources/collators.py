@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.sources.errors import DataError
+from runtime.sources.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
 """Label of a position without a loss, as ``torch.nn.functional.cross_entropy`` understands it."""
@@ -76,6 +77,93 @@ class PadCollate:
         batch = column[0].new_full((len(column), length), fill)
         for row, value in zip(batch, column, strict=True):
             row[: len(value)] = value
+        return batch
+
+
+class CausalCollate(PadCollate):
+    """``PadCollate`` that adds ``labels`` where samples have none: the tokens, and -100 for padding.
+
+    It is for samples of a language model that only have ``input_ids``, such as those of a tokenised data set
+    of the package ``datasets``.
+    """
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the batch, with the samples in dim 0."""
+        batch = super().__call__(samples)
+        if "labels" not in batch:
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
+        return batch
+
+
+class MaskedLanguageModelCollate:
+    """Batches for masked language models, after Devlin et al., "BERT", 2019, section 3.1.
+
+    Each token that is neither special nor padding is chosen with a probability. Of those that are chosen 80%
+    become the mask token, 10% a random token and 10% stay. ``labels`` are the original tokens where chosen,
+    and -100 elsewhere. A batch without a chosen token has no loss.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str | None = None,
+        *,
+        probability: float = 0.15,
+        mask_token_id: int | None = None,
+        vocabulary_size: int | None = None,
+        pad_token_id: int | None = None,
+        special_token_ids: Sequence[int] = (),
+        multiple_of: int | None = 8,
+        length: int | None = None,
+    ) -> None:
+        """Take the token ids from a tokenizer, or by themselves.
+
+        :param tokenizer: a tokenizer.json, or a directory with one. Numbers that are given have precedence.
+        :param probability: the share of tokens that are chosen.
+        :param multiple_of: as for ``PadCollate``, which pads the samples first.
+        :param length: as for ``PadCollate``.
+        :raises DataError: there is no mask token, or a number makes no sense.
+        """
+        if isinstance(probability, bool) or not 0 < probability <= 1:
+            raise DataError(f"probability must lie between 0 and 1, not {probability!r}")
+        if tokenizer is not None:
+            loaded = load_tokenizer(tokenizer)
+            mask_token_id = loaded.mask_token_id if mask_token_id is None else mask_token_id
+            vocabulary_size = loaded.vocabulary_size if vocabulary_size is None else vocabulary_size
+            pad_token_id = loaded.pad_token_id if pad_token_id is None else pad_token_id
+            special_token_ids = special_token_ids or loaded.special_token_ids
+        if mask_token_id is None or vocabulary_size is None or pad_token_id is None:
+            raise DataError(
+                "masking needs mask_token_id, vocabulary_size and pad_token_id"
+                + (
+                    f", and the tokenizer {tokenizer} does not name them all"
+                    if tokenizer
+                    else " or a tokenizer"
+                )
+                + "; a tokenizer with a mask token is made by: ftd data train-tokenizer"
+            )
+        if not 0 <= mask_token_id < vocabulary_size:
+            raise DataError(
+                f"mask_token_id {mask_token_id} is outside the vocabulary of {vocabulary_size} entries"
+            )
+        self._pad = PadCollate(pad_token_id, multiple_of=multiple_of, length=length)
+        self._probability = float(probability)
+        self._mask_token_id = mask_token_id
+        self._vocabulary_size = vocabulary_size
+        self._special_token_ids = torch.tensor(sorted({*special_token_ids, mask_token_id, pad_token_id}))
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the batch, with the samples in dim 0; draws from torch's default generator."""
+        batch = self._pad(samples)
+        input_ids = batch["input_ids"]
+        special = torch.isin(input_ids, self._special_token_ids) | (batch["attention_mask"] == 0)
+        if "special_tokens_mask" in batch:
+            special |= batch.pop("special_tokens_mask") != 0
+        chosen = (torch.rand(input_ids.shape) < self._probability) & ~special
+        fate = torch.rand(input_ids.shape)
+        random_ids = torch.randint(self._vocabulary_size, input_ids.shape, dtype=input_ids.dtype)
+        masked = input_ids.masked_fill(chosen & (fate < 0.8), self._mask_token_id)
+        batch["labels"] = input_ids.masked_fill(~chosen, IGNORED_LABEL)
+        batch["input_ids"] = torch.where(chosen & (fate >= 0.9), random_ids, masked)
         return batch
 
 

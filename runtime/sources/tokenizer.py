@@ -11,6 +11,8 @@ from runtime.sources.errors import DataError, import_package
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual tokens after a document, for tokenizers whose configuration names none."""
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
+NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files next to tokenizer.json that name the special tokens, the one that decides first."""
 MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]")
 
 
@@ -23,7 +25,7 @@ class LoadedTokenizer:
     path: Path
     """Its tokenizer.json."""
     digest: str
-    """Checksum of all that decides about token ids."""
+    """Checksum of all files that decide about token ids."""
     vocabulary_size: int
     """The largest token id that it can make, plus 1."""
     end_of_text_id: int | None
@@ -63,8 +65,7 @@ def load_tokenizer(where: str) -> LoadedTokenizer:
     path = _find(where)
     package = import_package("tokenizers", "turning text into tokens")
     try:
-        content = path.read_bytes()
-        tokenizer = package.Tokenizer.from_buffer(content)
+        tokenizer = package.Tokenizer.from_file(str(path))
     except Exception as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_padding()
@@ -79,7 +80,7 @@ def load_tokenizer(where: str) -> LoadedTokenizer:
     return LoadedTokenizer(
         tokenizer=tokenizer,
         path=path,
-        digest=hashlib.sha256(content).hexdigest(),
+        digest=_digest(path),
         vocabulary_size=max(vocabulary.values()) + 1,
         end_of_text_id=end,
         pad_token_id=end if pad is None else pad,
@@ -104,10 +105,19 @@ def _find(where: str) -> Path:
     return path / "tokenizer.json"
 
 
+def _digest(path: Path) -> str:
+    """Return the checksum of tokenizer.json and of the files next to it that have a say."""
+    digest = hashlib.sha256(path.read_bytes())
+    for name in (*NAMING_FILES, "chat_template.jinja"):
+        beside = path.parent / name
+        digest.update(b"\0" + (beside.read_bytes() if beside.is_file() else b""))
+    return digest.hexdigest()
+
+
 def _named_tokens(directory: Path) -> dict[str, str]:
     """Return the special tokens that the files next to tokenizer.json name, the first file's first."""
     named: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in NAMING_FILES:
         try:
             content = json.loads((directory / name).read_bytes())
         except FileNotFoundError:
@@ -117,7 +127,7 @@ def _named_tokens(directory: Path) -> dict[str, str]:
         for key, token in content.items() if isinstance(content, dict) else ():
             text = token.get("content") if isinstance(token, dict) else token
             if key.endswith("_token") and isinstance(text, str):
-                named[key] = text
+                named.setdefault(key, text)
     return named
 
 
