@@ -76,6 +76,13 @@ def _compute(entry: Path, compute: Callable[[Path], None]) -> None:
         raise
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

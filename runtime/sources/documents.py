@@ -25,8 +25,10 @@ class Document(NamedTuple):
 
     place: str
     text: str
-    learned: tuple[tuple[int, int], ...] | None = None
-    """The parts ``[first, end)`` of the text, in characters, that a model learns; None is all of it."""
+    learned: tuple[tuple[int, int], ...] = ()
+    """The parts ``[first, end)`` of the text, in characters, that a model learns, where it is not all."""
+    is_rendered: bool = False
+    """Whether the text already has its special tokens, as chat templates write them."""
 
 
 def read_texts(files: Iterable[Path], field: str) -> Iterator[Document]:

@@ -1,24 +1,31 @@
 """Texts made into a flat file of tokens, in one pass over corpora of any size."""
 
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from runtime.sources.cache import Report
-from runtime.sources.documents import Document
+from runtime.sources.documents import Document, read_texts
 from runtime.sources.errors import DataError
 from runtime.sources.tokenizer import LoadedTokenizer
 
-Tokens = npt.NDArray[np.integer[Any]]
 
-Encoder = Callable[[list[Document]], list[Tokens]]
-"""Makes the tokens of each document."""
+class Encoded(NamedTuple):
+    """The tokens of one document; none if it is to be left out."""
+
+    ids: list[int]
+    learned: npt.NDArray[np.bool_] | None = None
+    """The tokens that a model learns; None is all of them."""
+
+
+Encoder = Callable[[list[Document]], list[Encoded]]
 
 DOCUMENTS_AT_ONCE = 1024
 CHARACTERS_AT_ONCE = 4_000_000
@@ -37,7 +44,6 @@ class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A document with that token: "corpus.jsonl, line 7"."""
     vocabulary_size: int
     """The tokenizer's largest possible token id, plus 1."""
-    tokenizer_digest: str
 
 
 def info_path(tokens: Path) -> Path:
@@ -89,10 +95,10 @@ def join_documents(tokenizer: LoadedTokenizer, end_of_text: int | None) -> Encod
     """Return an encoder without special tokens, but with ``end_of_text`` after each document."""
     ending = [] if end_of_text is None else [end_of_text]
 
-    def encode(documents: list[Document]) -> list[Tokens]:
+    def encode(documents: list[Document]) -> list[Encoded]:
         texts = [document.text for document in documents]
         encodings = tokenizer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids + ending, dtype=np.int64) for encoding in encodings]
+        return [Encoded(encoding.ids + ending) for encoding in encodings]
 
     return encode
 
@@ -103,19 +109,46 @@ def separate_documents(tokenizer: LoadedTokenizer, end_of_text: int | None, leng
     A document that had to be cut does not get ``end_of_text``, nor does one that ends with it already.
     """
 
-    def encode(documents: list[Document]) -> list[Tokens]:
+    def encode(documents: list[Document]) -> list[Encoded]:
         texts = [document.text for document in documents]
         tokenizer.tokenizer.enable_truncation(length)
         encodings = tokenizer.tokenizer.encode_batch_fast(texts)
         tokenizer.tokenizer.no_truncation()
-        return [np.array(_ended(encoding), dtype=np.int64) for encoding in encodings]
+        return [Encoded(_ended(encoding.ids)) for encoding in encodings]
 
-    def _ended(encoding: Any) -> list[int]:
-        ids: list[int] = encoding.ids
-        ended = end_of_text is None or len(ids) >= length or ids[-1:] == [end_of_text]
-        return ids if ended or end_of_text is None else [*ids, end_of_text]
+    def _ended(ids: list[int]) -> list[int]:
+        if end_of_text is None or len(ids) >= length or ids[-1:] == [end_of_text]:
+            return ids
+        return [*ids, end_of_text]
 
     return encode
+
+
+def make_token_file(
+    out: Path,
+    files: Sequence[Path],
+    tokenizer: LoadedTokenizer,
+    *,
+    field: str,
+    end_of_text: bool | str,
+    report: Report,
+) -> TokenFileInfo:
+    """Write the texts of files as one token file, which appears under its name when it is complete.
+
+    :raises DataError: a file or the tokenizer cannot be used.
+    """
+    encode = join_documents(tokenizer, tokenizer.end_of_text(end_of_text))
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    try:
+        write_tokens(unfinished, read_texts(files, field), tokenizer, encode, report)
+        info = required_info(unfinished)
+        info_path(out).unlink(missing_ok=True)
+        unfinished.replace(out)
+        info_path(unfinished).replace(info_path(out))
+    finally:
+        for path in (unfinished, info_path(unfinished)):
+            path.unlink(missing_ok=True)
+    return info
 
 
 @dataclass(slots=True)
@@ -142,31 +175,46 @@ class _Progress:
 
 
 def write_tokens(
-    out: Path, documents: Iterable[Document], tokenizer: LoadedTokenizer, encode: Encoder, report: Report
+    out: Path,
+    documents: Iterable[Document],
+    tokenizer: LoadedTokenizer,
+    encode: Encoder,
+    report: Report,
+    learned: Path | None = None,
 ) -> npt.NDArray[np.int64]:
     """Write the tokens of all documents one after the other, and the facts about them, and return their ends.
 
-    :return: for each document the number of tokens in the file up to its end.
+    :param learned: a file that gets a byte for each token: 1 if a model learns it.
+    :return: for each document that has tokens the number of tokens in the file up to its end.
     :raises DataError: there is no text, or the tokenizer fails on one.
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
     progress = _Progress(report)
-    lengths: list[npt.NDArray[np.int64]] = []
+    sizes: list[npt.NDArray[np.int64]] = []
     largest, largest_place = -1, ""
-    with out.open("wb") as stream:
+    with out.open("wb") as stream, (learned or Path(os.devnull)).open("wb") as learned_stream:
         for batch in _batches(documents):
-            arrays = _encode(batch, tokenizer, encode)
-            tokens = np.concatenate(arrays)
-            sizes = np.array([array.size for array in arrays], dtype=np.int64)
+            encoded = _encode(batch, tokenizer, encode)
+            tokens = np.concatenate([np.array(document.ids, dtype=np.int64) for document in encoded])
+            ends = np.cumsum([len(document.ids) for document in encoded])
             if tokens.size and int(tokens.max()) > largest:
                 position = int(tokens.argmax())
                 largest = int(tokens[position])
-                largest_place = batch[int(np.searchsorted(np.cumsum(sizes), position, side="right"))].place
-            stream.write(tokens.astype(dtype).tobytes())
-            lengths.append(sizes)
+                largest_place = batch[int(np.searchsorted(ends, position, side="right"))].place
+            stream.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+            for document in encoded:
+                mask = (
+                    np.ones(len(document.ids), dtype=bool) if document.learned is None else document.learned
+                )
+                learned_stream.write(mask.tobytes())
+            sizes.append(np.diff(ends, prepend=0))
             progress.count(len(batch), tokens.size)
-    if not progress.tokens:
+    if not progress.documents:
         raise DataError("the files have no text, so there are no tokens")
+    if not progress.tokens:
+        raise DataError(
+            f"none of the {progress.documents} documents has a token to learn from; take a larger length"
+        )
     progress.finish()
     info = TokenFileInfo(
         dtype=dtype,
@@ -175,10 +223,10 @@ def write_tokens(
         max_token_id=largest,
         max_token_place=largest_place,
         vocabulary_size=tokenizer.vocabulary_size,
-        tokenizer_digest=tokenizer.digest,
     )
     info_path(out).write_bytes(msgspec.json.format(msgspec.json.encode(info)))
-    return np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    lengths = np.concatenate(sizes)
+    return np.cumsum(lengths[lengths > 0], dtype=np.int64)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -194,7 +242,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _encode(batch: list[Document], tokenizer: LoadedTokenizer, encode: Encoder) -> list[Tokens]:
+def _encode(batch: list[Document], tokenizer: LoadedTokenizer, encode: Encoder) -> list[Encoded]:
     try:
         return encode(batch)
     except Exception as error:

@@ -1,0 +1,136 @@
+"""What data sets of files that are tokenised on the node have in common."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.sources.cache import cached_directory, file_facts, fingerprint
+from runtime.sources.collators import IGNORED_LABEL, PadCollate
+from runtime.sources.documents import Document
+from runtime.sources.errors import DataError
+from runtime.sources.packed import ArrayStream, check_index
+from runtime.sources.token_file import open_tokens
+from runtime.sources.tokenizer import LoadedTokenizer
+from runtime.sources.tokenizing import Encoder, required_info, write_tokens
+
+CACHE_VERSION = 1
+"""Part of every fingerprint; raise it when the same input makes other tokens."""
+
+
+class TokenisedFiles:
+    """The tokens of files in the node's cache, and the tokenizer that made them."""
+
+    def __init__(
+        self,
+        tokenizer: LoadedTokenizer,
+        files: Sequence[Path],
+        *,
+        facts: Mapping[str, Any],
+        documents: Callable[[], Iterable[Document]],
+        encode: Encoder,
+        with_learned: bool = False,
+        cache_directory: str | None,
+    ) -> None:
+        """Find the tokens in the cache, or make them.
+
+        :param facts: all that decides about the tokens besides the files and the tokenizer.
+        :param with_learned: whether to keep which tokens are learned.
+        """
+        self.tokenizer = tokenizer
+        key = fingerprint(
+            {
+                "version": CACHE_VERSION,
+                "files": [file_facts(path) for path in files],
+                "tokenizer": tokenizer.digest,
+                **facts,
+            }
+        )
+
+        def make(directory: Path) -> None:
+            _log(f"making tokens of {len(files)} files with {tokenizer.path}")
+            learned = directory / "learned.bin" if with_learned else None
+            ends = write_tokens(directory / "tokens.bin", documents(), tokenizer, encode, _log, learned)
+            np.save(directory / "ends.npy", ends)
+
+        directory = cached_directory(cache_directory, key, make, _log)
+        self.info = required_info(directory / "tokens.bin")
+        self.stream: ArrayStream = open_tokens(directory / "tokens.bin")
+        self.ends: npt.NDArray[np.int64] = np.load(directory / "ends.npy", mmap_mode="r")
+        self.learned: npt.NDArray[np.bool_] | None = (
+            np.memmap(directory / "learned.bin", dtype=np.bool_, mode="r") if with_learned else None
+        )
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        """Return document ``index`` as a sample by itself."""
+        index = check_index(index, len(self.ends))
+        start, end = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
+        input_ids = torch.from_numpy(self.stream.read(start, end).astype(np.int64))
+        labels = input_ids.clone()
+        if self.learned is not None:
+            labels[torch.from_numpy(~self.learned[start:end])] = IGNORED_LABEL
+        return {"input_ids": input_ids, "labels": labels}
+
+    def pad_collate(self, multiple_of: int | None) -> PadCollate:
+        """Return a collator that pads with the tokenizer's padding token."""
+        if self.tokenizer.pad_token_id is None:
+            raise DataError(
+                f"the tokenizer {self.tokenizer.path} has neither a padding token nor one for the end of a "
+                "text; make a PadCollate with the token id to pad with"
+            )
+        return PadCollate(self.tokenizer.pad_token_id, multiple_of=multiple_of)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that a model with ``size`` token ids can read every token."""
+        if self.info.max_token_id >= size:
+            raise DataError(
+                f"{self.info.max_token_place}: the tokenizer {self.tokenizer.path} makes the token id "
+                f"{self.info.max_token_id}, but the model's vocabulary has {size} entries; use the model's "
+                f"own tokenizer, or a vocabulary of at least {self.tokenizer.vocabulary_size}"
+            )
+
+
+class TokenisedDataset:
+    """A data set of samples ``{"input_ids", "labels"}`` whose files were tokenised on the node."""
+
+    def __init__(self, tokens: TokenisedFiles) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens.ends)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._tokens.sample(index)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The tokenizer's largest possible token id, plus 1: what a model for it needs at least."""
+        return self._tokens.tokenizer.vocabulary_size
+
+    def pad_collate(self, multiple_of: int | None = 8) -> PadCollate:
+        """Return a collator that pads with the tokenizer's padding token.
+
+        :raises DataError: the tokenizer has none.
+        """
+        return self._tokens.pad_collate(multiple_of)
+
+    def max_token_id(self) -> int:
+        """Return the largest token id of the documents."""
+        return self._tokens.info.max_token_id
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that a model with ``size`` token ids can read every token.
+
+        :raises DataError: a token id lies outside; the message names it and a document with it.
+        """
+        self._tokens.check_vocabulary(size)
+
+
+def _log(line: str) -> None:
+    """Write a line about the progress to the trainer's log."""
+    print(f"data: {line}", file=sys.stderr, flush=True)

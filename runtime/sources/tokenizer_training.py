@@ -1,0 +1,60 @@
+"""A byte-level BPE tokenizer made from a corpus, saved as transformers reads it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from runtime.sources.cache import replace_file
+from runtime.sources.documents import read_texts
+from runtime.sources.errors import DataError, import_package
+
+END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
+SPECIAL_TOKENS = (END_OF_TEXT, PADDING, MASK)
+"""Their ids are their places in this list."""
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+
+def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: Path) -> int:
+    """Train a tokenizer on the texts of files, and save it in the directory ``out``.
+
+    It is a BPE (Sennrich et al. 2016) on bytes, so that every text has tokens, with a token each for the end
+    of a text, for padding and for masks.
+
+    :param vocabulary: the most tokens it may have.
+    :return: the tokens it has.
+    :raises DataError: a file cannot be used, or there is no text.
+    """
+    tokenizers = import_package("tokenizers", "training a tokenizer")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (document.text for document in read_texts(files, field))
+    first = next(texts, None)
+    if first is None:
+        raise DataError("the files have no text, so there is nothing to train a tokenizer on")
+
+    def corpus() -> Iterator[str]:
+        yield first
+        yield from texts
+
+    tokenizer.train_from_iterator(corpus(), trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "pad_token": PADDING,
+        "mask_token": MASK,
+        "clean_up_tokenization_spaces": False,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / "tokenizer_config.json", json.dumps(config, indent=2))
+    replace_file(out / "tokenizer.json", tokenizer.to_str(pretty=True))
+    size: int = tokenizer.get_vocab_size()
+    return size
