@@ -44,6 +44,8 @@ COMMANDS = [
     "plan",
     "profile",
     "chaos",
+    "data tokenize",
+    "data train-tokenizer",
 ]
 
 
@@ -69,7 +71,7 @@ def test_every_command_has_help_with_an_example(
     assert f"Example: ftd {command}" in out
 
 
-@pytest.mark.parametrize("group", ["", "snapshot", "chaos", "checkpoint", "config"])
+@pytest.mark.parametrize("group", ["", "snapshot", "chaos", "checkpoint", "config", "data"])
 def test_summaries_of_commands_read_whole_at_80_columns(
     group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
