@@ -42,12 +42,12 @@ def _stack(values: Sequence[Any], path: str) -> Batch:
         case Tensor():
             return _stack_tensors(values, path)
         case str():
-            _check_alike(values, path, lambda value: "a string" if isinstance(value, str) else _a(value))
+            _check_alike(values, path, lambda value: "a string" if isinstance(value, str) else kind_of(value))
             return [str(value) for value in values]
         case np.ndarray() | np.generic() | bool() | int() | float():
             return _stack_arrays(values, path)
         case None:
-            _check_alike(values, path, lambda value: "None" if value is None else _a(value))
+            _check_alike(values, path, lambda value: "None" if value is None else kind_of(value))
             return None
         case Mapping():
             _check_alike(values, path, _mapping_kind)
@@ -59,23 +59,23 @@ def _stack(values: Sequence[Any], path: str) -> Batch:
             parts = [_stack([value[i] for value in values], f"{path}[{i}]") for i in range(len(first))]
             return tuple(parts) if isinstance(first, tuple) else parts
     if is_dataclass(first) and not isinstance(first, type):
-        _check_alike(values, path, _a)
+        _check_alike(values, path, kind_of)
         names = [field.name for field in fields(first)]
         return {name: _stack([getattr(value, name) for value in values], f"{path}.{name}") for name in names}
     raise TrainingError(
-        f"{_field(path)} is {_a(first)}, which cannot be stacked to a batch; "
+        f"{_field(path)} is {kind_of(first)}, which cannot be stacked to a batch; "
         "return tensors, numpy arrays or numbers from the data set, or give Training.collate"
     )
 
 
 def _stack_tensors(values: Sequence[Any], path: str) -> Tensor:
-    _check_alike(values, path, lambda value: "a tensor" if isinstance(value, Tensor) else _a(value))
+    _check_alike(values, path, lambda value: "a tensor" if isinstance(value, Tensor) else kind_of(value))
     _check_shapes([tuple(value.shape) for value in values], path)
     return torch.stack([value.detach() for value in values])
 
 
 def _stack_arrays(values: Sequence[Any], path: str) -> Tensor:
-    _check_alike(values, path, lambda value: "an array of numbers" if _is_array(value) else _a(value))
+    _check_alike(values, path, lambda value: "an array of numbers" if _is_array(value) else kind_of(value))
     arrays = [np.asarray(value) for value in values]
     _check_shapes([array.shape for array in arrays], path)
     array = np.stack(arrays)
@@ -115,20 +115,27 @@ def _check_alike(values: Sequence[Any], path: str, kind: Callable[[Any], str]) -
 
 
 def _mapping_kind(value: Any) -> str:
-    return f"a dict of {', '.join(sorted(map(repr, value)))}" if isinstance(value, Mapping) else _a(value)
+    return (
+        f"a dict of {', '.join(sorted(map(repr, value)))}" if isinstance(value, Mapping) else kind_of(value)
+    )
 
 
 def _sequence_kind(value: Any) -> str:
-    return f"{_a(value)} of {len(value)}" if isinstance(value, tuple | list) else _a(value)
+    return f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
 
 
 def _field(path: str) -> str:
     return f"sample{path}" if path else "the sample"
 
 
-def _a(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what a value is, with an article, for messages."""
+    if value is None:
+        return "None"
+    if isinstance(value, np.ndarray):
+        return f"a numpy array of {value.dtype}"
     name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 # --- checking what a collate function returned -----------------------------------------------------
@@ -180,19 +187,19 @@ def _checked(value: Any, path: str) -> Batch:
         case list():
             return [_checked(item, f"{path}[{i}]") for i, item in enumerate(value)]
     raise TrainingError(
-        f"batch{path}, as the collate function returned it, is {_a(value)}; a batch consists of tensors, "
-        "numbers, strings and None in dicts, tuples and lists"
+        f"batch{path}, as the collate function returned it, is {kind_of(value)}; a batch consists of "
+        "tensors, numbers, strings and None in dicts, tuples and lists"
     )
 
 
 def _summary(value: Any) -> str:
     match value:
         case Mapping():
-            return f"{_a(value)} with {', '.join(map(repr, value)) or 'no keys'}"
+            return f"{kind_of(value)} with {', '.join(map(repr, value)) or 'no keys'}"
         case tuple() | list():
-            return f"{_a(value)} of {len(value)}"
+            return f"{kind_of(value)} of {len(value)}"
         case _:
-            return _a(value)
+            return kind_of(value)
 
 
 # --- using batches -----------------------------------------------------------------------------------
@@ -240,18 +247,32 @@ def slice_rows(batch: Batch, start: int, end: int, rows: int) -> Batch:
 
     Every tensor whose dim 0 is ``rows`` is sliced, and every list of ``rows`` strings; what has no rows
     (a number, a mask of positions) stays as it is.
+
+    :raises TrainingError: a part of the rows is asked for, and no tensor has them in dim 0.
     """
+    if (start, end) == (0, rows):
+        return batch
+    if not any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows for leaf in leaves_of(batch)):
+        raise TrainingError(
+            f"no tensor of the batch has the microbatch's {rows} rows in dim 0, so it cannot be split among "
+            "the devices of a stage; let the collate function return one row per sample, or give each stage "
+            "one device"
+        )
+    return _slice(batch, start, end, rows)
+
+
+def _slice(batch: Batch, start: int, end: int, rows: int) -> Batch:
     match batch:
         case Tensor():
             return batch[start:end] if batch.dim() and len(batch) == rows else batch
         case list() if len(batch) == rows and all(isinstance(item, str) for item in batch):
             return batch[start:end]
         case dict():
-            return {key: slice_rows(item, start, end, rows) for key, item in batch.items()}
+            return {key: _slice(item, start, end, rows) for key, item in batch.items()}
         case tuple():
-            return tuple(slice_rows(item, start, end, rows) for item in batch)
+            return tuple(_slice(item, start, end, rows) for item in batch)
         case list():
-            return [slice_rows(item, start, end, rows) for item in batch]
+            return [_slice(item, start, end, rows) for item in batch]
         case _:
             return batch
 
@@ -272,6 +293,31 @@ def cast_floating(batch: Batch, dtype: torch.dtype) -> Batch:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return map_leaves(cast, batch)
+
+
+def first_difference(one: Batch, other: Batch) -> str | None:
+    """Return where two batches differ, as ``['labels'][0]``; ``None`` if they are equal bit for bit."""
+    if type(one) is not type(other):
+        return ""
+    match one:
+        case Tensor():
+            equal = one.dtype == other.dtype and one.shape == other.shape
+            return None if equal and torch.equal(_bits(one), _bits(other)) else ""
+        case dict() if one.keys() == other.keys():
+            parts = [(f"[{key!r}]", item, other[key]) for key, item in one.items()]
+        case tuple() | list() if len(one) == len(other):
+            parts = [(f"[{i}]", item, other[i]) for i, item in enumerate(one)]
+        case _:
+            return None if one == other else ""
+    for path, item, its_other in parts:
+        below = first_difference(item, its_other)
+        if below is not None:
+            return path + below
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def signature(batch: Batch) -> Hashable:

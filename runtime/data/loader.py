@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -136,12 +137,15 @@ class _Pool:
             wanted = set(ahead)
             self._reading &= wanted
             self._ready = {key: batch for key, batch in self._ready.items() if key in wanted}
-            self._ahead = deque(ahead)
+            self._ahead = deque(key for key in ahead if key not in self._reading and key not in self._ready)
             self._plan = keys
+            self._needed = None
             self._changed.notify_all()
 
     def take(self, key: Key, check: Callable[[], None]) -> Batch:
         with self._changed:
+            if self._closed:
+                raise RuntimeError("the loader is closed")
             self._drop_before(key.step)
             self._needed = key
             self._changed.notify_all()
@@ -184,7 +188,10 @@ class _Pool:
 
     def _run(self, number: int) -> None:
         while (key := self._next()) is not None:
-            outcome = self._read(number, key)
+            try:
+                outcome = self._read(number, key)
+            except TrainingError as error:  # No worker can be started any more.
+                outcome = error
             with self._changed:
                 if key in self._reading:  # Otherwise nobody wants it any more.
                     self._reading.remove(key)
@@ -205,15 +212,23 @@ class _Pool:
     def _choose(self) -> Key | None:
         needed = self._needed
         if needed is not None and needed not in self._reading and needed not in self._ready:
+            with suppress(ValueError):
+                self._ahead.remove(needed)
             return needed
-        while self._ahead and len(self._reading) + len(self._ready) < self._depth:
-            key = self._ahead.popleft()
-            if key not in self._reading and key not in self._ready:
-                return key
-        return None
+        while self._ahead and (self._ahead[0] in self._reading or self._ahead[0] in self._ready):
+            self._ahead.popleft()
+        if not self._ahead:
+            return None
+        # What the plan before read ahead for later steps must not keep a step that is redone waiting.
+        earlier = sum(key < self._ahead[0] for key in (*self._reading, *self._ready))
+        return self._ahead.popleft() if earlier < self._depth else None
 
     def _read(self, number: int, key: Key) -> Batch | TrainingError:
-        """Have worker ``number`` read; if it is lost meanwhile, replace it and repeat the reading once."""
+        """Have worker ``number`` read; if it is lost meanwhile, replace it and repeat the reading once.
+
+        :raises TrainingError: the server is gone, or the loader was closed.
+        """
+        microbatch = f"microbatch {key.microbatch} of step {key.step}"
         for last in (False, True):
             worker = self._workers[number]
             try:
@@ -221,12 +236,12 @@ class _Pool:
             except TrainingError as error:
                 return error
             except EOFError:
-                try:
-                    how = self._replace(number)
-                except TrainingError as error:
-                    return error
-            lost = f"data worker {number} (process {worker.pid}) {how} while it read microbatch "
-            lost += f"{key.microbatch} of step {key.step}"
+                pass
+            except Exception as error:  # No memory for it, say. The rest of it is still in the socket.
+                self._replace(number)
+                return TrainingError(f"{microbatch} cannot be received: {type(error).__name__}: {error}")
+            how = self._replace(number)
+            lost = f"data worker {number} (process {worker.pid}) {how} while it read {microbatch}"
             if not last:
                 print(f"{lost}; another is started and reads it again", file=sys.stderr, flush=True)
         return TrainingError(

@@ -4,6 +4,7 @@ A microbatch is a pure function of (seed, step, microbatch), so that every stage
 gets the same masks and augmentations, and gets them again when a step is redone elsewhere. For this, the
 generators of torch (CPU), random and numpy are seeded by (seed, epoch, index) before a sample is read, and by
 (seed, step, microbatch) before the samples are collated. Whoever calls finds its own generators as they were.
+Each process reads a part of its first microbatch twice, to find generators that nobody seeds.
 """
 
 import random
@@ -13,9 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from runtime.data.batches import Batch, cast_floating, checked_batch, default_collate
+from runtime.data.batches import (
+    Batch,
+    cast_floating,
+    checked_batch,
+    default_collate,
+    first_difference,
+    kind_of,
+)
 from runtime.data.sampling import Draw, Sampler
 from runtime.data.seeds import stream_seed
 from runtime.tracebacks import describe_error, users_traceback
@@ -38,7 +47,7 @@ def check_dataset(dataset: Any) -> int:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, list(dataset)[:5]))
         raise TrainingError(
-            f"Training.dataset is a {type(dataset).__name__} with {names}; hand over one of them, "
+            f"Training.dataset is {kind_of(dataset)} with {names}; hand over one of them, "
             f"such as dataset[{next(iter(dataset), 'train')!r}]"
         )
     getitem = getattr(type(dataset), "__getitem__", None)
@@ -47,7 +56,7 @@ def check_dataset(dataset: Any) -> int:
     missing += ["__getitem__"] if getitem in (None, Dataset.__getitem__) else []
     if missing:
         raise TrainingError(
-            f"Training.dataset is a {type(dataset).__name__}, which has no {' and no '.join(missing)}. Which "
+            f"Training.dataset is {kind_of(dataset)}, which has no {' and no '.join(missing)}. Which "
             "samples a step uses follows from (seed, step), and after a failure any sample must be found "
             "again by its index, which is impossible in a stream. Hand over a map-style data set (len() "
             "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
@@ -92,6 +101,7 @@ class BatchReader:
         self._rows = microbatch_rows
         self._seed = seed
         self._dtype = dtype
+        self._found_repeatable = False
 
     def read(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return microbatch ``microbatch`` (from 0) of step ``step``'s global batch.
@@ -103,12 +113,18 @@ class BatchReader:
         first_row = microbatch * self._rows
         draws = self._sampler.draws(step, first_row, self._rows)
         with _generators_kept():
-            samples = []
-            for row, draw in enumerate(draws, first_row):
-                check()
-                samples.append(self._sample(draw, step, row))
-            _seed_generators(stream_seed(self._seed, _COLLATE, step, microbatch))
-            return self._collated(samples, draws, step, microbatch)
+            samples = self._samples(draws, step, first_row, check)
+            if self._found_repeatable:
+                return self._collated(samples, draws, step, microbatch)
+            try:
+                again = [_copied(sample) for sample in samples]
+                again[:1] = self._samples(draws[:1], step, first_row, check)
+            except TypeError:
+                again = self._samples(draws, step, first_row, check)
+            batch = self._collated(samples, draws, step, microbatch)
+            _check_equal(batch, self._collated(again, draws, step, microbatch))
+            self._found_repeatable = True
+            return batch
 
     def _check_length(self) -> None:
         length = _length_of(self._dataset)
@@ -118,6 +134,13 @@ class BatchReader:
                 "began; which samples a step uses follows from that number, so it must not change during a "
                 "job: take a snapshot of the data, or fix the length in __len__"
             )
+
+    def _samples(self, draws: list[Draw], step: int, first_row: int, check: Callable[[], None]) -> list[Any]:
+        samples = []
+        for row, draw in enumerate(draws, first_row):
+            check()
+            samples.append(self._sample(draw, step, row))
+        return samples
 
     def _sample(self, draw: Draw, step: int, row: int) -> Any:
         _seed_generators(stream_seed(self._seed, _SAMPLE, draw.epoch, draw.index))
@@ -131,6 +154,7 @@ class BatchReader:
             ) from error
 
     def _collated(self, samples: list[Any], draws: list[Draw], step: int, microbatch: int) -> Batch:
+        _seed_generators(stream_seed(self._seed, _COLLATE, step, microbatch))
         where = f"microbatch {microbatch} of step {step} (samples {', '.join(str(d.index) for d in draws)})"
         try:
             collated = self._collate(samples)
@@ -145,6 +169,43 @@ class BatchReader:
         except TrainingError as error:
             raise TrainingError(f"{where}: {error}") from error
         return batch if self._dtype is None else cast_floating(batch, self._dtype)
+
+
+def _copied(sample: Any) -> Any:
+    """Return a copy, as collate functions may change samples in place. (``deepcopy`` of a view of a tensor
+    would copy all that the view is a part of.)
+
+    :raises TypeError: it is more than numbers, strings, arrays and tensors in dicts, tuples and lists.
+    """
+    match sample:
+        case Tensor():
+            return sample.clone()
+        case np.ndarray():
+            return sample.copy()
+        case str() | bytes() | bool() | int() | float() | np.generic() | None:
+            return sample
+    if type(sample) is dict:
+        return {key: _copied(item) for key, item in sample.items()}
+    if type(sample) in (tuple, list):
+        return type(sample)(_copied(item) for item in sample)
+    raise TypeError(f"{type(sample).__name__} cannot be copied")
+
+
+def _check_equal(batch: Batch, again: Batch) -> None:
+    """Compare two readings of one microbatch.
+
+    :raises TrainingError: they differ.
+    """
+    path = first_difference(batch, again)
+    if path is not None:
+        raise TrainingError(
+            f"reading one microbatch twice gave two results, which differ in batch{path}: the data set or "
+            "the collate function draws random numbers from a generator of its own, or keeps other state. "
+            "Every stage of a pipeline, and every repetition of a step after a failure, must get the same "
+            "batch. Draw from the global generators of torch, random or numpy.random, which are seeded for "
+            "each sample and each microbatch (give a collator no seed of its own), or seed your generator by "
+            "the index"
+        )
 
 
 def _seed_generators(seed: int) -> None:

@@ -1,9 +1,18 @@
 """Loading microbatches, in the trainer and in worker processes, with equal results."""
 
+import itertools
+import os
 import random
+import re
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +22,8 @@ from torch import Tensor
 
 from runtime.data.batches import leaves_of
 from runtime.data.loader import BatchLoader
-from runtime.data.sampling import Sampler
+from runtime.data.sampling import Sampler, sample_indices
+from runtime.training import TrainingError
 
 ROWS = 4
 GLOBAL_BATCH = 12
@@ -125,3 +135,415 @@ def test_waiting_for_a_worker_can_be_interrupted() -> None:
         with pytest.raises(Stop):
             shared.load(1, 0, check)
         assert time.monotonic() - started < 0.4
+
+
+# --- plans -----------------------------------------------------------------------------------------
+
+
+class Logged:
+    """Appends every index that is read to a file, from whatever process, and can be held up."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = directory / "read"
+        self.gate = directory / "gate"
+        self.log.touch()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        with self.log.open("a") as log:
+            log.write(f"{index}\n")
+        while self.gate.exists():
+            time.sleep(0.005)
+        return torch.tensor([index])
+
+    def read(self) -> list[int]:
+        return [int(line) for line in self.log.read_text().split()]
+
+    def microbatches_read(self) -> set[tuple[int, int]]:
+        """Microbatches of the first epoch of which at least one sample was read."""
+        indices = set(self.read())
+        sampler = Sampler(LENGTH, GLOBAL_BATCH, 7)
+        steps = range(1, LENGTH // GLOBAL_BATCH + 1)
+        return {
+            (step, row // ROWS)
+            for step in steps
+            for row, index in enumerate(sampler.indices(step))
+            if index in indices
+        }
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Path) -> None:
+    dataset = Logged(tmp_path)
+    taken = 0
+
+    def endless() -> Iterator[tuple[int, int]]:
+        nonlocal taken
+        for step in itertools.count(1):
+            for key in keys_of(step):
+                taken += 1
+                yield key
+
+    with loader(dataset, workers=2) as shared:
+        shared.plan(endless())
+        eventually(lambda: dataset.microbatches_read() == {(1, 0), (1, 1), (1, 2), (2, 0)})
+        time.sleep(0.1)
+        assert len(dataset.microbatches_read()) == 4 and taken <= 4
+        shared.load(1, 0)
+        eventually(lambda: len(dataset.microbatches_read()) == 5)
+        assert (2, 1) in dataset.microbatches_read()
+
+
+def test_another_plan_keeps_what_is_wanted_and_waits_for_nothing(tmp_path: Path) -> None:
+    dataset, sampler = Logged(tmp_path), Sampler(LENGTH, GLOBAL_BATCH, 7)
+    with loader(dataset, workers=2) as shared:
+        shared.plan(keys_of(1, 2, 3))
+        eventually(lambda: len(dataset.microbatches_read()) == 4)
+        shared.load(1, 0)
+        wanted = {*sampler.indices(1), *sampler.indices(2)[: 2 * ROWS]}
+        eventually(lambda: set(dataset.read()) == wanted)
+        time.sleep(0.1)
+        before = len(dataset.read())
+        dataset.gate.touch()
+        started = time.monotonic()
+        # Microbatch (1, 2) went to another pipeline, step 1 is redone.
+        shared.plan([(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
+        assert time.monotonic() - started < 1
+        assert shared.load(2, 0).tolist() and shared.load(2, 1).tolist()
+        # What is read now: step 1's first again, and the third step.
+        dataset.gate.unlink()
+        for key in [(3, 0), (3, 1)]:
+            first = key[1] * ROWS
+            assert shared.load(*key).flatten().tolist() == sampler.indices(3)[first : first + ROWS]
+    assert not set(sampler.indices(2)) & set(dataset.read()[before:])
+
+
+def test_a_step_that_is_redone_is_read_by_all_workers_though_later_ones_are_ready(tmp_path: Path) -> None:
+    dataset = Logged(tmp_path)
+    with loader(dataset, workers=2) as shared:
+        shared.plan(keys_of(2, 3))
+        eventually(lambda: len(dataset.microbatches_read()) == 4)
+        time.sleep(0.1)
+        dataset.gate.touch()
+        shared.plan(keys_of(1, 2, 3))
+        eventually(lambda: len(dataset.microbatches_read() & {(1, 0), (1, 1)}) == 2)
+        dataset.gate.unlink()
+        loaded = [shared.load(*key) for key in keys_of(1, 2)]
+    sampler = Sampler(LENGTH, GLOBAL_BATCH, 7)
+    assert torch.cat(loaded).flatten().tolist() == sampler.indices(1) + sampler.indices(2)
+
+
+def test_a_reading_in_flight_that_nobody_wants_is_dropped(tmp_path: Path) -> None:
+    dataset = Logged(tmp_path)
+    with loader(dataset, workers=2) as shared:
+        dataset.gate.touch()
+        shared.plan(keys_of(1))
+        eventually(lambda: len(dataset.microbatches_read()) == 2)
+        shared.plan(keys_of(3))
+        shared.plan(keys_of(1))
+        dataset.gate.unlink()
+        loaded = [shared.load(*key) for key in keys_of(1)]
+    assert torch.cat(loaded).flatten().tolist() == Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)
+
+
+def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_path: Path) -> None:
+    """Trainers with workers of their own, on 2, 1, 4 and 3 pipelines; each change cuts a step short."""
+    dataset = Logged(tmp_path)
+    microbatches = GLOBAL_BATCH // ROWS
+    committed: list[int] = []
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(loader(dataset, workers=number % 3)) for number in range(3)]
+        step = 1
+        for pipelines, steps in ((2, 5), (1, 3), (3, 7), (2, 10)):
+            mine = {
+                trainer: [m for m in range(microbatches) if m % pipelines == number]
+                for number, trainer in enumerate(trainers[:pipelines])
+            }
+            for trainer, its in mine.items():
+                trainer.plan((s, m) for s in itertools.count(step) for m in its)
+            for _ in range(steps):
+                rows = {m: trainer.load(step, m) for trainer, its in mine.items() for m in its}
+                committed += torch.cat([rows[m] for m in range(microbatches)]).flatten().tolist()
+                step += 1
+            for trainer, its in mine.items():
+                trainer.load(step, its[0])  # Of a step that does not commit: it is redone on the next layout.
+    epochs = [committed[first : first + LENGTH] for first in range(0, len(committed), LENGTH)]
+    assert len(committed) == 25 * GLOBAL_BATCH and len(epochs) > 7
+    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs[:-1])
+    assert len(set(epochs[-1])) == len(epochs[-1])
+    assert committed == [i for s in range(1, 26) for i in sample_indices(LENGTH, GLOBAL_BATCH, 7, s)]
+    assert not Counter(committed) - Counter(dataset.read())
+
+
+# --- bad input ---------------------------------------------------------------------------------------
+
+
+class Broken(Noisy):
+    """One index cannot be read, the second of step 1."""
+
+    bad = Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)[1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.bad:
+            raise OSError("shard 3 is corrupt")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_index_that_raises_is_named_with_the_users_line(workers: int) -> None:
+    with loader(Broken(), workers=workers) as shared:
+        shared.plan(keys_of(1))
+        with pytest.raises(TrainingError) as caught:
+            shared.load(1, 0)
+        # The job's state is intact: what can be read is read.
+        assert shared.load(1, 1)["index"].tolist() == Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)[4:8]
+    text = str(caught.value)
+    assert (
+        f"the data set raised for index {Broken.bad} (row 1 of step 1, epoch 0): OSError: shard 3 is" in text
+    )
+    assert "(test_batch_loader.py, line " in text and "in __getitem__)" in text
+    assert 'raise OSError("shard 3 is corrupt")' in text and "reading.py" not in text
+
+
+class Exiting(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sys.exit("the licence server is away")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_exits_is_reported_like_one_that_raises(workers: int) -> None:
+    with (
+        loader(Exiting(), workers=workers) as shared,
+        pytest.raises(TrainingError, match="SystemExit: the lic"),
+    ):
+        shared.load(1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (
+            lambda samples: samples[0]["missing"],
+            r"collate function raised for microbatch 0 of step 1 \(samples \d+, .*"
+            r"KeyError: 'missing' \(test_batch_loader.py, line \d+, in <lambda>\)",
+        ),
+        (
+            lambda samples: {1},
+            r"microbatch 0 of step 1 \(samples .*\): batch, as the collate function returned it, is a set",
+        ),
+        (lambda samples: None, r"microbatch 0 of step 1 .* returned None, in which there is no tensor"),
+    ],
+)
+def test_a_collate_function_that_fails_is_named_with_its_microbatch(
+    workers: int, collate: Any, said: str
+) -> None:
+    with (
+        loader(Noisy(), workers=workers, collate=collate) as shared,
+        pytest.raises(TrainingError, match=said),
+    ):
+        shared.load(1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_unequal_length_name_the_field_and_the_ways_out(workers: int) -> None:
+    dataset = [{"ids": torch.zeros(5 + index % 2)} for index in range(LENGTH)]
+    with (
+        loader(dataset, workers=workers) as shared,
+        pytest.raises(TrainingError, match=r"of step 1 .*sample\['ids'\] has shape .*pad/pack the samples"),
+    ):
+        shared.load(1, 0)
+
+
+class OwnGenerator(Noisy):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "noise": self.generator.random()}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_generators_that_nobody_seeds_are_found(workers: int) -> None:
+    said = r"differ in batch\['noise'\]: the data set or the collate function draws random numbers"
+    with loader(OwnGenerator(), workers=workers) as shared, pytest.raises(TrainingError, match=said):
+        shared.load(1, 0)
+    generator = torch.Generator().manual_seed(3)
+
+    def collate(samples: list[Any]) -> Tensor:
+        samples[0].clear()  # Collators of transformers change samples, too.
+        return torch.rand(ROWS, generator=generator)
+
+    with (
+        loader(Noisy(), workers=workers, collate=collate) as shared,
+        pytest.raises(TrainingError, match="differ"),
+    ):
+        shared.load(1, 0)
+
+
+class Growing(Noisy):
+    def __init__(self, size: Path) -> None:
+        self.size = size
+        size.write_text(str(LENGTH))
+
+    def __len__(self) -> int:
+        return int(self.size.read_text())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_grows_is_refused(workers: int, tmp_path: Path) -> None:
+    dataset = Growing(tmp_path / "size")
+    with loader(dataset, workers=workers) as shared:
+        shared.load(1, 0)
+        dataset.size.write_text("41")
+        with pytest.raises(TrainingError, match=r"41 samples now and had 40 when the job began.*not change"):
+            shared.load(2, 0)
+
+
+# --- workers that are lost ------------------------------------------------------------------------------
+
+
+class Mortal(Noisy):
+    """Kills the process that reads, as often as the file has lines."""
+
+    def __init__(self, deaths: Path, how: Callable[[], object]) -> None:
+        self.deaths, self.how = deaths, how
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        left = self.deaths.read_text().splitlines()
+        if left:
+            self.deaths.write_text("\n".join(left[1:]))
+            self.how()
+        return super().__getitem__(index)
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_batch_is_read_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    deaths = tmp_path / "deaths"
+    deaths.write_text("once")
+    with loader(Mortal(deaths, kill_myself), workers=1) as shared, loader(Noisy()) as alone:
+        assert same(shared.load(1, 0), alone.load(1, 0))
+        assert same(shared.load(1, 1), alone.load(1, 1))
+    said = capfd.readouterr().err
+    assert re.search(
+        r"data worker 0 \(process \d+\) was killed by SIGKILL while it read microbatch 0 of step 1", said
+    )
+    assert "another is started" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(kill_myself, "was killed by SIGKILL"), (lambda: os._exit(7), "exited with code 7")]
+)
+def test_a_batch_that_costs_two_workers_is_an_error(
+    how: Callable[[], object], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    deaths = tmp_path / "deaths"
+    deaths.write_text("twice\nin a row")
+    with loader(Mortal(deaths, how), workers=2) as shared, loader(Noisy()) as alone:
+        with pytest.raises(
+            TrainingError,
+            match=rf"data worker \d \(process \d+\) {said} while .*, and so did the worker before",
+        ):
+            shared.load(1, 0)
+        for key in keys_of(1, 2):
+            assert same(shared.load(*key), alone.load(*key))
+    capfd.readouterr()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_worker_that_dies_between_batches_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    with loader(Noisy(), workers=1) as shared, loader(Noisy()) as alone:
+        shared.load(1, 0)
+        [server] = children_of(os.getpid())
+        [worker] = children_of(server)
+        os.kill(worker, signal.SIGKILL)
+        assert same(shared.load(1, 1), alone.load(1, 1))
+        assert children_of(server) != [worker]
+    assert "was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_without_the_server_a_lost_worker_ends_the_job() -> None:
+    with loader(Noisy(), workers=2) as shared:
+        shared.load(1, 0)
+        [server] = children_of(os.getpid())
+        workers = children_of(server)
+        os.kill(server, signal.SIGKILL)
+        eventually(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+        with pytest.raises(
+            TrainingError, match=rf"process {server}, from which data workers are forked, has ended"
+        ):
+            shared.load(1, 1)
+
+
+def test_closing_ends_everything_at_once_and_twice(tmp_path: Path) -> None:
+    dataset = Logged(tmp_path)
+    dataset.gate.touch()
+    with loader(dataset, workers=2) as shared:
+        shared.plan(keys_of(1))
+        eventually(lambda: len(dataset.read()) == 2)
+        [server] = children_of(os.getpid())
+        started = time.monotonic()
+        shared.close()
+        assert time.monotonic() - started < 2
+        eventually(lambda: not Path(f"/proc/{server}").exists())
+    assert not children_of(os.getpid())
+    with pytest.raises(RuntimeError, match="closed"):
+        shared.load(1, 0)
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The sockets that a process holds, besides its output."""
+    descriptors = [path for path in Path(f"/proc/{pid}/fd").iterdir() if int(path.name) > 2]
+    return {str(path.readlink()) for path in descriptors if "socket:" in str(path.readlink())}
+
+
+def test_no_worker_outlives_its_trainer(tmp_path: Path) -> None:
+    """Killed with SIGKILL, a trainer leaves nothing behind, and its connections are closed."""
+    code = f"""
+import socket, sys, time
+from runtime.data.loader import BatchLoader
+from runtime.data.sampling import Sampler
+
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+
+class Rows:
+    def __len__(self): return {LENGTH}
+    def __getitem__(self, index): time.sleep(60)
+
+shared = BatchLoader(Rows(), None, Sampler({LENGTH}, 4, 1), microbatch_rows=4, seed=1, workers=2)
+shared.plan([(1, 0), (2, 0)])
+peer.sendall(b"!")
+time.sleep(60)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        trainer = subprocess.Popen([sys.executable, "-c", code, str(listener.getsockname()[1])])
+        connection, _ = listener.accept()
+        assert connection.recv(1) == b"!"
+        [server] = children_of(trainer.pid)
+        workers = children_of(server)
+        assert len(workers) == 2
+        # Only the trainer holds its connections, so that peers see them closed as soon as it ends.
+        pairs = list(itertools.combinations((trainer.pid, server, *workers), 2))
+        assert len(sockets_of(trainer.pid)) > 1
+        eventually(lambda: not any(sockets_of(one) & sockets_of(other) for one, other in pairs))
+        trainer.kill()
+        trainer.wait()
+        assert connection.recv(1) == b""
+        connection.close()
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, *workers)))

@@ -1,0 +1,143 @@
+"""Data sets of other libraries: what has len() and [i] works as it is, what has not is refused."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from runtime.data.batches import leaves_of
+from runtime.data.loader import BatchLoader
+from runtime.data.sampling import Sampler
+from runtime.training import TrainingError
+
+LENGTH = 20
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [
+        {"ids": [i, i + 1, i + 2], "label": i, "weight": i / 2, "text": f"{name} {i}"} for i in range(LENGTH)
+    ]
+
+
+def hugging_face() -> Any:
+    return datasets.Dataset.from_list(rows_of("hub"))
+
+
+def hugging_face_in_torch() -> Any:
+    return hugging_face().with_format("torch", columns=["ids", "label"])
+
+
+def hugging_face_from_disk(directory: Path) -> Any:
+    hugging_face().save_to_disk(directory / "saved")
+    return datasets.load_from_disk(directory / "saved").with_transform(shift)
+
+
+def shift(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    return {"ids": torch.tensor(columns["ids"]) + 1}
+
+
+class Streaming(IterableDataset[Any]):
+    """As MosaicML's ``StreamingDataset``: a subclass of torch's stream that can be indexed all the same."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"ids": np.arange(index, index + 3, dtype=np.uint16)}
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("nobody iterates")
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "Hugging Face, lists": lambda _: hugging_face(),
+    "Hugging Face, tensors": lambda _: hugging_face_in_torch(),
+    "Hugging Face, memory-mapped, transformed": hugging_face_from_disk,
+    "TensorDataset": lambda _: TensorDataset(torch.arange(LENGTH), torch.rand(LENGTH, 2)),
+    "Subset": lambda _: Subset(TensorDataset(torch.arange(2 * LENGTH)), range(LENGTH)),
+    "numpy array": lambda _: np.arange(LENGTH * 2, dtype=np.float32).reshape(LENGTH, 2),
+    "list of dicts": lambda _: rows_of("list"),
+    "tensor": lambda _: torch.rand(LENGTH, 3),
+    "MosaicML streaming": lambda _: Streaming(),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("source", SOURCES)
+def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path: Path) -> None:
+    dataset = SOURCES[source](tmp_path)
+    sampler = Sampler(LENGTH, 8, 1)
+    loader = BatchLoader(dataset, None, sampler, microbatch_rows=4, seed=1, workers=workers)
+    try:
+        batch = loader.load(2, 1)
+    finally:
+        loader.close()
+    indices = sampler.indices(2)[4:]
+    tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+    assert tensors and {len(tensor) for tensor in tensors} == {4}
+    samples = [dataset[index] for index in indices]
+    if isinstance(samples[0], dict):
+        assert batch["ids"].tolist() == [list(map(int, sample["ids"])) for sample in samples]
+        assert batch["ids"].dtype == torch.int64
+    if source == "Hugging Face, lists":
+        assert batch["text"] == [sample["text"] for sample in samples]
+        assert batch["label"].tolist() == indices and batch["weight"].tolist() == [i / 2 for i in indices]
+    if source == "TensorDataset":
+        assert isinstance(batch, tuple) and batch[0].tolist() == indices
+    if source == "numpy array":
+        assert torch.equal(batch, torch.from_numpy(np.stack(samples)))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class BadLength(NoLength):
+    def __len__(self) -> int:
+        raise OSError("index file is missing")
+
+
+WAY_OUT = r"a step uses follows from \(seed, step\).*impossible in a stream.*without streaming=True"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Stream, f"is a Stream, which has no __len__ and no __getitem__.*{WAY_OUT}"),
+        (StreamOfKnownLength, f"which has no __getitem__.*{WAY_OUT}"),
+        (NoLength, f"which has no __len__.*{WAY_OUT}"),
+        (lambda: iter([1, 2]), f"is a list_iterator, which has no .*{WAY_OUT}"),
+        (lambda: (i for i in range(3)), f"is a generator, which has no .*{WAY_OUT}"),
+        (lambda: hugging_face().to_iterable_dataset(), f"is an IterableDataset, which has no .*{WAY_OUT}"),
+        (Dataset, "which has no __len__ and no __getitem__"),
+        (lambda: DataLoader([1, 2, 3]), "is a DataLoader; hand over the loader's dataset"),
+        (
+            lambda: datasets.DatasetDict(train=hugging_face()),
+            r"is a DatasetDict with 'train'; .*dataset\['train'\]",
+        ),
+        (lambda: [], "is empty"),
+        (
+            BadLength,
+            r"len\(\) of .* raised OSError: index file is missing \(test_data_sources.py, line \d+, in",
+        ),
+    ],
+)
+def test_what_cannot_be_indexed_is_refused_with_the_way_out(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TrainingError, match=f"(?s){said}"):
+        BatchLoader(make(), None, Sampler(3, 2, 1), microbatch_rows=1, seed=1)
