@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
 
 from runtime.precision import PRECISIONS
 from runtime.wire.protocol import TrainingData
@@ -327,15 +326,12 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
 
 
 def _check_dataset(dataset: Any, function: str, *, pairs: bool) -> None:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        is_loader = isinstance(dataset, DataLoader)
-        hint = "; hand over the loader's dataset, as ftd forms the batches" if is_loader else ""
-        raise TrainingError(
-            f"{function}: Training.dataset must be map-style (__len__ and __getitem__), "
-            f"not {_a(dataset)}{hint}"
-        )
-    if not len(dataset):
-        raise TrainingError(f"{function}: Training.dataset is empty")
+    from runtime.data.reading import check_dataset  # It imports TrainingError from here.
+
+    try:
+        check_dataset(dataset)
+    except TrainingError as error:
+        raise TrainingError(f"{function}: {error}") from error
     try:
         sample = dataset[0]
     except Exception as error:

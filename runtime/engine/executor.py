@@ -135,7 +135,7 @@ class StageExecutor:
         """
         self._reset()
         self._step, self._scale = step, scale
-        if self._reads and not self._planned:
+        if self._reads and self._operations and not self._planned:
             self._planned = True
             self._loader.plan(self._keys(step))
         self._to_post = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
@@ -172,9 +172,7 @@ class StageExecutor:
         """Yield the microbatches that this rank will read, from ``step`` on."""
         first, number = self._seat.first_microbatch, self._seat.microbatches
         for later in count(step):
-            yield from (
-                (later, first + microbatch) for microbatch in range(number if self._operations else 0)
-            )
+            yield from ((later, first + microbatch) for microbatch in range(number))
 
     def _batch(self, microbatch: int) -> Batch:
         """Return this rank's rows of a microbatch, on its device."""

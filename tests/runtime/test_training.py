@@ -208,12 +208,15 @@ class Words(Rows):
         ({"loss": "Loss()"}, "Training.loss has parameters"),
         ({"optimizer": "torch.ones(1)"}, "Training.optimizer must be a function"),
         ({"scheduler": "3"}, "Training.scheduler must be a function .* or None, not a int"),
-        ({"dataset": "iter([])"}, "must be map-style"),
+        (
+            {"dataset": "iter([])"},
+            "a list_iterator, which has no .*impossible in a stream.*map-style data set",
+        ),
         ({"dataset": "Empty()"}, "Training.dataset is empty"),
         ({"dataset": "Broken()"}, r"Training.dataset\[0\] raised KeyError"),
         (
             {"dataset": "torch.utils.data.DataLoader(Rows())"},
-            "map-style .* not a DataLoader; hand over the loader's dataset",
+            "Training.dataset is a DataLoader; hand over the loader's dataset",
         ),
         ({"dataset": "Single()"}, r"must be a pair \(input, target\), not a Tensor"),
         ({"dataset": "Named()"}, r"must be a pair \(input, target\), not a dict with 'x', 'y'"),
