@@ -7,10 +7,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from runtime.data.batches import leaves_of
+from runtime.data.batches import first_difference, leaves_of
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.training import TrainingError
@@ -71,6 +73,9 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path: Path) -> None:
     dataset = SOURCES[source](tmp_path)
+    assert (
+        dataset[0] is not None
+    )  # As when a job is prepared: libraries may start threads, which no fork has.
     sampler = Sampler(LENGTH, 8, 1)
     loader = BatchLoader(dataset, None, sampler, microbatch_rows=4, seed=1, workers=workers)
     try:
@@ -91,6 +96,31 @@ def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path:
         assert isinstance(batch, tuple) and batch[0].tolist() == indices
     if source == "numpy array":
         assert torch.equal(batch, torch.from_numpy(np.stack(samples)))
+
+
+def test_a_hugging_face_collator_masks_alike_in_workers() -> None:
+    """A tokenizer that was used in the trainer before, and a collator that draws random numbers."""
+    words = [f"word{i}" for i in range(40)]
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    vocabulary = {word: i for i, word in enumerate([*special.values(), *words])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer([" ".join(words)] * 100)
+    rows = [{"text": " ".join(words[i : i + 5 + i % 3])} for i in range(LENGTH)]
+    dataset = datasets.Dataset.from_list(rows).with_transform(lambda columns: tokenizer(columns["text"]))
+    masking = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
+    batches = []
+    for workers in (0, 2):
+        sampler = Sampler(LENGTH, 8, 1)
+        loader = BatchLoader(dataset, masking, sampler, microbatch_rows=4, seed=1, workers=workers)
+        try:
+            batches.append([loader.load(step, 0) for step in range(1, 5)])
+        finally:
+            loader.close()
+    assert first_difference(*batches) is None
+    assert all((batch["labels"] != -100).any() and len(batch["attention_mask"]) == 4 for batch in batches[0])
+    assert len({tuple(batch["input_ids"].flatten().tolist()) for batch in batches[0]}) == 4
 
 
 class Stream(IterableDataset[int]):
