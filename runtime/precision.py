@@ -22,6 +22,18 @@ class Precision:
     """Let float32 matrix products round their inputs to TensorFloat-32."""
 
 
+def lacking(name: str, device: torch.device) -> str | None:
+    """Return why a device cannot compute with a precision, and what it can; ``None`` where it can."""
+    if name == "tf32":
+        if device.type != "cuda":
+            return 'precision "tf32" needs a CUDA device; use "float32"'
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f'{torch.cuda.get_device_name(device)} has no TensorFloat-32; use "float32" or "float16"'
+    if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f'{torch.cuda.get_device_name(device)} does not compute in bfloat16; use "float16"'
+    return None
+
+
 PRECISIONS = {
     "float32": Precision(parameters=torch.float32),
     "tf32": Precision(parameters=torch.float32, tensor_cores=True),

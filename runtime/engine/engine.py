@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.data.batches import to_device
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.engine.alike import check_alike
@@ -27,7 +28,7 @@ from runtime.engine.executor import StageExecutor, StepTotals
 from runtime.engine.gradients import Gradients
 from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.groups.communicator import Communicator
-from runtime.layers.model import Model
+from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates, StateError
 from runtime.layers.transfer import Exchange, WholeLayers
@@ -113,6 +114,15 @@ class Engine:
         self._communicator: Communicator | None = None
         self._gradients: Gradients | None = None
         self._executor: StageExecutor | None = None
+
+    def warm_up(self) -> None:
+        """Compile the layers where the job wants that, so that neither a step nor a recovery has to."""
+        if self.data.compile:
+            batch = first_batch(
+                self.model.training, self.data.microbatch_rows, PRECISIONS[self.data.precision].parameters
+            )
+            with self.pace.read():  # The compiler may take long without being hung.
+                self.model.warm_up(to_device(batch, self.model.device), self.pace.tick)
 
     # --- between generations ---------------------------------------------------------------------
 

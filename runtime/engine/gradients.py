@@ -165,7 +165,7 @@ def _squared_norm(flat: Tensor) -> float:
     """Return the sum of squares. Reading float32 as float64 takes five times as long as a dot product, so
     runs are multiplied in their own type and added up in float64; what overflows there is done again."""
     if flat.dtype == torch.float32:
-        total = float(sum(torch.dot(run, run).double() for run in flat.split(_NORM_RUN)))
+        total = math.fsum(float(torch.dot(run, run)) for run in torch.split(flat, _NORM_RUN))
         if math.isfinite(total):
             return total
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

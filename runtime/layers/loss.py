@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.data.batches import leaves_of, slice_rows
+from runtime.data.batches import leaves_of, map_leaves, slice_rows
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.training import Batch, Training, TrainingError
@@ -29,10 +29,14 @@ _SHIFTED = ("ForCausalLM",)
 class Loss:
     """The user's loss function, or the model's own.
 
+    :param tolerance: relative difference that rounding may make between a whole and the sum of its parts.
     :raises TrainingError: neither is there.
     """
 
-    def __init__(self, training: Training, structure: LayerChain | WindowedModule) -> None:
+    def __init__(
+        self, training: Training, structure: LayerChain | WindowedModule, tolerance: float = 1e-3
+    ) -> None:
+        self._tolerance = tolerance
         self._function = training.loss
         self._metrics = training.metrics
         self._takes_target = isinstance(structure, LayerChain)
@@ -45,7 +49,7 @@ class Loss:
     def __call__(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         if self._function is None:
             return self._own(output, batch, rows)
-        value = self._function(output, batch[1] if self._takes_target else batch)
+        value = self._function(_in_float32(output), batch[1] if self._takes_target else batch)
         if isinstance(value, tuple | list):
             return _pair(value, "the loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -60,7 +64,7 @@ class Loss:
         """
         if self._metrics is None:
             return {}
-        found = self._metrics(output, batch)
+        found = self._metrics(_in_float32(output), batch)
         if not isinstance(found, Mapping):
             raise TrainingError(f"Training.metrics must return a dict by name, not {type(found).__name__}")
         metrics = {}
@@ -106,9 +110,11 @@ class Loss:
                 f"the loss raised {type(error).__name__} on a part of the rows: {error}"
             ) from error
         sums, weights = sum(float(s) for s, _ in found), sum(float(w) for _, w in found)
-        if not math.isfinite(sums) or (_close(float(total), sums) and _close(float(weight), weights)):
+        if not math.isfinite(sums) or (
+            self._close(float(total), sums) and self._close(float(weight), weights)
+        ):
             return
-        if self._function is not None and _close(
+        if self._function is not None and self._close(
             float(total) / rows, sum(float(s) / (e - b) for (s, _), (b, e) in zip(found, cuts, strict=True))
         ):
             raise TrainingError('the loss sums over samples; take the mean (reduction="mean")')
@@ -116,6 +122,9 @@ class Loss:
             f"the loss of {rows} rows is {float(total):.6g} (weight {float(weight):g}), but its parts give "
             f"{sums:.6g} (weight {weights:g}), so it would depend on how rows are grouped; {_REMEDY}"
         )
+
+    def _close(self, one: float, other: float) -> bool:
+        return abs(one - other) <= self._tolerance * max(abs(one), abs(other)) + 1e-6
 
     # --- the model's own -----------------------------------------------------------------------------
 
@@ -175,6 +184,18 @@ class Loss:
                     )
 
 
+def _in_float32(output: Any) -> Any:
+    """Return a model's output with float32 in place of lower types: a mean over a batch needs its digits."""
+    if isinstance(output, Mapping) and type(output) is not dict:
+        return type(output)(**_in_float32(dict(output)))
+
+    def raised(leaf: Any) -> Any:
+        low = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+        return leaf.float() if low else leaf
+
+    return map_leaves(raised, output)
+
+
 def _rows(output: Any, start: int, end: int, rows: int) -> Any:
     """Return the rows of a model's output, as an object of the same type."""
     if isinstance(output, Mapping) and type(output) is not dict:
@@ -215,7 +236,3 @@ def _names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
                 f"write 1 to {MOST_METRIC_CHARACTERS}"
             )
     return tuple(sorted(metrics))
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-3 * max(abs(one), abs(other)) + 1e-6

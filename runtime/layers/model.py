@@ -26,10 +26,11 @@ from runtime.data.batches import (
 )
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
+from runtime.layers.compiled import CompiledLayer
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
 from runtime.layers.windows import Scopes, WindowedModule, call_with
-from runtime.precision import PRECISIONS
+from runtime.precision import PRECISIONS, lacking
 from runtime.training import Batch, Training, TrainingError
 from runtime.wire.protocol import TrainingData
 from storage.buckets import ParameterSize
@@ -74,7 +75,12 @@ class Model:
         self.device = device
         self._seed = data.seed
         self._checkpoint = data.checkpoint_activations
+        self._compile = data.compile
+        self._compiled: dict[int, CompiledLayer] = {}
         self._precision = PRECISIONS[data.precision]
+        if (problem := lacking(data.precision, device)) is not None:
+            raise TrainingError(problem)
+        torch.set_float32_matmul_precision("high" if self._precision.tensor_cores else "highest")
         rows = data.microbatch_rows
         batch = first_batch(training, rows, self._precision.parameters)
         self._structure: LayerChain | WindowedModule
@@ -89,7 +95,8 @@ class Model:
                 )
         for root in self._structure.roots:
             root.to(device).train()
-        self._loss = Loss(training, self._structure)
+        low = self._precision.compute is not None
+        self._loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
         self._tensors = self._shared_tensors()
         self._trainable = [t for t in self._tensors if t.trainable]
         count = self._structure.layer_count
@@ -258,13 +265,38 @@ class Model:
 
         :raises TrainingError: it cannot be computed, or is a mean that depends on how rows are grouped.
         """
-        with self._autocast():
-            return self._loss(output, batch, rows)
+        return self._loss(output, batch, rows)
 
     def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
         """Return the training's own metrics as (sum, weight) of these rows."""
         with torch.no_grad():
             return self._loss.metrics(output, batch, rows)
+
+    def warm_up(self, batch: Batch, tick: Callable[[], None]) -> None:
+        """Run every layer forward and backward once, so that the first step compiles nothing."""
+        x: Any = None
+        rows = rows_of_batch(batch)
+        with self.buffers_kept():
+            for layer in range(self.layer_count):
+                tick()
+                x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
+                last = layer == self.layer_count - 1
+                outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
+                roots = [t for t in outputs if t.requires_grad]
+                torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
+                if not last:
+                    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
+                    x = tensors if isinstance(x, tuple) else tensors[0]
+        for _, parameter in self.named_parameters(range(self.layer_count)):
+            parameter.grad = None
+
+    def _faster(self, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the layer's compiled function where the job wants that."""
+        if not (self._compile and torch.is_grad_enabled()):
+            return function
+        if layer not in self._compiled:
+            self._compiled[layer] = CompiledLayer(function, self.layer_name(layer))
+        return self._compiled[layer]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         compute = self._precision.compute
@@ -388,7 +420,8 @@ class _LayerScopes(Scopes):
         model = self._model
         stream = Stream(seed=model._seed, step=self._step, row=self._row, layer=number)
         seed_generators(stream.seed_of_run, model.device)
-        with SampleDropout(stream, self._rows) if model._dropout[layer] else nullcontext():
+        by_sample = model._dropout[layer] and not model._compile
+        with SampleDropout(stream, self._rows) if by_sample else nullcontext():
             yield
 
     def around(self, layer: int, part: int) -> AbstractContextManager[None]:
@@ -396,6 +429,8 @@ class _LayerScopes(Scopes):
         return self._seeded(layer, layer + part * self._model.layer_count)
 
     def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        function = self._model._faster(layer, function)
+
         def run(*given: Any) -> Any:
             with self._seeded(layer, layer):
                 return function(*given, **named)

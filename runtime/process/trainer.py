@@ -87,6 +87,7 @@ class Trainer:
         data = prepare.training
         engine = Engine(data, torch_device(data.backend, self._device), self._pace)
         self._pace.tick()
+        engine.warm_up()
         self._keep_snapshots(engine, prepare)
         profile = self._profile(engine, prepare) if prepare.profile else None
         self._engine = engine
