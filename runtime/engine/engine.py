@@ -100,6 +100,9 @@ class Engine:
             pinned=device.type == "cuda",
         )
         self._nominal_weight = self.model.nominal_weight * data.global_batch
+        if self.model.nominal_weight != 1:
+            # A power of two does not round gradients, so losses are those of a loop without this factor.
+            self._nominal_weight = 2.0 ** round(math.log2(self._nominal_weight))
         self.committed_step = 0
         self.ready_step: int | None = None
         self.vote: VoteData | None = None

@@ -20,10 +20,11 @@ from runtime.training import Batch, Training, TrainingError
 from runtime.wire.protocol import MOST_METRIC_CHARACTERS, MOST_METRICS
 
 IGNORED = -100
+_PROBED = 3
+"""Labels of a row that are used to find out which of them a loss counts."""
 _REMEDY = (
     "return (sum, weight) instead, for example (cross_entropy(…, reduction='sum'), (target != -100).sum())"
 )
-_SHIFTED = ("ForCausalLM",)
 
 
 class Loss:
@@ -45,6 +46,8 @@ class Loss:
         self.nominal_weight = 1.0
         """Weight of a row, roughly: keeps sums in the range of means, so that float16 does not overflow."""
         self.metric_names: tuple[str, ...] = ()
+        self._shifts = False
+        """Whether the model's own loss predicts each next token, so that the first label has no part in it."""
 
     def __call__(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         if self._function is None:
@@ -77,12 +80,14 @@ class Loss:
         return metrics
 
     def check(self, output: Any, batch: Batch, rows: int, whole: Callable[[Batch], Any]) -> None:
-        """Compare the loss of a microbatch with those of its parts.
+        """Find out what the model's own loss is a mean over, and compare a microbatch's with those of its parts.
 
         :param output: the model's output for all rows.
         :param whole: runs the model in evaluation mode on some rows.
         :raises TrainingError: the loss fails, or is no mean over rows.
         """
+        if self._function is None:
+            self._shifts = self._found_shift(batch, whole)
         try:
             total, weight = self(output, batch, rows)
         except TrainingError:
@@ -144,7 +149,8 @@ class Loss:
         if weight == 0:
             # Its mean over no tokens is not a number, and so would be its gradient.
             return value.new_zeros(()), torch.tensor(0.0, dtype=torch.float64)
-        return value.squeeze() * weight, torch.tensor(float(weight), dtype=torch.float64)
+        # Models compute their loss in float32, whatever their parameters' type; the sum is not rounded again.
+        return value.squeeze().double() * weight, torch.tensor(float(weight), dtype=torch.float64)
 
     def _own_weight(self, batch: Batch, rows: int) -> int:
         """Count what the model's own loss is a mean over: labels that are not ignored, or rows."""
@@ -154,18 +160,39 @@ class Loss:
         labels = batch.get("labels")
         if isinstance(shifted, Tensor):
             labels = shifted
-        elif isinstance(labels, Tensor) and self._shifts():
+        elif isinstance(labels, Tensor) and self._shifts:
             labels = labels[..., 1:]
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return rows
         return int((labels != IGNORED).sum())
 
-    def _shifts(self) -> bool:
-        """Whether the model's own loss predicts each next token."""
-        for module in self._root.modules() if self._root is not None else ():
-            if getattr(module, "loss_type", None) is not None and hasattr(module, "config"):
-                return module.loss_type in _SHIFTED
-        return False
+    def _found_shift(self, batch: Batch, whole: Callable[[Batch], Any]) -> bool:
+        """Return whether the model's own loss leaves out the first label of each row.
+
+        Names of classes do not say (a ``T5ForConditionalGeneration`` does not, a
+        ``LlavaForConditionalGeneration`` does), so it is tried: the first label has a part in a mean over
+        few labels, or has none.
+        """
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
+            return False
+        counted = labels[labels != IGNORED]
+        if labels.shape[1] < _PROBED or not len(counted):
+            return False
+        few = torch.full_like(labels, IGNORED)
+        # Labels of the batch itself: they are in the vocabulary.
+        few[:, :_PROBED] = counted[torch.arange(_PROBED, device=labels.device) % len(counted)]
+        fewer = few.clone()
+        fewer[:, 0] = IGNORED
+        given = dict(batch)
+        made = getattr(self._root, "prepare_decoder_input_ids_from_labels", None)
+        if callable(made) and given.get("decoder_input_ids") is None:
+            given["decoder_input_ids"] = made(labels=labels)
+        try:
+            one, other = (own_loss(whole({**given, "labels": tried})) for tried in (few, fewer))
+        except Exception:
+            return False  # These labels mean something else to this model.
+        return one is not None and other is not None and bool(torch.equal(one, other))
 
     def _check_masks(self, target: Batch, rows: int) -> None:
         """Refuse a mean over tokens that leaves out unequal numbers of them."""

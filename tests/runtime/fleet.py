@@ -53,16 +53,21 @@ class Fleet:
             vote = p.VoteData(loss=0.0, gradient_norm=0.0)
             best = msgspec.structs.replace(best, committed_step=self.restore_step, vote=vote)
         ranks = {engine: rank for rank, engine in enumerate(self.engines)}
-        held = [
-            part
-            for rank, (engine, report) in enumerate(zip(engines, reports, strict=True))
-            for part in held_of(report, rank, best.committed_step, self.pipelines, ranks[engine])
-        ]
+        held: list[p.PartData] = []
+        transfers: tuple[p.TransferData, ...] = ()
+        if self.job.zero1:
+            held = [
+                part
+                for rank, (engine, report) in enumerate(zip(engines, reports, strict=True))
+                for part in held_of(report, rank, best.committed_step, self.pipelines, ranks[engine])
+            ]
+        elif not self.restore:
+            transfers = whole_layers(engines, best.committed_step, pipelines)
         self.generation += 1
         self.engines, self.pipelines = list(engines), pipelines
         world = p.WorldData(
             pipelines=pipelines,
-            transfers=(),
+            transfers=transfers,
             hosts=("127.0.0.1",) * len(engines),
             held_parts=tuple(held),
         )
@@ -137,6 +142,28 @@ class Fleet:
             communicator.close()
         self._pool.shutdown()
         self._server.close()
+
+
+def whole_layers(engines: Sequence[Engine], step: int, pipelines: Pipelines) -> tuple[p.TransferData, ...]:
+    """Whom every rank gets the layers from that it is to have and does not hold at ``step``."""
+    held: list[set[int]] = []
+    for engine in engines:
+        if engine.committed_step == step:
+            held.append(set(engine.complete))
+        else:
+            held.append(set(engine.owned) if engine.ready_step == step else set())
+    wanted = {
+        rank: range(stage.first_layer, stage.end_layer)
+        for pipeline in pipelines
+        for stage in pipeline.stages
+        for rank in stage.ranks
+    }
+    return tuple(
+        p.TransferData(layer=layer, source=next(s for s, has in enumerate(held) if layer in has), target=rank)
+        for rank, layers in sorted(wanted.items())
+        for layer in layers
+        if layer not in held[rank]
+    )
 
 
 def report_of(engine: Engine) -> p.Quiesced:
