@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from runtime.precision import PRECISIONS
 from runtime.wire.protocol import TrainingData
+from runtime.wire.recipe import RECIPE
 
 OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 
@@ -95,6 +96,8 @@ def load_training(data: TrainingData) -> Training:
     _seed(data.seed)
     try:
         training = function(**data.arguments)
+    except TrainingError:
+        raise
     except (Exception, SystemExit) as error:
         raise TrainingError(f"{data.function} raised {_describe(error)}") from error
     if not isinstance(training, Training):
@@ -112,6 +115,9 @@ def load_training(data: TrainingData) -> Training:
 
 
 def _find(data: TrainingData) -> Callable[..., Any]:
+    if data.function == RECIPE:
+        recipe, _, name = RECIPE.partition(":")
+        return getattr(importlib.import_module(recipe), name)  # type: ignore[no-any-return]
     place, colon, name = data.function.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise TrainingError(

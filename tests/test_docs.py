@@ -17,6 +17,7 @@ from ftd.cli.main import app
 from ftd.config.daemon import daemon_config
 from ftd.config.daemon_file import DaemonFile
 from ftd.config.job import JobFile, load_job
+from ftd.config.job_reference import job_markdown, job_tables
 from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
@@ -87,7 +88,7 @@ def test_the_examples_of_states_and_events_are_json(number: int) -> None:
 def kind_of(example: dict[str, Any]) -> str:
     if "fault" in example:
         return "scenario"
-    return "job" if "training" in example else "daemon"
+    return "job" if "steps" in example else "daemon"
 
 
 EXAMPLES = ("training-function.md", "configuration.md", "two-hosts.md", "chaos.md")
@@ -130,7 +131,8 @@ def fields_of(kind: type[Any]) -> list[str]:
 
 def test_every_field_of_the_files_is_documented() -> None:
     page = PAGES["configuration.md"]
-    fields = [*fields_of(DaemonFile), *fields_of(JobFile)]
+    job = [key.name for table in job_tables() for key in table.keys]
+    fields = [*fields_of(DaemonFile), *job, *(t.name.rpartition(".")[2] for t in job_tables())]
     assert len(fields) > 20
     assert [f for f in fields if not re.search(rf"\b{f}\b", page)] == []
 
@@ -176,7 +178,15 @@ def test_every_timing_is_documented_with_its_default() -> None:
 
 def test_the_reference_of_all_keys_is_the_schema_s() -> None:
     """When it differs: ``ftd config reference > docs/reference.md``."""
-    assert PAGES["reference.md"] == markdown()
+    assert PAGES["reference.md"] == f"{markdown()}\n{job_markdown()}"
+
+
+def test_every_key_of_a_job_file_has_a_meaning_and_a_value_to_show() -> None:
+    for table in job_tables():
+        assert table.meaning
+        for key in table.keys:
+            shown = key.required or key.default is not None or key.example is not None or key.kind == "table"
+            assert key.meaning and shown, f"{table.name}.{key.name}"
 
 
 def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> None:

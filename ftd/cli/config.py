@@ -67,15 +67,16 @@ def check(
 
 
 def reference() -> None:
-    """Print all keys of ftd.toml as a page, in Markdown.
+    """Print all keys of both files as a page, in Markdown.
 
     With their defaults, variables and meanings.
 
     Example: ftd config reference > docs/reference.md
     """
+    from ftd.config.job_reference import job_markdown
     from ftd.config.reference import markdown
 
-    typer.echo(markdown(), nl=False)
+    typer.echo(f"{markdown()}\n{job_markdown()}", nl=False)
 
 
 def schema() -> None:

@@ -11,14 +11,14 @@ from statemachine.values import CheckpointPolicy, SnapshotPolicy
 
 
 class CheckpointTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[checkpoint]``."""
+    """``[checkpoint]``: the state on a disk, for when no memory holds it; needs ``[snapshot]``."""
 
     url: str = ""
     """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes reach."""
     every_steps: int = 0
-    """The first snapshot so many steps behind the last checkpoint becomes one."""
+    """The first snapshot so many steps after the last checkpoint becomes one."""
     keep: int = 3
-    """So many stay."""
+    """Complete checkpoints that stay; older ones are removed."""
     resume: bool = True
     """Go on from the newest one there; false: refuse to begin where there are some."""
 

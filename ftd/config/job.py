@@ -7,91 +7,114 @@ script under the same absolute path, so it must be there on every host.
 
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ftd.clash import check_clash
 from ftd.config.checkpoints import CheckpointTable, check_checkpoint, checkpoint_data, checkpoint_policy
+from ftd.config.data import check_evaluation, resolve_data, resolve_evaluation
 from ftd.config.mistakes import Mistakes
+from ftd.config.models import resolve_model
+from ftd.config.optimization import check_optimizer, check_schedule
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import (
     convert,
     read_toml,
     require_name,
-    require_one_of,
     require_positive,
     sifted,
 )
 from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, IncompleteError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
 from runtime.wire.protocol import TrainingData
+from runtime.wire.recipe import (
+    RECIPE,
+    DataTable,
+    EvaluationTable,
+    ModelTable,
+    NotNegative,
+    OptimizerTable,
+    Recipe,
+    ScheduleTable,
+)
 from statemachine.values import Job
 
-PRECISIONS = ("float32", "tf32", "bfloat16", "float16", "float64")
-BACKENDS = ("gloo", "nccl")
+DEFAULT_CLIP = 1.0
+"""With ``[model]``."""
 _MIB = 1024 * 1024
 _MAX_PROFILE_BYTES = 900_000
 """A submitted job is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
 class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[training]``."""
+    """``[training]``: how much at a time, and how it is computed."""
 
-    function: str
-    """``file.py:name``, relative to the job file, or ``package.module:name``."""
-    global_batch: int
+    function: Annotated[str | None, msgspec.Meta(examples=["train.py:build"])] = None
+    """``file.py:name``, relative to the job file, or ``package.module:name``; left out with ``[model]``."""
+    global_batch: int = 32
     """Samples of one step, over all nodes; never changes while the job runs."""
-    microbatch: int
+    microbatch: int = 4
     """Samples that pass through a pipeline together; divides ``global_batch``."""
     seed: int = 0
-    precision: str = "float32"
+    """Start of all random numbers: weights, order of samples, dropout."""
+    precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = "float32"
     """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
-    data_workers: int = 0
-    """Processes per trainer that read samples ahead."""
-    clip_gradient_norm: float | None = None
+    clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
+    """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
     checkpoint_activations: bool = False
-    backend: str = "gloo"
+    """Recompute activations in the backward pass to save memory."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What carries tensors between trainers; nccl for CUDA devices."""
     zero1: bool = False
     """Each owner of a layer keeps its part of the optimizer's state only."""
     arguments: dict[str, Any] = {}
-    """Handed to the function."""
+    """Handed to the function as keywords: any values and tables."""
 
 
 class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[tolerance]``."""
+    """``[tolerance]``: how many failures the job survives without going back."""
 
     failures: int = 1
     """Nodes that may fail at once with a copy of every layer left."""
     minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    """Go on while one copy of every layer is left; ``oobleck``: with at least ``failures`` + 1 copies."""
 
 
 class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[planner]``."""
+    """``[planner]``: how layers are laid out over the nodes."""
 
     objective: Literal["iteration", "paper"] = "iteration"
+    """What a plan minimises: the time of a step, or the formula of the Oobleck paper."""
     split: Literal["any", "aligned"] = "any"
     """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
     batch_objective: Literal["minmax", "variance"] = "minmax"
     """What the pipelines' shares of the batch minimise."""
-    device_memory_mib: float | None = None
-    """Plan for devices of this size, whatever they report."""
-    horizon_s: float | None = None
-    """Expected time to the next failure; left out: learned from the job's failures."""
-    profile: str | None = None
+    device_memory_mib: Annotated[float | None, msgspec.Meta(examples=[16384.0])] = None
+    """Plan for devices of this many MiB, whatever they report."""
+    horizon_s: Annotated[float | None, msgspec.Meta(examples=[3600.0])] = None
+    """Expected seconds to the next failure; left out: learned from the job's failures."""
+    profile: Annotated[str | None, msgspec.Meta(examples=["llama.profile.json"])] = None
     """A saved profile, relative to the job file; left out: a node measures the layers."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file as written."""
+    """A job: what to train, and for how long."""
 
     name: str
+    """Name of the job: letters, digits, ``.``, ``_`` and ``-``."""
     steps: int
-    training: TrainingTable
+    """Optimizer steps to train."""
+    training: TrainingTable = TrainingTable()
+    model: ModelTable | None = None
+    data: DataTable = DataTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
+    evaluation: EvaluationTable = EvaluationTable()
     tolerance: ToleranceTable = ToleranceTable()
     planner: PlannerTable = PlannerTable()
     snapshot: SnapshotTable = SnapshotTable()
@@ -112,25 +135,31 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
     except msgspec.ValidationError:  # What is required is among the mistakes.
         mistakes.raise_any()
         raise
+    _check_values(file, mistakes)
     if steps is not None:
         file = msgspec.structs.replace(file, steps=steps)
-    _check_values(file, mistakes)
     directory = path.resolve().parent
+    function, arguments = _what_to_train(file, directory, mistakes)
+    clip = file.training.clip_gradient_norm
+    if clip is None and file.model is not None:
+        clip = DEFAULT_CLIP
     training = TrainingData(
-        function=mistakes.made(lambda: _function(file.training.function, directory), ""),
+        function=function,
         path=str(directory),
         seed=file.training.seed,
         steps=file.steps,
         global_batch=file.training.global_batch,
         microbatch_rows=file.training.microbatch,
-        clip_gradient_norm=file.training.clip_gradient_norm,
+        clip_gradient_norm=clip or None,
         checkpoint_activations=file.training.checkpoint_activations,
         precision=file.training.precision,
         compile=file.training.compile,
-        data_workers=file.training.data_workers,
+        data_workers=file.data.workers,
+        evaluation_every_steps=file.evaluation.every_steps,
+        evaluation_batches=file.evaluation.batches,
         backend=file.training.backend,
         zero1=file.training.zero1,
-        arguments=file.training.arguments,
+        arguments=arguments,
     )
     memory_mib = file.planner.device_memory_mib
     named = file.planner.profile
@@ -160,6 +189,56 @@ def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, A
         checkpoint=checkpoint_data(file.checkpoint, directory),
         profile=profile,
     )
+
+
+def _what_to_train(file: JobFile, directory: Path, mistakes: Mistakes) -> tuple[str, dict[str, Any]]:
+    """Return the training function and its arguments: the user's, or ours that makes a Hugging Face model."""
+    if file.model is None:
+        _note_tables_of_model(file, mistakes)
+        return mistakes.made(
+            lambda: _function(file.training.function, directory), ""
+        ), file.training.arguments
+    for key, value in (("function", file.training.function), ("arguments", file.training.arguments or None)):
+        if value is not None:
+            mistakes.add(
+                ConfigurationError(
+                    "[model] says already what to train",
+                    field=f"training.{key}",
+                    remedy=f"leave out {key} or the table [model]",
+                )
+            )
+    model = resolve_model(file.model, directory, mistakes)
+    recipe = Recipe(
+        model=model,
+        data=resolve_data(file.data, model, directory, mistakes),
+        optimizer=file.optimizer,
+        schedule=file.schedule,
+        evaluation=resolve_evaluation(file.evaluation, model, directory, mistakes),
+        steps=file.steps,
+    )
+    arguments: dict[str, Any] = msgspec.to_builtins(recipe)
+    return RECIPE, arguments
+
+
+def _note_tables_of_model(file: JobFile, mistakes: Mistakes) -> None:
+    """Without ``[model]`` the training function has the say over data, optimizer and schedule."""
+    workers = DataTable(workers=file.data.workers)
+    when = EvaluationTable(every_steps=file.evaluation.every_steps, batches=file.evaluation.batches)
+    for name, table, allowed, keys in (
+        ("data", file.data, workers, "workers"),
+        ("optimizer", file.optimizer, OptimizerTable(), ""),
+        ("schedule", file.schedule, ScheduleTable(), ""),
+        ("evaluation", file.evaluation, when, "every_steps and batches"),
+    ):
+        if table != allowed:
+            instead = f"only {keys} go with training.function" if keys else "leave the table out"
+            mistakes.add(
+                ConfigurationError(
+                    "the training function decides this",
+                    field=name,
+                    remedy=f"{instead}; or write [model] in place of training.function",
+                )
+            )
 
 
 def _laid_over(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
@@ -248,17 +327,10 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
     if not 0 <= file.training.seed < 2**63:
         problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
         mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
-    for field, value, known in (
-        ("training.precision", file.training.precision, PRECISIONS),
-        ("training.backend", file.training.backend, BACKENDS),
-    ):
-        with mistakes.noted():
-            require_one_of(value, known, field)
     for field, number in (
         ("steps", file.steps),
         ("training.global_batch", file.training.global_batch),
         ("training.microbatch", file.training.microbatch),
-        ("training.clip_gradient_norm", file.training.clip_gradient_norm),
         ("planner.device_memory_mib", file.planner.device_memory_mib),
         ("planner.horizon_s", file.planner.horizon_s),
     ):
@@ -268,6 +340,11 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
     if file.training.global_batch > 0 and file.training.microbatch > 0:
         with mistakes.noted():
             _check_batch(file.training.global_batch, file.training.microbatch)
+    with mistakes.noted():
+        check_evaluation(file.evaluation)
+    if file.model is not None:
+        check_optimizer(file.optimizer, zero1=file.training.zero1, mistakes=mistakes)
+        check_schedule(file.schedule, steps=file.steps, mistakes=mistakes)
     with mistakes.noted():
         check_snapshot(file.snapshot, zero1=file.training.zero1)
     with mistakes.noted():
@@ -307,10 +384,16 @@ def _check_tolerance(failures: int) -> None:
         )
 
 
-def _function(written: str, directory: Path) -> str:
+def _function(written: str | None, directory: Path) -> str:
     """The function with an absolute path when it is in a file."""
-    place, colon, name = written.rpartition(":")
     field = "training.function"
+    if written is None:
+        raise IncompleteError(
+            "the file does not say what to train",
+            field=field,
+            remedy='write function = "file.py:function" under [training], or a table [model]',
+        )
+    place, colon, name = written.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ConfigurationError(
             f"{written!r} names no function",

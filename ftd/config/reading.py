@@ -5,12 +5,14 @@ the user wrote it (``training.global_batch``), and for an unknown field the near
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -23,6 +25,11 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
 _OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
 _TYPES = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
+_RANGE = re.compile(
+    r"Expected `(?:int|float)` (?P<compared>[<>]=?) (?P<bound>\S+?)(?: - at `\$(?P<path>[^`]*)`)?"
+)
+_RANGES = {">": "above", ">=": "of at least", "<": "below", "<=": "of at most"}
+_LENGTH = re.compile(r"Expected `array` of length (?P<wanted>\d+), got (?P<got>\d+)")
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -108,13 +115,16 @@ class _Sieve:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            words = [word for one in (kind, *get_args(kind)) for word in _words_of(one)]
+            words, field = _words_of(kind), ".".join(path)
             if isinstance(value, str) and words:
-                field = ".".join(path)
                 mistake = ConfigurationError(
                     f"{value!r} is not known", field=field, remedy=nearest(value, words)
                 )
                 self.mistakes.add_misfit(mistake, field)
+            elif match := _RANGE.fullmatch(str(error)):
+                remedy = f"write a number {_RANGES[match['compared']]} {float(match['bound']):g}"
+                place = f"{field}{match['path'] or ''}"
+                self.mistakes.add(ConfigurationError(f"{value} is not allowed", field=place, remedy=remedy))
             else:
                 self.misfit(str(error), path)
             return False
@@ -151,14 +161,23 @@ def _fitting(data: dict[str, Any], into: type[Any], path: tuple[str, ...], sieve
     return fits
 
 
-def _words_of(kind: Any) -> tuple[str, ...]:
-    """What may be written where only some words are allowed."""
-    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+def kinds_of(kind: Any) -> list[Any]:
+    """Return what a field's type may be: the members of a union, without their annotations."""
+    if get_origin(kind) is Annotated:
+        return kinds_of(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [one for member in get_args(kind) for one in kinds_of(member)]
+    return [kind]
+
+
+def _words_of(kind: Any) -> list[str]:
+    """Return what may be written where only some words are allowed."""
+    return [str(word) for one in kinds_of(kind) if get_origin(one) is Literal for word in get_args(one)]
 
 
 def _struct_of(kind: Any) -> type[Any] | None:
     """The Struct that a field's type is, or may be."""
-    for one in (kind, *get_args(kind)):
+    for one in kinds_of(kind):
         if isinstance(one, type) and issubclass(one, msgspec.Struct):
             return one
     return None
@@ -181,6 +200,8 @@ def explained(message: str, into: type[Any]) -> ConfigurationError:
 
 def _in_words(problem: str) -> str:
     """``Expected `int | null`, got `str` `` for who writes the file."""
+    if match := _LENGTH.fullmatch(problem):
+        return f"expected {match['wanted']} values, got {match['got']}"
     if not (match := _TYPES.fullmatch(problem)):
         return problem
     kinds = [kind for kind in match["wanted"].split(" | ") if kind != "null"]
@@ -210,6 +231,19 @@ def fields_of(into: type[Any], path: Sequence[str]) -> list[str]:
         if isinstance(described, msgspec.inspect.VarTupleType):
             described = described.item_type
     return [f.encode_name for f in described.fields]
+
+
+def expanded_path(written: str, directory: Path, field: str) -> Path:
+    """Return a path of a file with ``~`` and ``$VARIABLES`` replaced; relative ones begin at ``directory``.
+
+    :raises ConfigurationError: a variable is not set.
+    """
+    expanded = os.path.expandvars(written)
+    if "$" in expanded:
+        raise ConfigurationError(
+            f"{expanded} names a variable of the environment that is not set", field=field, remedy="set it"
+        )
+    return directory.resolve() / Path(expanded).expanduser()
 
 
 def require_positive(value: float, field: str) -> None:

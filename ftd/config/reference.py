@@ -42,12 +42,12 @@ def keys() -> dict[str, Key]:
     found: dict[str, Key] = {}
     for field in msgspec.structs.fields(DaemonFile):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            meanings = _meanings(field.type)
+            meanings = meanings_of(field.type)
             for inner in msgspec.structs.fields(field.type):
                 _add(found, f"{field.name}.{inner.name}", inner.type, inner.default, meanings)
         elif field.name != "timing":
-            _add(found, field.name, field.type, field.default, _meanings(DaemonFile))
-    meanings = _meanings(Timing)
+            _add(found, field.name, field.type, field.default, meanings_of(DaemonFile))
+    meanings = meanings_of(Timing)
     for limit in dataclasses.fields(Timing):
         _add(found, f"timing.{limit.name}", type(limit.default), limit.default, meanings)
     return found
@@ -124,8 +124,8 @@ def _add(found: dict[str, Key], name: str, kind: Any, default: Any, meanings: di
     )
 
 
-def _meanings(owner: type[Any]) -> dict[str, str]:
-    """Field → the string literal behind it; fields that share one string share its meaning."""
+def meanings_of(owner: type[Any]) -> dict[str, str]:
+    """Return each field's meaning, the string literal after it; fields that share one string share it."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """``[snapshot]`` of a job file and of a submitted job: read, checked, and as the machines take it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -14,15 +14,15 @@ from storage.codes import parse_scheme
 
 
 class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[snapshot]``."""
+    """``[snapshot]``: the state in the nodes' memory, for when too few live copies are left."""
 
     every_steps: int | Literal["auto"] = 0
-    """A snapshot in the nodes' memory behind every so many steps; 0: none; auto: as it costs."""
-    protection: str | None = None
+    """Steps from one snapshot in the nodes' memory to the next; 0: none; auto: as they cost."""
+    protection: Annotated[str | None, msgspec.Meta(examples=["auto"])] = None
     """none, arc:k, aec, aec2, aor, buddy, joined by ``+`` (``storage.codes``), or auto: the cheapest that
     withstands ``tolerance.failures``; left out: aec, or aor with zero1."""
     cheap_share: float = 0.01
-    """Of a step: with auto, a snapshot that costs no more is taken behind every step."""
+    """With auto, a snapshot that costs no more than this share of a step is taken after every step."""
 
 
 def protection_or_default(written: str | None, *, zero1: bool) -> str:

@@ -14,6 +14,7 @@ from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from runtime.wire.protocol import TrainingData
+from tests.ftd.job_tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD: dict[str, Any] = {
@@ -21,28 +22,6 @@ GOOD: dict[str, Any] = {
     "steps": 10,
     "training": {"function": "train.py:build", "global_batch": 32, "microbatch": 4},
 }
-
-
-def write(directory: Path, tables: dict[str, Any]) -> Path:
-    """The tables as TOML; enough of it for a job file."""
-    (directory / "train.py").write_text("def build(): ...\n")
-    lines: list[str] = []
-
-    def literal(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-
-    def table(name: str, content: dict[str, Any]) -> None:
-        if name:
-            lines.append(f"[{name}]")
-        lines.extend(f"{k} = {literal(v)}" for k, v in content.items() if not isinstance(v, dict))
-        for key, value in content.items():
-            if isinstance(value, dict):
-                table(f"{name}.{key}" if name else key, value)
-
-    table("", tables)
-    path = directory / "job.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -97,7 +76,7 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
     assert (training.steps, training.seed, training.precision) == (10, 7, "float64")
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
 def test_the_examples_are_good(name: str) -> None:
     assert load_job(ROOT / "examples" / f"{name}.toml", steps=3).steps == 3
 
@@ -116,14 +95,13 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("steps", None, "steps", "required"),
         ("steps", 0, "steps", "above 0"),
         ("steps", 1.5, "steps", "expected a whole number, got a fraction"),
-        ("training", None, "training", "required"),
-        ("training.function", None, "training.function", "required"),
+        ("training", None, "training.function", "or a table [model]"),
+        ("training.function", None, "training.function", "or a table [model]"),
         ("training.function", "train.py", "training.function", "file.py:function"),
         ("training.function", "train.py:not a name", "training.function", "file.py:function"),
         ("training.function", "no-module:build", "training.function", "file.py:function"),
         ("training.function", "gone.py:build", "training.function", "does not exist"),
         ("training.globalbatch", 3, "training.globalbatch", "did you mean 'global_batch'"),
-        ("training.global_batch", None, "training.global_batch", "required"),
         ("training.global_batch", 0, "training.global_batch", "above 0"),
         ("training.global_batch", 30, "training.global_batch", "28 or 32"),
         ("training.global_batch", 33, "training.global_batch", "32 or 36"),
@@ -132,7 +110,13 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("training.seed", -1, "training.seed", "2^63"),
         ("training.precision", "float23", "training.precision", "did you mean 'float32'"),
         ("training.backend", "mpi", "training.backend", "gloo"),
-        ("training.clip_gradient_norm", 0.0, "training.clip_gradient_norm", "above 0"),
+        ("training.clip_gradient_norm", -1.0, "training.clip_gradient_norm", "of at least 0"),
+        ("data.tokens", "x", "data", "the training function decides this (only workers go with"),
+        ("data.worker", 1, "data.worker", "did you mean 'workers'"),
+        ("optimizer.name", "sgd", "optimizer", "leave the table out"),
+        ("schedule.warmup_steps", 1, "schedule", "leave the table out"),
+        ("evaluation", {"every_steps": 5, "fraction": 0.1}, "evaluation", "every_steps and batches"),
+        ("evaluation.batches", 3, "evaluation.every_steps", "write every_steps = 100"),
         ("tolerance.failures", -1, "tolerance.failures", "0 or more"),
         ("tolerance.minimum", "two", "tolerance.minimum", "two"),
         ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),

@@ -1,0 +1,227 @@
+"""``[data]`` and ``[evaluation]`` of a job file: checked without torch, and every path made absolute."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ftd.config.mistakes import Mistakes
+from ftd.config.models import model_directory
+from ftd.config.reading import expanded_path
+from ftd.errors import ConfigurationError, IncompleteError
+from runtime.sources.errors import DataError, find_files
+from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, ModelTable, Task
+
+_SOURCES = ("tokens", "text", "megatron", "huggingface")
+_KEY_OF = {
+    "dtype": ("tokens",),
+    "field": ("text",),
+    "packing": ("text",),
+    "end_of_text": ("text",),
+    "cache": ("text",),
+    "length": ("tokens", "text", "megatron"),
+}
+"""Keys that say something about some sources only."""
+_BITS = re.compile(r"u?int(\d+)")
+DEFAULT_FRACTION = 0.01
+
+
+def resolve_data(
+    table: DataTable, model: ModelTable, directory: Path, mistakes: Mistakes, where: str = "data"
+) -> DataTable:
+    """Return the table with absolute paths and the tokenizer that is meant.
+
+    :param model: resolved already.
+    :param directory: of the job file.
+    :param where: the table's name in the file.
+    """
+    chosen = [name for name in _SOURCES if getattr(table, name) is not None]
+    if len(chosen) != 1:
+        mistakes.add(_no_single_source(chosen, where))
+        return table
+    [source] = chosen
+    _note_useless_keys(table, source, where, mistakes)
+    changes: dict[str, str | list[str]] = {}
+    with mistakes.noted():
+        changes[source] = _resolved_source(table, source, directory, f"{where}.{source}")
+    with mistakes.noted():
+        _check_task(table, source, model.task, where)
+        tokenizer = _resolved_tokenizer(table, model, directory, f"{where}.tokenizer")
+        if tokenizer is None and (source == "text" or _collate_of(table, model.task) != "auto"):
+            raise IncompleteError(
+                "there is no tokenizer for this data",
+                field=f"{where}.tokenizer",
+                remedy='write tokenizer = "directory", or "bytes" for one token per byte',
+            )
+        if tokenizer is not None:
+            changes["tokenizer"] = tokenizer
+    if table.cache is not None:
+        with mistakes.noted():
+            changes["cache"] = str(expanded_path(table.cache, directory, f"{where}.cache"))
+    return msgspec.structs.replace(table, **changes)
+
+
+def resolve_evaluation(
+    table: EvaluationTable, model: ModelTable, directory: Path, mistakes: Mistakes
+) -> EvaluationTable:
+    """Return the table with what is held out: a share of the data, or data of its own."""
+    if table.every_steps == 0:
+        return table
+    if table.data is None:
+        return msgspec.structs.replace(table, fraction=table.fraction or DEFAULT_FRACTION)
+    if table.fraction is not None:
+        mistakes.add(
+            ConfigurationError(
+                "there is data of its own for the evaluation",
+                field="evaluation.fraction",
+                remedy="leave out fraction or [evaluation.data]",
+            )
+        )
+    data = resolve_data(table.data, model, directory, mistakes, "evaluation.data")
+    return msgspec.structs.replace(table, data=data)
+
+
+def check_evaluation(table: EvaluationTable) -> None:
+    """:raises ConfigurationError: the table does not say when to evaluate."""
+    if table != EvaluationTable() and table.every_steps == 0:
+        raise IncompleteError(
+            "the table does not say when to evaluate",
+            field="evaluation.every_steps",
+            remedy="write every_steps = 100, say, or leave [evaluation] out",
+        )
+
+
+def _no_single_source(chosen: Sequence[str], where: str) -> ConfigurationError:
+    if chosen:
+        return ConfigurationError(
+            f"{' and '.join(chosen)} exclude each other", field=f"{where}.{chosen[1]}", remedy="leave one out"
+        )
+    return IncompleteError(
+        "the table names no data",
+        field=f"{where}.text",
+        remedy='write tokens = "*.bin", text = "*.jsonl", megatron = "prefix" or huggingface = "directory"',
+    )
+
+
+def _note_useless_keys(table: DataTable, source: str, where: str, mistakes: Mistakes) -> None:
+    defaults = DataTable()
+    for key, sources in _KEY_OF.items():
+        if source not in sources and getattr(table, key) != getattr(defaults, key):
+            problem = f"it says nothing about {source}, only about {' and '.join(sources)}"
+            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"leave {key} out"))
+
+
+def _resolved_source(table: DataTable, source: str, directory: Path, field: str) -> str | list[str]:
+    """Return the source with absolute paths.
+
+    :raises ConfigurationError: files are missing, or are not what they should be.
+    """
+    match source:
+        case "tokens" | "text":
+            written = getattr(table, source)
+            named = [written] if isinstance(written, str) else list(written)
+            patterns = [str(expanded_path(one, directory, field)) for one in named]
+            kind = "token file" if source == "tokens" else "text file"
+            try:
+                files = find_files(patterns, kind)
+            except DataError as error:
+                raise ConfigurationError(
+                    str(error), field=field, remedy="paths are relative to the job file"
+                ) from None
+            if source == "tokens":
+                _check_token_files(files, table, field)
+            return patterns
+        case "megatron":
+            prefix = expanded_path(str(table.megatron), directory, field)
+            for ending in (".idx", ".bin"):
+                if not Path(f"{prefix}{ending}").is_file():
+                    raise ConfigurationError(
+                        f"{prefix}{ending} does not exist",
+                        field=field,
+                        remedy="write the common path of the .bin and .idx files without the ending",
+                    )
+            return str(prefix)
+        case _:
+            return str(_saved_dataset(expanded_path(str(table.huggingface), directory, field), field))
+
+
+def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> None:
+    """:raises ConfigurationError: a file's size is no multiple of an id's."""
+    if table.dtype is None:
+        return
+    item = int(_BITS.sub(r"\1", table.dtype)) // 8
+    for path in files:
+        size = path.stat().st_size
+        if path.suffix != ".npy" and size % item:
+            raise ConfigurationError(
+                f"{path} has {size} bytes, no multiple of the {item} of {table.dtype}",
+                field=field,
+                remedy="write the type of the ids as dtype",
+            )
+
+
+def _saved_dataset(place: Path, field: str) -> Path:
+    """:raises ConfigurationError: ``save_to_disk`` did not write this directory, or it has several splits."""
+    if (place / "dataset_dict.json").is_file():
+        splits = sorted(path.name for path in place.iterdir() if path.is_dir())
+        raise ConfigurationError(
+            f"{place} has several splits",
+            field=field,
+            remedy=f"name one of them: {', '.join(str(place / split) for split in splits)}",
+        )
+    if not (place / "state.json").is_file():
+        raise ConfigurationError(
+            f"{place} is no saved data set",
+            field=field,
+            remedy="name the directory that datasets.Dataset.save_to_disk wrote, relative to the job file",
+        )
+    return place
+
+
+def _resolved_tokenizer(table: DataTable, model: ModelTable, directory: Path, field: str) -> str | None:
+    """Return the directory of the tokenizer, ``bytes``, or None where nothing has one.
+
+    :raises ConfigurationError: the directory has none.
+    """
+    if table.tokenizer == BYTES:
+        return BYTES
+    if table.tokenizer is None:
+        place = None if model.huggingface is None else Path(model.huggingface)
+        return str(place) if place is not None and _has_tokenizer(place) else None
+    file = expanded_path(table.tokenizer, directory, field)
+    if file.is_file():
+        return str(file)
+    place = model_directory(table.tokenizer, directory, field)
+    if not _has_tokenizer(place):
+        raise ConfigurationError(
+            f"{place} has no tokenizer.json",
+            field=field,
+            remedy='name the directory that a tokenizer\'s save_pretrained wrote, or "bytes"',
+        )
+    return str(place)
+
+
+def _has_tokenizer(place: Path) -> bool:
+    return (place / "tokenizer.json").is_file()
+
+
+def _collate_of(table: DataTable, task: Task | None) -> str:
+    """Return how samples become a batch as far as the file says; ``auto`` also where no padding is needed."""
+    return "masked-lm" if table.collate == "auto" and task == "masked-lm" else table.collate
+
+
+def _check_task(table: DataTable, source: str, task: Task | None, where: str) -> None:
+    """:raises ConfigurationError: the data is not what the task trains on."""
+    if task is not None and task != "masked-lm" and table.collate == "masked-lm":
+        raise ConfigurationError(
+            f"masking is for the task masked-lm, and this model's is {task}",
+            field=f"{where}.collate",
+            remedy="leave it out",
+        )
+    if task not in (None, "causal-lm", "masked-lm") and source != "huggingface":
+        raise ConfigurationError(
+            f"the task {task} needs labels, which {source} has not",
+            field=f"{where}.{source}",
+            remedy='write huggingface = "directory" of a data set with a column labels',
+        )

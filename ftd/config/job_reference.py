@@ -1,0 +1,136 @@
+"""Every key of a job file with its type, default and meaning, out of the classes that read it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+
+from ftd.config.job import JobFile
+from ftd.config.reading import kinds_of
+from ftd.config.reference import meanings_of
+
+_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKey:
+    """One key of a job file."""
+
+    name: str
+    kind: str
+    """Type of its values in words, or all values that are allowed."""
+    default: Any
+    """``None`` where a key that is left out has no fixed value."""
+    required: bool
+    example: Any
+    """A value of a key without a default; ``None`` for others."""
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTable:
+    """One table of a job file."""
+
+    name: str
+    """Dotted; empty for the keys at the top."""
+    meaning: str
+    keys: tuple[JobKey, ...]
+
+
+@cache
+def job_tables() -> tuple[JobTable, ...]:
+    """Return all tables in the order of the file, each before those in it."""
+    return tuple(_tables("", JobFile, set()))
+
+
+def job_markdown() -> str:
+    """Return the part of docs/reference.md about job files."""
+    shown = "[configuration](configuration.md#a-job-file) shows them at work."
+    lines = ["# All keys of a job file", "", f"Made of the classes that read them; {shown}"]
+    for table in job_tables():
+        lines += ["", f"## `[{table.name}]`" if table.name else "## At the top of a job file", ""]
+        lines += [
+            table.meaning.replace("``", "`"),
+            "",
+            "| key | values | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key in table.keys:
+            otherwise = "required" if key.required else "–"
+            default = otherwise if key.default is None else f"`{toml_of(key.default)}`"
+            meaning = key.meaning.replace("``", "`").replace("|", "\\|")
+            lines.append(f"| `{key.name}` | {key.kind} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def toml_of(value: Any) -> str:
+    """Return a value as it is written in TOML."""
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{name} = {toml_of(inner)}" for name, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(toml_of, value)) + "]"
+        case float():
+            return repr(value)
+        case _:
+            return json.dumps(value, ensure_ascii=False)
+
+
+def _tables(name: str, kind: type[Any], seen: set[type[Any]]) -> Iterator[JobTable]:
+    """:param seen: tables that were shown; a second use of one is a key, whose meaning names the first."""
+    meanings = meanings_of(kind)
+    keys: list[JobKey] = []
+    inner: list[tuple[str, type[Any]]] = []
+    for field in msgspec.structs.fields(kind):
+        struct = _struct_of(field.type)
+        if struct is not None and struct not in seen:
+            inner.append((f"{name}.{field.name}" if name else field.name, struct))
+        else:
+            keys.append(_key(field, meanings.get(field.name, "")))
+    meaning = " ".join((kind.__doc__ or "").split()).rpartition("]``: ")[2]
+    yield JobTable(name=name, meaning=meaning[:1].upper() + meaning[1:], keys=tuple(keys))
+    for inner_name, struct in inner:
+        seen.add(struct)
+        yield from _tables(inner_name, struct, seen)
+
+
+def _key(field: msgspec.structs.FieldInfo, meaning: str) -> JobKey:
+    default = None if field.default is msgspec.NODEFAULT else field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    examples = _examples(field.type)
+    return JobKey(
+        name=field.name,
+        kind=_in_words(field.type),
+        default=default,
+        required=field.required,
+        example=examples[0] if default is None and examples else None,
+        meaning=meaning,
+    )
+
+
+def _struct_of(kind: Any) -> type[Any] | None:
+    return next((k for k in kinds_of(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
+
+
+def _examples(kind: Any) -> list[Any]:
+    return kind.__metadata__[0].examples or [] if get_origin(kind) is Annotated else []
+
+
+def _in_words(kind: Any) -> str:
+    words: list[str] = []
+    for one in kinds_of(kind):
+        if one is type(None):
+            continue
+        if get_origin(one) is Literal:
+            words += [f"`{toml_of(word)}`" for word in get_args(one)]
+        elif get_origin(one) in (list, tuple):
+            words.append("list")
+        elif get_origin(one) is dict or _struct_of(one) is not None:
+            words.append("table")
+        else:
+            words.append(_KINDS[one])
+    return ", ".join(words)

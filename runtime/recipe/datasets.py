@@ -1,0 +1,231 @@
+"""Data sets and collators of a job file."""
+
+import inspect
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.resources import files
+from typing import Any
+
+from torch import Tensor
+
+from runtime.recipe.models import HuggingFaceModel
+from runtime.sources.collators import MaskedLanguageModelCollate, PadCollate
+from runtime.sources.errors import DataError, import_package
+from runtime.sources.megatron import MegatronDataset
+from runtime.sources.text import TextDataset
+from runtime.sources.token_file import TokenFile
+from runtime.sources.tokenizer import LoadedTokenizer, load_tokenizer
+from runtime.wire.recipe import BYTES, DataTable, Recipe
+
+DEFAULT_LENGTH = 1024
+"""Tokens of a sample, where neither the table nor the model says fewer."""
+_SCANNED_SAMPLES = 1 << 18
+"""Token files with at most so many samples are searched for unknown token ids before training."""
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What a job reads."""
+
+    training: Any
+    held_out: Any | None
+    collate: Collate | None
+    """None stacks the samples."""
+
+
+def open_tokenizer(table: DataTable) -> LoadedTokenizer | None:
+    """Return the tokenizer of the data; None where the table has none.
+
+    :raises DataError: it cannot be read on this host.
+    """
+    if table.tokenizer is None:
+        return None
+    return load_tokenizer(byte_tokenizer() if table.tokenizer == BYTES else table.tokenizer)
+
+
+def byte_tokenizer() -> str:
+    """Return the file of the tokenizer that makes one token of each byte."""
+    return str(files("runtime.recipe") / "bytes.json")
+
+
+def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenizer | None) -> Data:
+    """Open the data of a job and what is held out of it.
+
+    :raises DataError: files are missing or damaged, tokens are not in the model's vocabulary, labels are
+        missing, or the data is too small.
+    """
+    dataset = _open(recipe.data, model)
+    table, held_out = recipe.evaluation, None
+    if table.every_steps and table.data is not None:
+        held_out = _open(table.data, model)
+    elif table.every_steps and table.fraction is not None:
+        count = int(len(dataset) * Fraction(table.fraction).limit_denominator(10**6))
+        if not count:
+            raise DataError(
+                f"a share of {table.fraction} of {len(dataset)} samples is no sample; write a larger "
+                "evaluation.fraction, or [evaluation.data]"
+            )
+        dataset, held_out = Split(dataset, count, held_out=False), Split(dataset, count, held_out=True)
+    collate = _collate(recipe.data, model, tokenizer, dataset[0])
+    return Data(training=dataset, held_out=held_out, collate=collate)
+
+
+class Split:
+    """A data set without its held-out samples, or only these; they are evenly spaced over the data set."""
+
+    def __init__(self, dataset: Any, count: int, *, held_out: bool) -> None:
+        """Split off ``count`` samples, at most half of them; ``held_out`` chooses the part."""
+        self._dataset, self._count, self._held_out = dataset, count, held_out
+
+    def __len__(self) -> int:
+        return self._count if self._held_out else len(self._dataset) - self._count
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a data set with {len(self)} samples")
+        if self._held_out:
+            return self._dataset[self._held_out_at(index)]
+        before = bisect_right(range(self._count), index, key=lambda j: self._held_out_at(j) - j)
+        return self._dataset[index + before]
+
+    def _held_out_at(self, number: int) -> int:
+        return (2 * number + 1) * len(self._dataset) // (2 * self._count)
+
+
+class CheckedTokens:
+    """Samples whose token ids are all known to the model."""
+
+    def __init__(self, dataset: Any, vocabulary: int) -> None:
+        self._dataset, self._vocabulary = dataset, vocabulary
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._dataset[index]
+        tokens = sample["input_ids"]
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
+            position = int(((tokens < 0) | (tokens >= self._vocabulary)).nonzero()[0])
+            raise DataError(
+                f"sample {index}, token {position}: the token id {int(tokens[position])} is outside the "
+                f"model's vocabulary of {self._vocabulary} entries; use the tokenizer and the token type "
+                "that the data was made with, or a larger vocabulary"
+            )
+        return sample
+
+
+class HuggingFaceDataset:
+    """A saved Hugging Face data set: of its columns those that the model takes, as tensors."""
+
+    def __init__(self, place: str, model: HuggingFaceModel) -> None:
+        """Map the data set into memory.
+
+        :raises DataError: it cannot be read, or lacks labels or inputs.
+        """
+        package = import_package("datasets", "[data] huggingface")
+        try:
+            dataset = package.load_from_disk(place)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"the data set in {place} cannot be read: {error}") from error
+        columns = list(dataset.column_names)
+        if "labels" not in columns and "label" in columns:
+            dataset = dataset.rename_column("label", "labels")
+            columns = list(dataset.column_names)
+        taken = [name for name in columns if name in inspect.signature(model.forward).parameters]
+        self._labelled = "labels" in taken
+        made_here = model.task in ("causal-lm", "masked-lm") and "input_ids" in taken
+        if not self._labelled and not made_here:
+            raise DataError(
+                f"the data set in {place} has no labels: its columns are {', '.join(columns)}, and the "
+                f"task {model.task} learns from a column named labels"
+            )
+        if taken == ["labels"]:
+            raise DataError(
+                f"the data set in {place} has no column that the model takes: it has {', '.join(columns)}, "
+                f"and the model takes {', '.join(inspect.signature(model.forward).parameters)}"
+            )
+        self._copies_labels = not self._labelled and model.task == "causal-lm"
+        self._dataset = dataset.select_columns(taken).with_format("torch")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample: dict[str, Tensor] = self._dataset[index]
+        if self._copies_labels:
+            sample["labels"] = sample["input_ids"].clone()
+        return sample
+
+
+def _open(table: DataTable, model: HuggingFaceModel) -> Any:
+    """:raises DataError: the files cannot be used with this model."""
+    length = table.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+    if model.longest is not None and length > model.longest:
+        raise DataError(
+            f"data.length {length} is longer than the {model.longest} tokens that the model takes; write at "
+            "most that, or a larger max_position_embeddings in [model.overrides]"
+        )
+    dataset: Any
+    if table.tokens is not None:
+        dataset = TokenFile(table.tokens, length=length, dtype=table.dtype)
+    elif table.text is not None:
+        tokenizer = byte_tokenizer() if table.tokenizer == BYTES else str(table.tokenizer)
+        dataset = TextDataset(
+            table.text,
+            tokenizer,
+            length=length,
+            field=table.field,
+            packing=table.packing,
+            end_of_text=table.end_of_text,
+            cache_directory=table.cache,
+        )
+    elif table.megatron is not None:
+        dataset = MegatronDataset(table.megatron, length=length)
+    else:
+        dataset = HuggingFaceDataset(str(table.huggingface), model)
+    return _checked(dataset, model)
+
+
+def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
+    """Return the data set so that no unknown token id reaches the model.
+
+    :raises DataError: one is found right away.
+    """
+    vocabulary = model.vocabulary
+    if vocabulary is None or "input_ids" not in dataset[0]:
+        return dataset
+    if hasattr(dataset, "check_vocabulary") and len(dataset) <= _SCANNED_SAMPLES:
+        dataset.check_vocabulary(vocabulary)
+        return dataset
+    return CheckedTokens(dataset, vocabulary)
+
+
+def _collate(
+    table: DataTable, model: HuggingFaceModel, tokenizer: LoadedTokenizer | None, sample: Any
+) -> Collate | None:
+    """:raises DataError: there is no token to pad or to mask with."""
+    if "input_ids" not in sample:
+        return None
+    masked = table.collate == "masked-lm" or (table.collate == "auto" and model.task == "masked-lm")
+    if masked and not (table.huggingface is not None and "labels" in sample):
+        if tokenizer is None:
+            raise DataError("masking needs a tokenizer: write data.tokenizer")
+        return MaskedLanguageModelCollate(str(tokenizer.path), probability=table.mask_probability)
+    pads = (
+        table.collate == "pad"
+        or table.huggingface is not None
+        or (table.text is not None and not table.packing)
+    )
+    if not pads:
+        return None
+    pad = None if tokenizer is None else tokenizer.pad_token_id
+    pad = model.config.pad_token_id if pad is None else pad
+    if pad is None:
+        raise DataError(
+            "there is no token to pad with: write data.tokenizer, or pad_token_id in [model.overrides]"
+        )
+    return PadCollate(pad)

@@ -1,0 +1,271 @@
+"""Hugging Face models of a job file: configuration, weights and adapters."""
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.pretrained import PretrainedWeights
+from runtime.sources.errors import import_package
+from runtime.sources.tokenizer import LoadedTokenizer
+from runtime.training import TrainingError
+from runtime.wire.recipe import LoraTable, ModelTable, Task
+
+_CLASSES: dict[Task, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+_CLASSIFICATION = ("image-classification", "sequence-classification")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceModel:
+    """A callable that makes the model of a job file."""
+
+    table: ModelTable
+    config: Any
+    """The model's ``PreTrainedConfig``, overrides applied."""
+    task: Task
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory with the weights that training starts from; None for random ones."""
+        if self.table.huggingface is None or self.table.weights == "random":
+            return None
+        place = Path(self.table.huggingface)
+        started = self.table.weights == "required" or any(place.glob("*.safetensors"))
+        return place if started else None
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of token ids that the model takes; None for one that takes no tokens."""
+        size: int | None = getattr(self.config.get_text_config(), "vocab_size", None)
+        return size
+
+    @property
+    def longest(self) -> int | None:
+        """The number of tokens that a sample may have; None where the architecture has no limit."""
+        positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return positions
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The ``forward`` of the model's class, for its parameters."""
+        kind = _auto_class(self.task)
+        try:
+            forward: Callable[..., Any] = kind._model_mapping[type(self.config)].forward
+        except KeyError as error:
+            raise TrainingError(self._explained(error)) from error
+        return forward
+
+    def __call__(self) -> nn.Module:
+        """Make the model on torch's default device, with its weights unless that is the meta device.
+
+        :raises TrainingError: the weights do not fit the model, or transformers cannot make it.
+        """
+        kind = _auto_class(self.task)
+        try:
+            model = kind.from_config(
+                self.config, dtype=torch.float32, attn_implementation=self.table.attention
+            )
+        except (ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
+            raise TrainingError(self._explained(error)) from error
+        if self.table.lora is not None:
+            _add_adapters(model, self.table.lora, self.task)
+        made: nn.Module = model
+        if torch.get_default_device().type != "meta" and (weights := self.weights(made)) is not None:
+            weights.load_into(made.state_dict())
+        return made
+
+    def weights(self, model: nn.Module) -> PretrainedWeights | None:
+        """Return the weights that ``model`` starts from; None where it starts from random ones.
+
+        The head of a classifier, with its pooler, is new where the files have none, or one for another number of
+        classes.
+
+        :raises TrainingError: files are missing, or do not fit the model; all tensors are named.
+        """
+        if self.directory is None:
+            return None
+        new = self.table.new
+        try:
+            return PretrainedWeights(self.directory, model, new=new)
+        except TrainingError:
+            if self.task not in _CLASSIFICATION:
+                raise
+            heads = [f"{head}.*" for head in _heads(model)]
+            return PretrainedWeights(self.directory, model, new=[*new, *heads, "*.pooler.*"])
+
+    def _explained(self, error: BaseException) -> str:
+        kind = self.config.model_type
+        if isinstance(error, KeyError) or "Unrecognized configuration class" in str(error):
+            return (
+                f"transformers has no {kind} for the task {self.task} ({_CLASSES[self.task]}); "
+                "write another task under [model]"
+            )
+        return f"making the {kind} model raised {type(error).__name__}: {error}"
+
+
+def load_model(table: ModelTable, tokenizer: LoadedTokenizer | None) -> HuggingFaceModel:
+    """Return the callable that makes the model of a job file; no weights are read yet.
+
+    :raises TrainingError: its configuration cannot be used.
+    """
+    config = load_config(table, tokenizer)
+    return HuggingFaceModel(table=table, config=config, task=task_of(table, config))
+
+
+def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
+    """Return the configuration of the model with the job's overrides.
+
+    A model of an architecture alone gets the vocabulary and the special tokens of its tokenizer.
+
+    :raises TrainingError: it cannot be read, is of a quantised model, or an override is unknown.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # No trainer waits for a network.
+    if table.huggingface is None:
+        kind = _config_class(str(table.architecture))
+        values: dict[str, Any] = {} if tokenizer is None else _of_tokenizer(kind(), tokenizer)
+    else:
+        values = _read_config(Path(table.huggingface))
+        kind = _config_class(values["model_type"])
+    _check_overrides(kind(), table.overrides)
+    names = kind.attribute_map
+    values, overrides = ({names.get(n, n): v for n, v in one.items()} for one in (values, table.overrides))
+    try:
+        config = kind(**_merged(values, overrides))
+    except Exception as error:
+        field = "model.overrides" if overrides else f"the configuration in {table.huggingface}"
+        raise TrainingError(f"{field}: transformers refuses it for {kind.model_type}: {error}") from error
+    config.use_cache = False
+    return config
+
+
+def _config_class(model_type: str) -> Any:
+    """:raises TrainingError: transformers does not know the architecture."""
+    transformers = import_package("transformers", "[model]")
+    try:
+        return transformers.CONFIG_MAPPING[model_type]
+    except KeyError as error:
+        close = difflib.get_close_matches(model_type, list(transformers.CONFIG_MAPPING.keys()), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TrainingError(
+            f"transformers {transformers.__version__} has no architecture {model_type!r}{hint}"
+        ) from error
+
+
+def _read_config(place: Path) -> dict[str, Any]:
+    """:raises TrainingError: this host has no configuration there, or one that cannot be trained."""
+    path = place / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config["model_type"]
+    except FileNotFoundError as error:
+        raise TrainingError(
+            f"{path} does not exist on this host; copy the model to the same path on every node"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(f"{path} cannot be read: {error!r}") from error
+    if config.get("quantization_config") is not None:
+        raise TrainingError(
+            f"the model in {place} is quantised, and quantised weights cannot be trained; "
+            "name the directory of the model in full precision"
+        )
+    return config
+
+
+def _check_overrides(default: Any, overrides: dict[str, Any]) -> None:
+    """:raises TrainingError: the configuration has no such value."""
+    unknown = [n for n in overrides if not hasattr(default, n) and not n.endswith("_token_id")]
+    if unknown:
+        known = sorted({*default.to_dict(), *type(default).attribute_map})
+        close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+        raise TrainingError(
+            f"model.overrides: the configuration of {default.model_type} has no {', '.join(unknown)}; {hint}"
+        )
+
+
+def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with those of ``overrides``, table by table."""
+    merged = dict(values)
+    for name, value in overrides.items():
+        known = merged.get(name)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        merged[name] = _merged(known, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def task_of(table: ModelTable, config: Any) -> Task:
+    """Return what the model is trained for: as the job says, or the usual task of the architecture.
+
+    :raises TrainingError: the architecture has none of the tasks.
+    """
+    if table.task is not None:
+        return table.task
+    auto = import_package("transformers.models.auto.modeling_auto", "[model]")
+    kind = config.model_type
+    usual: Iterable[tuple[Task, Any]] = (
+        ("seq2seq-lm", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        ("masked-lm", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+        ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        ("sequence-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    )
+    for task, mapping in usual:
+        if kind in mapping:
+            return task
+    raise TrainingError(
+        f"{kind} has none of the tasks that a job file knows; write a training function for it"
+    )
+
+
+def _of_tokenizer(config: Any, tokenizer: LoadedTokenizer) -> dict[str, Any]:
+    """Return the values of a new configuration that its tokenizer decides."""
+    values = {
+        "vocab_size": tokenizer.vocabulary_size,
+        "bos_token_id": tokenizer.end_of_text_id,
+        "eos_token_id": tokenizer.end_of_text_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {name: value for name, value in values.items() if hasattr(config, name)}
+
+
+def _auto_class(task: Task) -> Any:
+    return getattr(import_package("transformers", "[model]"), _CLASSES[task])
+
+
+def _add_adapters(model: Any, table: LoraTable, task: Task) -> None:
+    """Freeze the model and put trainable adapters beside its linear modules.
+
+    :raises TrainingError: there are no modules of these names.
+    """
+    peft = import_package("peft", "[model.lora]")
+    config = peft.LoraConfig(
+        r=table.rank,
+        lora_alpha=table.alpha,
+        lora_dropout=table.dropout,
+        target_modules=table.target_modules,
+        modules_to_save=_heads(model) if task in _CLASSIFICATION else None,
+    )
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        raise TrainingError(
+            f"model.lora.target_modules: {error}; the model's linear modules are {', '.join(sorted(linear))}"
+        ) from error
+
+
+def _heads(model: Any) -> list[str]:
+    """Return the names of the modules outside of the base model."""
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
