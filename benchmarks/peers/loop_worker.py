@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
 from runtime.training import load_training
 from runtime.wire.protocol import TrainingData
@@ -45,7 +46,8 @@ def main() -> None:
         total = 0.0
         optimizer.zero_grad()
         for start in range(0, share, data.microbatch_rows):
-            inputs, targets = sampler.load(training.dataset, rows[start : start + data.microbatch_rows])
+            samples = [training.dataset[row] for row in rows[start : start + data.microbatch_rows]]
+            inputs, targets = default_collate(samples)
             last = start + data.microbatch_rows >= share
             quiet = contextlib.nullcontext() if last or arguments.ranks == 1 else model.no_sync()  # type: ignore[operator]
             with quiet:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
+from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
 from runtime.training import load_training
 from runtime.wire.protocol import TrainingData
@@ -65,7 +66,7 @@ def train(manager, model, optimizer, training, data, arguments) -> None:  # type
     while True:
         step = manager.current_step()
         rows = sampler.indices(step + 1)[arguments.replica * share : (arguments.replica + 1) * share]
-        inputs, targets = sampler.load(training.dataset, rows)
+        inputs, targets = default_collate([training.dataset[row] for row in rows])
         optimizer.zero_grad()
         training.loss(parallel(inputs), targets).backward()
         optimizer.step()

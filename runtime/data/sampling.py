@@ -10,17 +10,12 @@ A permutation is a Feistel network over the next power of four, walked until it 
 a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indices at once.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.data.seeds import stream_seed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
@@ -71,13 +66,6 @@ class Sampler:
             draws += [Draw(epoch, index) for index in self._permuted(epoch, first, count)]
             position += count
         return draws
-
-    def load(self, dataset: Any, indices: Sequence[int]) -> "tuple[Tensor, Tensor]":
-        """Return the samples at ``indices`` as (inputs, targets), each with the rows in dim 0."""
-        import torch
-
-        samples = [dataset[index] for index in indices]
-        return torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
 
     def _permuted(self, epoch: int, first: int, count: int) -> list[int]:
         """Return elements ``[first, first + count)`` of the epoch's permutation."""

@@ -6,12 +6,10 @@ import sys
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data.sampling import Sampler
-from tests.runtime.support import Regression
 
 
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**40))
@@ -84,13 +82,6 @@ def test_scripts_get_the_indices_of_a_step_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [int(word) for word in done.stdout.split()] == GOLDEN
-
-
-def test_load_stacks_samples_in_the_order_asked_for() -> None:
-    dataset = Regression()
-    inputs, targets = Sampler(40, 4, 0).load(dataset, [7, 3])
-    assert torch.equal(inputs, torch.stack([dataset.x[7], dataset.x[3]]))
-    assert torch.equal(targets, torch.stack([dataset.y[7], dataset.y[3]]))
 
 
 @pytest.mark.parametrize(("length", "batch"), [(0, 1), (1, 0)])

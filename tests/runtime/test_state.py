@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
@@ -29,7 +30,7 @@ class Trainer:
         self.sampler = Sampler(len(self.training.dataset), self.data.global_batch, self.data.seed)
 
     def step(self, step: int) -> float:
-        x, target = self.sampler.load(self.training.dataset, self.sampler.indices(step))
+        x, target = default_collate([self.training.dataset[index] for index in self.sampler.indices(step)])
         output = self.model.forward(0, len(self.layers), x, step=step, row=0)
         loss = self.training.loss(output, target)
         torch.autograd.backward(loss)

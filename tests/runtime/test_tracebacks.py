@@ -1,13 +1,15 @@
 """What a user is shown of an exception: their own lines, and all of it where none is theirs."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from runtime.data.batches import map_leaves
 from runtime.data.sampling import Sampler
-from runtime.tracebacks import users_traceback
+from runtime.tracebacks import describe_error, users_traceback
 
 
 def told(act: Callable[[], object]) -> str:
@@ -21,15 +23,34 @@ def told(act: Callable[[], object]) -> str:
     return users_traceback(error.with_traceback(frame))
 
 
-class Broken:
-    def __getitem__(self, index: int) -> None:
-        raise OSError(f"cannot read shard {index}")
+def broken(shard: int) -> None:
+    raise OSError(f"cannot read shard {shard}")
 
 
 def test_a_traceback_begins_with_the_users_first_line() -> None:
-    text = told(lambda: Sampler(8, 4, 0).load(Broken(), [3]))
-    assert text.startswith("Traceback (most recent call last):\n") and "sampling.py" not in text
+    text = told(lambda: map_leaves(broken, {"shard": 3}))
+    assert text.startswith("Traceback (most recent call last):\n") and "batches.py" not in text
     assert f'File "{__file__}"' in text and text.endswith("OSError: cannot read shard 3\n")
+
+
+def test_a_description_has_the_users_innermost_line() -> None:
+    def transform(_: object) -> object:
+        return nn.Linear(2, 2)(torch.zeros(3))  # Torch's frames lie below.
+
+    for act, said in (
+        (
+            lambda: map_leaves(broken, [3]),
+            r"OSError: cannot read shard 3 \(test_tracebacks.py, line \d+, in broken\)",
+        ),
+        (
+            lambda: map_leaves(transform, [3]),
+            r"RuntimeError: .* \(test_tracebacks.py, line \d+, in transform\)",
+        ),
+    ):
+        with pytest.raises(Exception) as caught:
+            act()
+        assert re.fullmatch(said, describe_error(caught.value), re.DOTALL)
+    assert describe_error(ValueError("of nobody")) == "ValueError: of nobody"
 
 
 def test_an_exception_without_a_line_of_the_user_is_told_whole() -> None:
