@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from runtime.engine.engine import Engine, StepResult
+from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
 from runtime.engine.staged_state import SpoiledError
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import Aborted, Communicator, PeerLost
@@ -79,8 +80,17 @@ class Trainer:
         except _ForeignError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
         except Exception as error:
-            self._link.send(Raised(where=where, detail=users_traceback(error)))
+            self._link.send(Raised(where=where, detail=self._explained(error)))
         return 1
+
+    def _explained(self, error: Exception) -> str:
+        """Return the user's traceback, or where memory went if there was too little."""
+        engine = self._engine
+        if engine is None or not is_out_of_memory(error):
+            return users_traceback(error)
+        layers = engine.owned or range(engine.model.layer_count)
+        rows = engine.data.microbatch_rows
+        return explain_out_of_memory(error, engine.model, engine.optimization, layers, rows)
 
     def _prepare(self, prepare: Prepare) -> None:
         self._pace.tick()

@@ -1,0 +1,55 @@
+"""What a stage's memory goes to, for the message when it does not suffice."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+
+_MIB = 1024 * 1024
+_HOST_WORDS = ("can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
+
+
+def explain_out_of_memory(
+    error: BaseException, model: Model, optimization: Optimization, layers: Collection[int], rows: int
+) -> str:
+    """Say which stage ran out of memory, how many bytes it needs for what, and what would make it fit.
+
+    :param layers: of the stage.
+    :param rows: of a microbatch.
+    """
+    named = model.named_parameters(layers)
+    trained = sum(_size(parameter) for _, parameter in named)
+    held = {id(t.value): t.value for layer in layers for t in model.tensors_of(layer) if not t.value.is_meta}
+    parameters = sum(_size(value) for value in held.values())
+    states = 0
+    for name, _ in named:
+        try:
+            state = optimization.parameter_state(name)
+        except RuntimeError:
+            continue  # Shared out under ZeRO-1.
+        states += sum(_size(value) for value in state.values() if isinstance(value, Tensor))
+    first, last = min(layers, default=0), max(layers, default=0)
+    return (
+        f"out of memory in the stage of layers {first} to {last} ({model.layer_name(first)} to "
+        f"{model.layer_name(last)}) on {model.device}: parameters {parameters / _MIB:.0f} MiB, gradients "
+        f"{trained / _MIB:.0f} MiB, optimizer state {states / _MIB:.0f} MiB"
+        + ("" if states else f" so far (Adam keeps {2 * trained / _MIB:.0f} MiB)")
+        + f", the rest are activations of microbatches of {rows} rows. To make it fit: a smaller "
+        "training.microbatch, training.activation_checkpointing, training.precision, "
+        "training.zero1, or more nodes with a smaller planner.device_memory_mib, so that a stage holds fewer "
+        f"layers. The allocation that failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    )
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
