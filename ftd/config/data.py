@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -13,16 +14,26 @@ from ftd.errors import ConfigurationError, IncompleteError
 from runtime.sources.errors import DataError, find_files
 from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, ModelTable, Task
 
-_SOURCES = ("tokens", "text", "megatron", "huggingface")
+_KINDS = {"tokens": "token file", "text": "text file", "instructions": "file of instructions"}
+_SOURCES = (*_KINDS, "megatron", "images", "huggingface")
 _KEY_OF = {
     "dtype": ("tokens",),
     "field": ("text",),
     "packing": ("text",),
     "end_of_text": ("text",),
-    "cache": ("text",),
-    "length": ("tokens", "text", "megatron"),
+    "cache": ("text", "instructions"),
+    "length": ("tokens", "text", "instructions", "megatron"),
 }
 """Keys that say something about some sources only."""
+_LANGUAGE: tuple[Task, ...] = ("causal-lm", "masked-lm")
+_TASKS_OF: dict[str, tuple[Task, ...]] = {
+    "tokens": _LANGUAGE,
+    "text": _LANGUAGE,
+    "instructions": ("causal-lm",),
+    "megatron": _LANGUAGE,
+    "images": ("image-classification",),
+    "huggingface": get_args(Task),
+}
 _BITS = re.compile(r"u?int(\d+)")
 DEFAULT_FRACTION = 0.01
 
@@ -48,7 +59,9 @@ def resolve_data(
     with mistakes.noted():
         _check_task(table, source, model.task, where)
         tokenizer = _resolved_tokenizer(table, model, directory, f"{where}.tokenizer")
-        if tokenizer is None and (source == "text" or _collate_of(table, model.task) != "auto"):
+        if tokenizer is None and (
+            source in ("text", "instructions") or _collate_of(table, model.task) != "auto"
+        ):
             raise IncompleteError(
                 "there is no tokenizer for this data",
                 field=f"{where}.tokenizer",
@@ -100,7 +113,7 @@ def _no_single_source(chosen: Sequence[str], where: str) -> ConfigurationError:
     return IncompleteError(
         "the table names no data",
         field=f"{where}.text",
-        remedy='write tokens = "*.bin", text = "*.jsonl", megatron = "prefix" or huggingface = "directory"',
+        remedy=f"write one of {', '.join(_SOURCES)}",
     )
 
 
@@ -118,13 +131,12 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
     :raises ConfigurationError: files are missing, or are not what they should be.
     """
     match source:
-        case "tokens" | "text":
+        case "tokens" | "text" | "instructions":
             written = getattr(table, source)
             named = [written] if isinstance(written, str) else list(written)
             patterns = [str(expanded_path(one, directory, field)) for one in named]
-            kind = "token file" if source == "tokens" else "text file"
             try:
-                files = find_files(patterns, kind)
+                files = find_files(patterns, _KINDS[source])
             except DataError as error:
                 raise ConfigurationError(
                     str(error), field=field, remedy="paths are relative to the job file"
@@ -142,6 +154,13 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                         remedy="write the common path of the .bin and .idx files without the ending",
                     )
             return str(prefix)
+        case "images":
+            path = expanded_path(str(table.images), directory, field)
+            if not path.is_file():
+                raise ConfigurationError(
+                    f"{path} does not exist", field=field, remedy="the path is relative to the job file"
+                )
+            return str(path)
         case _:
             return str(_saved_dataset(expanded_path(str(table.huggingface), directory, field), field))
 
@@ -219,9 +238,16 @@ def _check_task(table: DataTable, source: str, task: Task | None, where: str) ->
             field=f"{where}.collate",
             remedy="leave it out",
         )
-    if task not in (None, "causal-lm", "masked-lm") and source != "huggingface":
+    if task == "masked-lm" and table.collate == "pad" and source != "huggingface":
         raise ConfigurationError(
-            f"the task {task} needs labels, which {source} has not",
+            "without masks a masked language model has nothing to predict",
+            field=f"{where}.collate",
+            remedy="leave it out",
+        )
+    if task is not None and task not in _TASKS_OF[source]:
+        fitting = [name for name in _SOURCES if task in _TASKS_OF[name]]
+        raise ConfigurationError(
+            f"the task {task} does not learn from {source}",
             field=f"{where}.{source}",
-            remedy='write huggingface = "directory" of a data set with a column labels',
+            remedy=f"the sources for it are {', '.join(fitting)}",
         )

@@ -1,6 +1,5 @@
 """Data sets and collators of a job file."""
 
-import inspect
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +7,12 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
-from torch import Tensor
-
 from runtime.recipe.models import HuggingFaceModel
-from runtime.sources.collators import MaskedLanguageModelCollate, PadCollate
-from runtime.sources.errors import DataError, import_package
+from runtime.recipe.saved_dataset import SavedDataset
+from runtime.sources.collators import CausalCollate, MaskedLanguageModelCollate, PadCollate
+from runtime.sources.errors import DataError
+from runtime.sources.images import ImageArrays
+from runtime.sources.instructions import InstructionDataset
 from runtime.sources.megatron import MegatronDataset
 from runtime.sources.text import TextDataset
 from runtime.sources.token_file import TokenFile
@@ -118,49 +118,6 @@ class CheckedTokens:
         return sample
 
 
-class HuggingFaceDataset:
-    """A saved Hugging Face data set: of its columns those that the model takes, as tensors."""
-
-    def __init__(self, place: str, model: HuggingFaceModel) -> None:
-        """Map the data set into memory.
-
-        :raises DataError: it cannot be read, or lacks labels or inputs.
-        """
-        package = import_package("datasets", "[data] huggingface")
-        try:
-            dataset = package.load_from_disk(place)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"the data set in {place} cannot be read: {error}") from error
-        columns = list(dataset.column_names)
-        if "labels" not in columns and "label" in columns:
-            dataset = dataset.rename_column("label", "labels")
-            columns = list(dataset.column_names)
-        taken = [name for name in columns if name in inspect.signature(model.forward).parameters]
-        self._labelled = "labels" in taken
-        made_here = model.task in ("causal-lm", "masked-lm") and "input_ids" in taken
-        if not self._labelled and not made_here:
-            raise DataError(
-                f"the data set in {place} has no labels: its columns are {', '.join(columns)}, and the "
-                f"task {model.task} learns from a column named labels"
-            )
-        if taken == ["labels"]:
-            raise DataError(
-                f"the data set in {place} has no column that the model takes: it has {', '.join(columns)}, "
-                f"and the model takes {', '.join(inspect.signature(model.forward).parameters)}"
-            )
-        self._copies_labels = not self._labelled and model.task == "causal-lm"
-        self._dataset = dataset.select_columns(taken).with_format("torch")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample: dict[str, Tensor] = self._dataset[index]
-        if self._copies_labels:
-            sample["labels"] = sample["input_ids"].clone()
-        return sample
-
-
 def _open(table: DataTable, model: HuggingFaceModel) -> Any:
     """:raises DataError: the files cannot be used with this model."""
     length = table.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
@@ -170,10 +127,10 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
             "most that, or a larger max_position_embeddings in [model.overrides]"
         )
     dataset: Any
+    tokenizer = byte_tokenizer() if table.tokenizer == BYTES else str(table.tokenizer)
     if table.tokens is not None:
         dataset = TokenFile(table.tokens, length=length, dtype=table.dtype)
     elif table.text is not None:
-        tokenizer = byte_tokenizer() if table.tokenizer == BYTES else str(table.tokenizer)
         dataset = TextDataset(
             table.text,
             tokenizer,
@@ -183,10 +140,16 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
             end_of_text=table.end_of_text,
             cache_directory=table.cache,
         )
+    elif table.instructions is not None:
+        dataset = InstructionDataset(
+            table.instructions, tokenizer, length=length, cache_directory=table.cache
+        )
     elif table.megatron is not None:
         dataset = MegatronDataset(table.megatron, length=length)
+    elif table.images is not None:
+        dataset = ImageArrays(table.images)
     else:
-        dataset = HuggingFaceDataset(str(table.huggingface), model)
+        dataset = SavedDataset(str(table.huggingface), model)
     return _checked(dataset, model)
 
 
@@ -210,22 +173,18 @@ def _collate(
     """:raises DataError: there is no token to pad or to mask with."""
     if "input_ids" not in sample:
         return None
-    masked = table.collate == "masked-lm" or (table.collate == "auto" and model.task == "masked-lm")
+    masked = model.task == "masked-lm" and table.collate != "pad"
     if masked and not (table.huggingface is not None and "labels" in sample):
         if tokenizer is None:
             raise DataError("masking needs a tokenizer: write data.tokenizer")
         return MaskedLanguageModelCollate(str(tokenizer.path), probability=table.mask_probability)
-    pads = (
-        table.collate == "pad"
-        or table.huggingface is not None
-        or (table.text is not None and not table.packing)
-    )
-    if not pads:
+    unequal = table.huggingface is not None or table.instructions is not None or not table.packing
+    if table.collate != "pad" and not unequal:
         return None
     pad = None if tokenizer is None else tokenizer.pad_token_id
-    pad = model.config.pad_token_id if pad is None else pad
+    pad = getattr(model.config, "pad_token_id", None) if pad is None else pad
     if pad is None:
         raise DataError(
             "there is no token to pad with: write data.tokenizer, or pad_token_id in [model.overrides]"
         )
-    return PadCollate(pad)
+    return CausalCollate(pad) if model.task == "causal-lm" else PadCollate(pad)

@@ -64,15 +64,19 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DataTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[data]``: what the model reads; exactly one of the first four keys."""
+    """``[data]``: what the model reads; exactly one of the first six keys."""
 
     tokens: Annotated[str | list[str] | None, Meta(examples=["tokens/*.bin"])] = None
     """Files of token ids without a header; a path or glob relative to the job file, or a list of them."""
     text: Annotated[str | list[str] | None, Meta(examples=["text/*.jsonl"])] = None
     """Files of text: JSON lines, Parquet or Arrow with a field of text, others as plain text; a path or glob,
     or a list of them."""
+    instructions: Annotated[str | list[str] | None, Meta(examples=["chats/*.jsonl"])] = None
+    """Files with records of ``prompt`` and ``completion``, or of ``messages``; only the answers are learned."""
     megatron: Annotated[str | None, Meta(examples=["megatron/corpus_text_document"])] = None
     """Megatron's indexed data set: the path of its ``.bin`` and ``.idx`` files without the ending."""
+    images: Annotated[str | None, Meta(examples=["images.npz"])] = None
+    """File of numpy with the arrays ``images`` (bytes) and ``labels`` (classes)."""
     huggingface: Annotated[str | None, Meta(examples=["dataset"])] = None
     """Directory that ``datasets.Dataset.save_to_disk`` wrote, with the columns that the model takes."""
     dtype: Annotated[TokenType | None, Meta(examples=["uint16"])] = None

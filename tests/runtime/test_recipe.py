@@ -330,6 +330,62 @@ def test_masked_language_models_mask_tokens(text: str, tmp_path: Path) -> None:
     assert bool((batch["input_ids"] == masked).any())
 
 
+def test_instructions_learn_the_answers(tmp_path: Path) -> None:
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
+    records = [{"prompt": sentence(i), "completion": " yes"} for i in range(8)]
+    files = str(write_lines(tmp_path / "chats.jsonl", records))
+    model = {"architecture": "llama", "overrides": LLAMA}
+    training = built(model, {"instructions": files, "tokenizer": tokenizer})
+    assert training.collate is not None
+    batch = training.collate(samples(training.dataset, 4))
+    learned = batch["labels"] != -100
+    assert (batch["labels"][learned] == batch["input_ids"][learned]).all()
+    assert 0 < int(learned.sum()) < int(batch["attention_mask"].sum()) / 2
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_become_pixel_values(tmp_path: Path, channels: int) -> None:
+    shape = (4, 16, 16) if channels == 1 else (4, 16, 16, 3)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=pixels, labels=np.arange(4))
+    model = vit(image_size=16, num_channels=channels)
+    arrays = built(model, {"images": str(tmp_path / "images.npz")})
+    assert arrays.collate is None
+    assert arrays.dataset[2]["pixel_values"].shape == (channels, 16, 16)
+
+    from datasets import ClassLabel, Dataset, Features, Image
+    from PIL import Image as Picture
+
+    features = Features({"image": Image(), "label": ClassLabel(num_classes=4)})
+    rows = {"image": [Picture.fromarray(image).resize((40, 20)) for image in pixels], "label": [0, 1, 2, 3]}
+    Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    sample = built(model, {"huggingface": str(tmp_path / "set")}).dataset[2]
+    assert sample["pixel_values"].shape == (channels, 16, 16)
+    assert -1 <= float(sample["pixel_values"].min()) < -0.2 < 0.2 < float(sample["pixel_values"].max()) <= 1
+    assert int(sample["labels"]) == 2
+
+
+def vit(**changes: Any) -> dict[str, Any]:
+    few = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return {"architecture": "vit", "task": "image-classification", "overrides": few | changes}
+
+
+def test_images_are_prepared_as_the_model_s_directory_says(tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, Value
+    from PIL import Image as Picture
+
+    place = Path(saved(tmp_path / "model", "resnet"))
+    numbers = {"size": {"shortest_edge": 8}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.25]}
+    (place / "preprocessor_config.json").write_text(json.dumps(numbers))
+    features = Features({"picture": Image(), "label": Value("int64")})
+    rows = {"picture": [Picture.new("RGB", (20, 20), (0, 255, 0))], "label": [1]}
+    Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    model = {"huggingface": str(place), "task": "image-classification"}
+    values = built(model, {"huggingface": str(tmp_path / "set")}).dataset[0]["pixel_values"]
+    assert values.shape == (3, 8, 8)
+    assert values[:, 0, 0].tolist() == pytest.approx([-0.2, 1.6, -1.2])
+
+
 def test_columns_of_a_saved_data_set_are_those_that_the_model_takes(tmp_path: Path) -> None:
     tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
     model = {
@@ -348,7 +404,9 @@ def test_columns_of_a_saved_data_set_are_those_that_the_model_takes(tmp_path: Pa
 def test_a_saved_data_set_of_tokens_learns_the_next_one(tmp_path: Path) -> None:
     place = dataset_of(tmp_path / "ids", {"input_ids": [[1, 2, 3], [4, 5, 6]]})
     training = built(from_sizes(pad_token_id=0), {"huggingface": place})
-    assert training.dataset[1]["labels"].tolist() == [4, 5, 6]
+    assert training.collate is not None
+    batch = training.collate(samples(training.dataset, 2))
+    assert batch["labels"].tolist() == [[1, 2, 3, *[-100] * 5], [4, 5, 6, *[-100] * 5]]
 
 
 @pytest.mark.parametrize(

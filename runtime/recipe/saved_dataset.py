@@ -1,0 +1,123 @@
+"""Data sets that ``datasets.Dataset.save_to_disk`` wrote, as samples of a model."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.recipe.models import HuggingFaceModel
+from runtime.sources.errors import DataError, import_package
+
+_USUAL_IMAGE_SIZE = 224
+"""Height and width in pixels, where neither the model's directory nor its configuration says another."""
+
+
+class SavedDataset:
+    """A saved Hugging Face data set: of its columns those that the model takes, as tensors.
+
+    A column of images becomes ``pixel_values`` as the model's ``preprocessor_config.json`` says.
+    """
+
+    def __init__(self, place: str, model: HuggingFaceModel) -> None:
+        """Map the data set into memory.
+
+        :raises DataError: it cannot be read, or lacks labels or inputs.
+        """
+        package = import_package("datasets", "[data] huggingface")
+        try:
+            dataset = package.load_from_disk(place)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"the data set in {place} cannot be read: {error}") from error
+        if "labels" not in dataset.column_names and "label" in dataset.column_names:
+            dataset = dataset.rename_column("label", "labels")
+        self._image = self._preparation = None
+        if model.task == "image-classification" and "pixel_values" not in dataset.column_names:
+            images = [name for name, kind in dataset.features.items() if isinstance(kind, package.Image)]
+            if images:
+                self._image, self._preparation = images[0], ImagePreparation(model)
+        taken = [name for name in dataset.column_names if name in _inputs(model)]
+        _check_columns(place, dataset.column_names, taken, self._image, model)
+        self._dataset = dataset.select_columns([*taken, *filter(None, [self._image])]).with_format(
+            "torch", taken
+        )
+        if self._image is not None:
+            self._images = dataset.select_columns([self._image])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample: dict[str, Tensor] = dict(self._dataset[index])
+        if self._image is not None and self._preparation is not None:
+            sample["pixel_values"] = self._preparation(self._images[index][self._image])
+        return sample
+
+
+class ImagePreparation:
+    """Images of any size as a model takes them: resized, and normalised channel by channel."""
+
+    def __init__(self, model: HuggingFaceModel) -> None:
+        """Take size, mean and deviation from the model's directory, or else the usual ones."""
+        path = Path(model.table.huggingface or "") / "preprocessor_config.json"
+        known: dict[str, Any] = {}
+        if model.table.huggingface is not None and path.is_file():
+            try:
+                known = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path} cannot be read: {error}") from error
+        self._size = _size(known.get("size"), getattr(model.config, "image_size", _USUAL_IMAGE_SIZE))
+        channels = getattr(model.config, "num_channels", 3)
+        self._mode = "L" if channels == 1 else "RGB"
+        self._mean = _channels(known.get("image_mean"), channels)
+        self._deviation = _channels(known.get("image_std"), channels)
+
+    def __call__(self, image: Any) -> Tensor:
+        """Return float32 of shape (channels, height, width) of an image of PIL."""
+        height, width = self._size
+        pixels = np.asarray(image.convert(self._mode).resize((width, height)), dtype=np.float32) / 255.0
+        values = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).contiguous()
+        return (values - self._mean) / self._deviation
+
+
+def _inputs(model: HuggingFaceModel) -> Sequence[str]:
+    return list(inspect.signature(model.forward).parameters)
+
+
+def _check_columns(
+    place: str, columns: Sequence[str], taken: Sequence[str], image: str | None, model: HuggingFaceModel
+) -> None:
+    """:raises DataError: there are no labels, and none can be made, or no inputs."""
+    made_here = model.task in ("causal-lm", "masked-lm") and "input_ids" in taken
+    if "labels" not in taken and not made_here:
+        raise DataError(
+            f"the data set in {place} has no labels: its columns are {', '.join(columns)}, and the task "
+            f"{model.task} learns from a column named labels"
+        )
+    if list(taken) == ["labels"] and image is None:
+        raise DataError(
+            f"the data set in {place} has no column that the model takes: it has {', '.join(columns)}, and the "
+            f"model takes {', '.join(_inputs(model))}"
+        )
+
+
+def _size(size: Any, otherwise: Any) -> tuple[int, int]:
+    """Return height and width of what configurations write: a number, a pair, or a table."""
+    match size if size is not None else otherwise:
+        case {"height": int(height), "width": int(width)}:
+            return height, width
+        case {"shortest_edge": int(edge)} | int(edge):
+            return edge, edge
+        case [int(height), int(width)]:
+            return height, width
+        case other:
+            raise DataError(f"the size of images {other!r} cannot be used; write it as height and width")
+
+
+def _channels(values: Any, channels: int) -> Tensor:
+    """Return one number for each channel, 0.5 where there are none."""
+    return torch.tensor(values if values is not None else [0.5] * channels).reshape(-1, 1, 1)
