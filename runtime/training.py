@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.precision import PRECISIONS
+from runtime.sources.errors import DataError
 from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import RECIPE
 
@@ -98,6 +99,8 @@ def load_training(data: TrainingData) -> Training:
         training = function(**data.arguments)
     except TrainingError:
         raise
+    except DataError as error:
+        raise TrainingError(str(error)) from error
     except (Exception, SystemExit) as error:
         raise TrainingError(f"{data.function} raised {_describe(error)}") from error
     if not isinstance(training, Training):
@@ -291,7 +294,10 @@ def _check(training: Training, function: str) -> None:
         )
     if isinstance(training.loss, nn.Module) and any(True for _ in training.loss.parameters()):
         raise TrainingError(f"{function}: Training.loss has parameters; make them part of the last layer")
-    _check_dataset(training.dataset, function, pairs=training.layers is not None and training.collate is None)
+    pairs = training.layers is not None and training.collate is None
+    _check_dataset(training.dataset, f"{function}: Training.dataset", pairs=pairs)
+    if training.evaluation is not None:
+        _check_dataset(training.evaluation, f"{function}: Training.evaluation", pairs=pairs)
 
 
 def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
@@ -331,28 +337,25 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
                 )
 
 
-def _check_dataset(dataset: Any, function: str, *, pairs: bool) -> None:
+def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
     from runtime.data.reading import check_dataset  # It imports TrainingError from here.
 
     try:
         check_dataset(dataset)
     except TrainingError as error:
-        raise TrainingError(f"{function}: {error}") from error
+        raise TrainingError(f"{name}: {error}") from error
     try:
         sample = dataset[0]
     except Exception as error:
-        raise TrainingError(f"{function}: Training.dataset[0] raised {_describe(error)}") from error
+        raise TrainingError(f"{name}[0] raised {_describe(error)}") from error
     if not pairs:
         return
     if not isinstance(sample, tuple | list) or len(sample) != 2:
-        raise TrainingError(
-            f"{function}: Training.dataset[0] must be a pair (input, target), not {_kind_of(sample)}"
-        )
+        raise TrainingError(f"{name}[0] must be a pair (input, target), not {_kind_of(sample)}")
     for part, value in zip(("input", "target"), sample, strict=True):
         if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
             raise TrainingError(
-                f"{function}: the {part} of Training.dataset[0] must be a tensor, a numpy array or a number, "
-                f"not {_a(value)}"
+                f"{name}[0]: the {part} must be a tensor, a numpy array or a number, not {_a(value)}"
             )
 
 

@@ -127,6 +127,10 @@ class Engine:
             with self.pace.read():  # The compiler may take long without being hung.
                 self.model.warm_up(to_device(batch, self.model.device), self.pace.tick)
 
+    def close(self) -> None:
+        """End the processes that read samples: another job's engine takes this one's place."""
+        self._loader.close()
+
     # --- between generations ---------------------------------------------------------------------
 
     def settle(

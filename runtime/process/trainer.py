@@ -100,6 +100,8 @@ class Trainer:
         engine.warm_up()
         self._keep_snapshots(engine, prepare)
         profile = self._profile(engine, prepare) if prepare.profile else None
+        if self._engine is not None:
+            self._engine.close()
         self._engine = engine
         # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
         # must not have to pay. What is here now stays anyway.

@@ -220,7 +220,7 @@ class Words(Rows):
         ),
         ({"dataset": "Single()"}, r"must be a pair \(input, target\), not a Tensor"),
         ({"dataset": "Named()"}, r"must be a pair \(input, target\), not a dict with 'x', 'y'"),
-        ({"dataset": "Words()"}, r"the input of Training.dataset\[0\] must be a tensor, .* not a str"),
+        ({"dataset": "Words()"}, r"Training.dataset\[0\]: the input must be a tensor, .* not a str"),
     ],
 )
 def test_a_training_that_cannot_be_used(tmp_path: Path, parts: dict[str, str], message: str) -> None:
