@@ -415,7 +415,8 @@ class WindowedModule:
                 crossing = _given([results[i] for i in self._exit], self._exit_per_row, window.rows)
                 raise _Stop((*crossing, *window.balance))
             window.segment = self.layer_count - 1
-        self._switch(window, window.segment, 1)
+        # What runs after the last block is a layer of its own, wherever the window begins.
+        self._switch(window, window.segment, 0 if last else 1)
         return output
 
     def _skip(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:

@@ -3,10 +3,11 @@
 ``build`` is a training function of them; nothing of it knows about windows or layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 class Architecture:
     """A model that is trained in the tests."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
+    """Takes options that differ from those below."""
     task: str
     """Which samples it takes."""
     split: tuple[str, ...] | None = None
@@ -55,10 +57,10 @@ class Architecture:
     """Largest difference from the plain loop's losses."""
 
 
-def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[..., nn.Module]:
+    def make(**others: Any) -> nn.Module:
         transformers.logging.set_verbosity_error()
-        model: nn.Module = auto.from_config(AutoConfig.for_model(kind, **options))
+        model: nn.Module = auto.from_config(AutoConfig.for_model(kind, **(options | others)))
         return model
 
     return make
@@ -272,6 +274,7 @@ class Samples:
     variable: bool = False
     """Samples are as long as they are, and the collate function pads them."""
     count: int = SAMPLES
+    unlabelled: frozenset[int] = frozenset()
     _made: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -279,7 +282,10 @@ class Samples:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index not in self._made:
-            self._made[index] = self._make(torch.Generator().manual_seed(index))
+            sample = self._make(torch.Generator().manual_seed(index))
+            if index in self.unlabelled:
+                sample["labels"] = torch.full_like(sample["labels"], IGNORED)
+            self._made[index] = sample
         return self._made[index]
 
     def _make(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -336,20 +342,39 @@ def class_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output, batch["labels"])
 
 
-def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for _, parameter in named], lr=3e-3, weight_decay=0.1)
+def lora(model: nn.Module, rank: int = 4) -> nn.Module:
+    """Return the model with all else than adapters of its linear layers frozen."""
+    adapted: nn.Module = peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+    )
+    return adapted
 
 
-def build(architecture: str, variable: bool = False) -> Training:
-    """Return the training of an architecture of the table."""
+def build(
+    architecture: str,
+    options: dict[str, Any] | None = None,
+    variable: bool = False,
+    adapters: bool = False,
+    unlabelled: Sequence[int] = (),
+    learning_rate: float = 3e-3,
+) -> Training:
+    """Return the training of an architecture of the table.
+
+    :param variable: samples have the lengths that they have, and are padded to the longest of a microbatch.
+    :param adapters: train LoRA adapters alone.
+    :param unlabelled: samples all of whose labels are -100.
+    """
     entry = ARCHITECTURES[architecture]
+    model = entry.make(**(options or {}))
     return Training(
-        model=entry.make(),
+        model=lora(model) if adapters else model,
         split=entry.split,
         loss=None if entry.own_loss else class_loss,
-        dataset=Samples(entry.task, variable=variable),
+        dataset=Samples(entry.task, variable=variable, unlabelled=frozenset(unlabelled)),
         collate=pad if variable else None,
-        optimizer=adamw,
+        optimizer=lambda named: torch.optim.AdamW(
+            [parameter for _, parameter in named], lr=learning_rate, weight_decay=0.1
+        ),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7),
         metrics=accuracy,
     )

@@ -30,7 +30,8 @@ class Fleet:
         self.engines: list[Engine] = []
         self.pipelines: Pipelines = ()
         self.generation = 0
-        self.losses: dict[int, float] = {}
+        self.votes: dict[int, p.VoteData] = {}
+        """By step."""
         self.restore = ""
         """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
         self.restore_step = 0
@@ -38,6 +39,10 @@ class Fleet:
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
         self.join(count)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {step: vote.loss for step, vote in self.votes.items()}
 
     def join(self, count: int) -> list[Engine]:
         with torch.random.fork_rng(devices=[]):
@@ -73,7 +78,7 @@ class Fleet:
         )
         self.each(lambda rank, engine: self._enter(rank, engine, world, best.committed_step, best.vote))
         if best.vote is not None:
-            self.losses[best.committed_step] = best.vote.loss
+            self.votes[best.committed_step] = best.vote
         return best.committed_step
 
     def _enter(
@@ -106,7 +111,7 @@ class Fleet:
         results: list[StepResult] = []
         for _ in range(count):
             results = self.each(lambda rank, engine: engine.step(lambda: False))
-            self.losses[self.engines[0].committed_step] = results[0].vote.loss
+            self.votes[self.engines[0].committed_step] = results[0].vote
         return results
 
     def broken_step(self) -> None:

@@ -1,5 +1,6 @@
 """Every architecture, cut into stages of unequal pipelines whose layout changes, has the losses of a plain loop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,15 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.wire.protocol import TrainingData
-from tests.runtime.architectures import ARCHITECTURES, build
+from runtime.data.sampling import Sampler
+from runtime.wire.protocol import TrainingData, VoteData
+from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import ROOT, pipeline
-from tests.runtime.plain_loop import plain_losses
+from tests.runtime.plain_loop import PlainStep, plain_loop
 from tests.runtime.support import data_for
 from tests.runtime.zero import Pipelines
 
 STEPS = 20
+Layout = Callable[[int], Pipelines]
+"""Pipelines of a model of so many layers."""
 
 
 def job_of(architecture: str, **changes: Any) -> TrainingData:
@@ -54,16 +58,31 @@ def three_and_one(layers: int) -> Pipelines:
     )
 
 
-def losses_of(job: TrainingData, steps: int = STEPS) -> list[float]:
-    """Train as two pipelines; after half of the steps a rank leaves and all cuts change."""
-    with Fleet(job, 5) as fleet:
+def train(
+    job: TrainingData, first: Layout, second: Layout, leaves: int, steps: int = STEPS
+) -> list[VoteData]:
+    """Train under one layout; after half of the steps rank ``leaves`` leaves and the second is that of the others."""
+    with Fleet(job, _ranks(first)) as fleet:
         layers = fleet.engines[0].model.layer_count
-        fleet.enter(fleet.engines, three_and_two(layers))
+        fleet.enter(fleet.engines, first(layers))
         fleet.steps(steps // 2)
-        survivors = [engine for rank, engine in enumerate(fleet.engines) if rank != 1]
-        assert fleet.enter(survivors, three_and_one(layers)) == steps // 2
+        survivors = [engine for rank, engine in enumerate(fleet.engines) if rank != leaves]
+        assert fleet.enter(survivors, second(layers)) == steps // 2
         fleet.steps(steps - steps // 2)
-        return [fleet.losses[step] for step in range(1, steps + 1)]
+        return [fleet.votes[step] for step in range(1, steps + 1)]
+
+
+def _ranks(layout: Layout) -> int:
+    return sum(len(stage.ranks) for pipeline in layout(6) for stage in pipeline.stages)
+
+
+def check(found: list[VoteData], expected: list[PlainStep], relative: float = 1e-9) -> None:
+    """Compare all that a step's vote says with what the plain loop says."""
+    assert [vote.skipped for vote in found] == [step.skipped for step in expected]
+    for what in ("loss", "gradient_norm"):
+        values = [getattr(vote, what) for vote in found]
+        assert values == pytest.approx([getattr(step, what) for step in expected], rel=relative), what
+    assert [vote.metrics for vote in found] == [pytest.approx(step.metrics) for step in expected]
 
 
 @pytest.fixture
@@ -100,5 +119,155 @@ def wholly_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_losses_are_those_of_a_plain_loop(architecture: str) -> None:
     job = job_of(architecture)
-    expected = plain_losses(lambda: build(architecture), job, STEPS)
-    assert losses_of(job) == pytest.approx(expected, rel=ARCHITECTURES[architecture].relative)
+    expected = plain_loop(lambda: build(architecture), job, STEPS)
+    found = train(job, three_and_two, three_and_one, leaves=1)
+    check(found, expected, ARCHITECTURES[architecture].relative)
+
+
+def test_with_casts_to_float32_inside_losses_agree_to_its_rounding() -> None:
+    job = job_of("llama")
+    expected = plain_loop(lambda: build("llama"), job, STEPS)
+    check(train(job, three_and_two, three_and_one, leaves=1), expected, relative=1e-6)
+
+
+# --- stages on several devices ---------------------------------------------------------------------
+
+
+def doubled(layers: int) -> Pipelines:
+    """Six ranks, two devices in each of two stages, and a stage of one beside a stage of one."""
+    middle = (layers + 1) // 2
+    return (
+        pipeline((0, middle, [0, 1]), (middle, layers, [2, 3]), first_microbatch=0, microbatches=3),
+        pipeline((0, 2, [4]), (2, layers, [5]), first_microbatch=3, microbatches=1),
+    )
+
+
+def doubled_otherwise(layers: int) -> Pipelines:
+    """Five ranks: one device hands its rows to two, two to one."""
+    middle = layers // 2
+    return (
+        pipeline((0, 1, [0]), (1, middle, [1, 2]), (middle, layers, [3]), first_microbatch=0, microbatches=2),
+        pipeline((0, layers, [4]), first_microbatch=2, microbatches=2),
+    )
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "t5", "bert", "mixtral", "resnet"])
+def test_stages_on_several_devices(architecture: str) -> None:
+    """Devices of a stage share the rows, 1 and 2 of 3; where rows influence each other, the first takes all."""
+    steps = 6
+    job = job_of(architecture, steps=steps, global_batch=12, microbatch_rows=3)
+    expected = plain_loop(lambda: build(architecture), job, steps)
+    found = train(job, doubled, doubled_otherwise, leaves=4, steps=steps)
+    check(found, expected, ARCHITECTURES[architecture].relative)
+
+
+def alone(layers: int) -> Pipelines:
+    return (pipeline((0, layers, [0]), first_microbatch=0, microbatches=4),)
+
+
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "attn_implementation": "eager"},
+    "bert": {"hidden_dropout_prob": 0.1},
+    "t5": {"dropout_rate": 0.1, "attn_implementation": "eager"},
+}
+"""Attention that is one fused function draws its random numbers by itself."""
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", DROPOUT)
+def test_dropout_does_not_depend_on_the_layout(architecture: str) -> None:
+    steps = 6
+    arguments = {"options": DROPOUT[architecture]}
+    job = job_of(architecture, steps=steps, global_batch=12, microbatch_rows=3, arguments=arguments)
+    with Fleet(job, 1) as fleet:
+        fleet.enter(fleet.engines, alone(fleet.engines[0].model.layer_count))
+        fleet.steps(steps)
+        expected = [fleet.losses[step] for step in range(1, steps + 1)]
+    found = train(job, doubled, doubled_otherwise, leaves=4, steps=steps)
+    assert [vote.loss for vote in found] == pytest.approx(expected, rel=1e-9)
+    without = plain_loop(lambda: build(architecture), job, 1)
+    assert expected[0] != pytest.approx(without[0].loss, rel=1e-6)
+
+
+# --- samples ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "bert", "t5", "mixtral"])
+def test_microbatches_of_different_lengths(architecture: str) -> None:
+    """Each microbatch is padded to its own longest sample, so that shapes of activations differ."""
+    steps = 10
+    arguments = {"variable": True}
+    job = job_of(architecture, steps=steps, arguments=arguments)
+    expected = plain_loop(lambda: build(architecture, **arguments), job, steps)
+    found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
+    check(found, expected, ARCHITECTURES[architecture].relative)
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize("rows", [slice(0, 8), slice(0, 2), slice(6, 8), slice(2, 5)])
+def test_samples_without_labels(architecture: str, rows: slice) -> None:
+    """A global batch, its first or last microbatch, or one and a half in the middle have labels of -100 alone."""
+    steps = 4
+    job = job_of(architecture, steps=steps)
+    arguments = {"unlabelled": Sampler(SAMPLES, job.global_batch, job.seed).indices(2)[rows]}
+    job = job_of(architecture, steps=steps, arguments=arguments)
+    expected = plain_loop(lambda: build(architecture, **arguments), job, steps)
+    assert [step.skipped for step in expected] == [False, rows == slice(0, 8), False, False]
+    found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
+    check(found, expected, ARCHITECTURES[architecture].relative)
+
+
+# --- what is trained, and how ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "t5", "bert"])
+def test_sharded_optimizer_state(architecture: str) -> None:
+    steps = 8
+    job = job_of(architecture, steps=steps, zero1=True)
+    expected = plain_loop(lambda: build(architecture), job, steps)
+    check(train(job, three_and_two, three_and_one, leaves=1, steps=steps), expected)
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_adapters_alone_are_trained(architecture: str) -> None:
+    """Frozen parameters move with their layers, but are not reduced and have no optimizer state."""
+    steps = 8
+    arguments = {"adapters": True}
+    job = job_of(architecture, steps=steps, arguments=arguments)
+    expected = plain_loop(lambda: build(architecture, **arguments), job, steps)
+    assert expected[-1].loss != expected[0].loss
+    check(train(job, three_and_two, three_and_one, leaves=1, steps=steps), expected)
+    with Fleet(job, 1) as fleet:
+        [engine] = fleet.engines
+        fleet.enter(fleet.engines, alone(engine.model.layer_count))
+        fleet.steps(1)
+        names = set(engine.model.parameter_layers)
+        assert names and all("lora_" in name for name in names)
+        frozen = {
+            tensor.name
+            for layer in range(engine.model.layer_count)
+            for tensor in engine.model.tensors_of(layer)
+            if not tensor.trainable
+        }
+        assert any("embed" in name for name in frozen)
+        for layer in range(engine.model.layer_count):
+            header, _ = engine.states.describe(layer)
+            assert {entry.name for entry in header.entries if entry.role == "optimizer"} <= names
+            assert all(entry.role != "parameter" or entry.name in names | frozen for entry in header.entries)
+
+
+@pytest.mark.parametrize(
+    ("precision", "relative"), [("bfloat16", 2e-3), ("float16", 5e-4), ("float32", 1e-6)]
+)
+@pytest.mark.parametrize("architecture", ["llama", "bert", "t5"])
+def test_lower_precisions(architecture: str, precision: str, relative: float) -> None:
+    steps = 8
+    job = job_of(architecture, steps=steps, precision=precision)
+    expected = plain_loop(lambda: build(architecture), job, steps)
+    found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
+    assert [vote.loss for vote in found] == pytest.approx([step.loss for step in expected], rel=relative)
