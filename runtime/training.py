@@ -59,7 +59,8 @@ class Training:
     the same ``nn.Parameter``. Give either this or ``model``."""
     model: nn.Module | Callable[[], nn.Module] | None = None
     """A module that is cut into layers, usually a Hugging Face ``PreTrainedModel``, or a function that
-    makes it."""
+    makes it. It takes a dictionary's entries by keyword and a tuple's by position; where ``loss`` is given,
+    the last entry of a tuple is the target and not handed to it."""
     split: Sequence[str] | None = None
     """Names of the submodules before which ``model`` may be cut, in the order in which they run;
     ``None``: its repeated blocks are found."""

@@ -29,7 +29,7 @@ from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
-from runtime.layers.windows import Scopes, WindowedModule, call_with
+from runtime.layers.windows import Scopes, WindowedModule, caller
 from runtime.precision import PRECISIONS, lacking
 from runtime.training import Batch, Training, TrainingError
 from runtime.wire.protocol import TrainingData
@@ -91,7 +91,11 @@ class Model:
             training.model.to(device).train()
             with self._autocast():
                 self._structure = WindowedModule(
-                    training.model, training.split, to_device(batch, device), rows, call_with
+                    training.model,
+                    training.split,
+                    to_device(batch, device),
+                    rows,
+                    caller(has_loss=training.loss is not None),
                 )
         for root in self._structure.roots:
             root.to(device).train()

@@ -652,19 +652,27 @@ def _few(tensor: Tensor) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
 
 
-def call_with(root: nn.Module, batch: Batch) -> Any:
-    """Run a module on a batch: by keyword for a dictionary, by position for a tuple, else alone."""
-    if isinstance(batch, Mapping):
-        return root(**batch)
-    if isinstance(batch, tuple | list):
-        return root(*batch)
-    return root(batch)
+def caller(*, has_loss: bool) -> Callable[[nn.Module, Batch], Any]:
+    """Return how a module is run on a batch.
+
+    By keyword for a dictionary, with the entries that ``forward`` takes; by position for a tuple; else alone.
+
+    :param has_loss: the loss is not the module's own, so the last entry of a tuple is its target.
+    """
+
+    def call(root: nn.Module, batch: Batch) -> Any:
+        if isinstance(batch, Mapping):
+            return root(**_accepted(root, batch))
+        if isinstance(batch, tuple | list):
+            return root(*(batch[:-1] if has_loss and len(batch) > 1 else batch))
+        return root(batch)
+
+    return call
 
 
-def accepted(root: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a dictionary that the module's ``forward`` takes."""
+def _accepted(root: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = inspect.signature(root.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(batch)
+        return batch
     names = {parameter.name for parameter in parameters}
     return {key: value for key, value in batch.items() if key in names}

@@ -63,9 +63,30 @@ def votes(data: TrainingData, steps: int) -> list[VoteData]:
     return [engine.step(no).vote for _ in range(steps)]
 
 
-@pytest.fixture
-def data() -> TrainingData:
-    return gpt_data(clip_gradient_norm=0.5)
+MASKED = """
+    class Masked(Rows):
+        def __getitem__(self, index):
+            row, target = super().__getitem__(index)
+            target = torch.full((4,), index % 3)
+            target[: index % 5] = -100  # Rows count with 0 to 4 targets.
+            return row, target
+
+    def loss(output, target):
+        total = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+        return total, (target != -100).sum()
+
+    def build():
+        layers = [nn.Linear(3, 8), nn.Linear(8, 12), nn.Unflatten(1, (4, 3))]
+        return Training(layers=layers, loss=loss, optimizer=sgd, dataset=Masked())
+"""
+
+
+@pytest.fixture(params=["mean over rows", "mean over targets"])
+def data(request: pytest.FixtureRequest, tmp_path: Path) -> TrainingData:
+    if request.param == "mean over rows":
+        return gpt_data(clip_gradient_norm=0.5)
+    script(tmp_path, MASKED)
+    return data_for("mine.py:build", tmp_path, clip_gradient_norm=0.05)
 
 
 def test_ready_gradients_survive_and_are_applied(data: TrainingData) -> None:
