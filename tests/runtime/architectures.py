@@ -342,6 +342,36 @@ def class_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output, batch["labels"])
 
 
+class Pairs(Samples):
+    """(input, target) of a task, for a list of layers."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        sample = super().__getitem__(index)
+        return sample["input_ids"], sample["labels"]
+
+
+def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over labels that count, and their number."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (
+        target != IGNORED
+    ).sum()
+
+
+def build_layers(unlabelled: Sequence[int] = ()) -> Training:
+    """Return a training of a list of layers whose rows have unequal numbers of labels."""
+    width = 16
+    return Training(
+        layers=[
+            nn.Embedding(VOCABULARY, width),
+            *(nn.TransformerEncoderLayer(width, 4, 32, dropout=0.0, batch_first=True) for _ in range(3)),
+            nn.Linear(width, VOCABULARY),
+        ],
+        loss=token_loss,
+        dataset=Pairs("masked", unlabelled=frozenset(unlabelled)),
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=3e-3),
+    )
+
+
 def lora(model: nn.Module, rank: int = 4) -> nn.Module:
     """Return the model with all else than adapters of its linear layers frozen."""
     adapted: nn.Module = peft.get_peft_model(

@@ -76,7 +76,11 @@ class Fleet:
             hosts=("127.0.0.1",) * len(engines),
             held_parts=tuple(held),
         )
+        self.abort()
+        before = list(self._communicators.values())
         self.each(lambda rank, engine: self._enter(rank, engine, world, best.committed_step, best.vote))
+        for communicator in before:
+            communicator.close()
         if best.vote is not None:
             self.votes[best.committed_step] = best.vote
         return best.committed_step

@@ -5,7 +5,7 @@ Nothing of ``runtime`` is used here but the order of samples.
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,13 @@ class PlainStep:
     skipped: bool
 
 
-def plain_loop(make: Callable[[], Training], data: TrainingData, steps: int) -> list[PlainStep]:
-    """Train the model for ``steps`` steps, one microbatch after the other."""
+def plain_loop(
+    make: Callable[[], Training], data: TrainingData, steps: int, overflows: Collection[int] = ()
+) -> list[PlainStep]:
+    """Train the model for ``steps`` steps, one microbatch after the other.
+
+    :param overflows: steps after which nothing is updated.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(data.seed)
         random.seed(data.seed)
@@ -40,7 +45,7 @@ def plain_loop(make: Callable[[], Training], data: TrainingData, steps: int) -> 
         training = make()
     dtype = torch.float64 if data.precision == "float64" else torch.float32
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(data.precision)
-    model = training.model
+    model = training.model if training.layers is None else nn.Sequential(*training.layers)
     assert isinstance(model, nn.Module)
     model.to(dtype).train()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -56,20 +61,17 @@ def plain_loop(make: Callable[[], Training], data: TrainingData, steps: int) -> 
         counts: dict[str, tuple[float, float]] = {}
         for start in range(0, data.global_batch, rows):
             samples = [training.dataset[index] for index in indices[start : start + rows]]
-            batch = {
-                key: _cast(value, dtype) for key, value in (training.collate or _stacked)(samples).items()
-            }
+            batch = _cast((training.collate or _stacked)(samples), dtype)
             with torch.autocast("cpu", low) if low else nullcontext():
-                output = model(**batch)
-                loss = output.loss if training.loss is None else training.loss(output, batch)
+                output = model(**batch) if training.layers is None else model(batch[0])
+                value, weight = _loss(training, output, batch, rows)
             for name, (amount, count) in (training.metrics or _no_metrics)(output, batch).items():
                 before = counts.get(name, (0.0, 0.0))
                 counts[name] = (before[0] + float(amount), before[1] + float(count))
-            weight = _weight(training, batch, rows)
             if weight == 0:
                 continue
-            (loss * weight).backward()
-            total += loss.item() * weight
+            value.backward()
+            total += value.item()
             weights += weight
         norm = 0.0
         if weights:
@@ -81,13 +83,14 @@ def plain_loop(make: Callable[[], Training], data: TrainingData, steps: int) -> 
             if data.clip_gradient_norm is not None and norm > data.clip_gradient_norm:
                 for _, parameter in named:
                     parameter.grad *= data.clip_gradient_norm / norm
+        if weights and step not in overflows:
             optimizer.step()
         done.append(
             PlainStep(
                 loss=total / weights if weights else 0.0,
                 gradient_norm=norm,
                 metrics={name: amount / count for name, (amount, count) in counts.items() if count},
-                skipped=not weights,
+                skipped=not weights or step in overflows,
             )
         )
         if scheduler is not None:
@@ -99,18 +102,32 @@ def _no_metrics(output: Any, batch: Any) -> dict[str, Any]:
     return {}
 
 
-def _weight(training: Training, batch: Mapping[str, Tensor], rows: int) -> int:
-    """Count what the loss is a mean over."""
-    labels = batch["labels"]
+def _loss(training: Training, output: Any, batch: Any, rows: int) -> tuple[Tensor, float]:
+    """Return the loss as a sum and what it is a sum over."""
+    if training.loss is None:
+        weight = _labels(batch["labels"], next_token=training.dataset.task == "causal")
+        return output.loss.double() * weight, weight
+    value = training.loss(output, batch if training.layers is None else batch[1])
+    if isinstance(value, tuple):
+        return value[0], float(value[1])
+    return value * rows, rows
+
+
+def _labels(labels: Tensor, *, next_token: bool) -> int:
     if labels.dim() < 2:
-        return rows
-    next_token = training.dataset.task == "causal"
+        return len(labels)
     return int((labels[:, 1:] if next_token else labels).ne(IGNORED).sum())
 
 
 def _stacked(samples: list[Any]) -> Any:
+    if isinstance(samples[0], tuple):
+        return tuple(torch.stack(column) for column in zip(*samples, strict=True))
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, dict):
+        return {key: _cast(entry, dtype) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_cast(entry, dtype) for entry in value)
     return value.to(dtype) if value.is_floating_point() else value

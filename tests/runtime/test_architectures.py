@@ -1,16 +1,20 @@
 """Every architecture, cut into stages of unequal pipelines whose layout changes, has the losses of a plain loop."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.data.sampling import Sampler
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
 from runtime.wire.protocol import TrainingData, VoteData
-from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build
+from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build, build_layers
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import ROOT, pipeline
 from tests.runtime.plain_loop import PlainStep, plain_loop
@@ -220,6 +224,19 @@ def test_samples_without_labels(architecture: str, rows: slice) -> None:
     check(found, expected, ARCHITECTURES[architecture].relative)
 
 
+@pytest.mark.parametrize("rows", [slice(0), slice(0, 8), slice(6, 8)])
+def test_layers_with_a_loss_that_is_a_sum_and_a_weight(rows: slice) -> None:
+    steps = 6
+    job = job_of("", steps=steps)
+    arguments = {"unlabelled": Sampler(SAMPLES, job.global_batch, job.seed).indices(2)[rows]}
+    job = msgspec.structs.replace(
+        job, function="tests.runtime.architectures:build_layers", arguments=arguments
+    )
+    expected = plain_loop(lambda: build_layers(**arguments), job, steps)
+    assert [step.skipped for step in expected].count(True) == (rows == slice(0, 8))
+    check(train(job, three_and_two, three_and_one, leaves=1, steps=steps), expected)
+
+
 # --- what is trained, and how ------------------------------------------------------------------------
 
 
@@ -271,3 +288,73 @@ def test_lower_precisions(architecture: str, precision: str, relative: float) ->
     expected = plain_loop(lambda: build(architecture), job, steps)
     found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
     assert [vote.loss for vote in found] == pytest.approx([step.loss for step in expected], rel=relative)
+
+
+def scales(fleet: Fleet) -> set[float]:
+    found = {
+        engine.optimization.loss_scale.value for engine in fleet.engines if engine.optimization.loss_scale
+    }
+    assert len(found) == 1
+    return found
+
+
+def lose_the_vote(fleet: Fleet) -> None:
+    """Make a step that rank 0 votes for and does not commit, while all others do."""
+    late = fleet.engines[0]
+    ask = late._ask
+
+    def asked(*arguments: Any) -> None:
+        ask(*arguments)
+        raise Aborted
+
+    late._ask = asked  # type: ignore[method-assign,assignment]
+
+    def step(rank: int, engine: Engine) -> None:
+        with contextlib.suppress(Aborted):
+            engine.step(lambda: False)
+
+    fleet.each(step)
+    del late._ask
+
+
+@pytest.mark.parametrize("rolls_forward", [1, 4])
+def test_the_loss_scale_halves_at_overflows_and_moves_with_the_layers(rolls_forward: int) -> None:
+    """In a step that overflows or in one that does not, one rank learns of the vote from the recovery alone."""
+    steps = 8
+    job = job_of("llama", steps=steps, precision="float16")
+    with Fleet(job, 4) as fleet:
+        layers = fleet.engines[0].model.layer_count
+        fleet.enter(fleet.engines, three_and_one(layers))
+        for engine in fleet.engines:
+            assert engine.optimization.loss_scale is not None
+            engine.optimization.loss_scale.value = 2.0**21
+        fleet.steps(rolls_forward - 1)
+        lose_the_vote(fleet)
+        assert fleet.enter([*fleet.engines, *fleet.join(1)], three_and_two(layers)) == rolls_forward
+        fleet.steps(1)
+        [scale] = scales(fleet)
+        fleet.steps(steps - rolls_forward - 1)
+        votes = [fleet.votes[step] for step in range(1, steps + 1)]
+    overflows = {step for step, vote in enumerate(votes, 1) if vote.skipped}
+    assert overflows and overflows == set(range(1, len(overflows) + 1)) and max(overflows) < 4
+    assert [vote.loss_scale for vote in votes] == [2.0 ** (21 - min(i, len(overflows))) for i in range(steps)]
+    assert scale == 2.0 ** (21 - min(rolls_forward + 1, len(overflows)))
+    expected = plain_loop(lambda: build("llama"), job, steps, overflows)
+    assert [vote.loss for vote in votes] == pytest.approx([step.loss for step in expected], rel=5e-4)
+    norms = [vote.gradient_norm for vote in votes][len(overflows) :]
+    assert norms == pytest.approx([step.gradient_norm for step in expected][len(overflows) :], rel=0.01)
+
+
+@pytest.mark.usefixtures("wholly_float64")
+def test_whoever_learns_of_a_vote_from_the_recovery_divides_by_its_weight() -> None:
+    steps = 6
+    job = job_of("bert", steps=steps)
+    expected = plain_loop(lambda: build("bert"), job, steps)
+    with Fleet(job, 4) as fleet:
+        layers = fleet.engines[0].model.layer_count
+        fleet.enter(fleet.engines, three_and_one(layers))
+        fleet.steps(2)
+        lose_the_vote(fleet)
+        assert fleet.enter([*fleet.engines, *fleet.join(1)], three_and_two(layers)) == 3
+        fleet.steps(steps - 3)
+        check([fleet.votes[step] for step in range(1, steps + 1)], expected)
