@@ -20,6 +20,7 @@ from ftd.cli import (
     coordinator,
     data,
     doctor,
+    init,
     install,
     local,
     node,
@@ -40,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUNNING = (local, coordinator, node, client, top, report, snapshot, trace, chaos, bridge)
+_RUNNING = (init, local, coordinator, node, client, top, report, snapshot, trace, chaos, bridge)
 for module in (
     *_RUNNING,
     plan,

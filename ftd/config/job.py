@@ -109,9 +109,9 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Name of the job: letters, digits, ``.``, ``_`` and ``-``."""
     steps: int
     """Optimizer steps to train."""
-    training: TrainingTable = TrainingTable()
     model: ModelTable | None = None
     data: DataTable = DataTable()
+    training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     evaluation: EvaluationTable = EvaluationTable()
@@ -121,14 +121,21 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint: CheckpointTable = CheckpointTable()
 
 
-def load_job_data(path: Path, *, steps: int | None = None, override: dict[str, Any] | None = None) -> JobData:
+def load_job_data(
+    path: Path,
+    *,
+    steps: int | None = None,
+    override: dict[str, Any] | None = None,
+    shown_as: str | None = None,
+) -> JobData:
     """Read and check a job file; ``steps`` overrides the file's, and so does what ``override`` has.
 
+    :param shown_as: the file's name in messages; left out: its own.
     :raises ConfigurationError: names the field and the remedy.
     """
     if steps is not None:
         require_positive(steps, "--steps")
-    mistakes = Mistakes(path.name)
+    mistakes = Mistakes(shown_as or path.name)
     fits = sifted(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
     try:
         file = msgspec.convert(fits, JobFile)

@@ -37,13 +37,15 @@ class JobTable:
     name: str
     """Dotted; empty for the keys at the top."""
     meaning: str
+    optional: bool
+    """Whether its mere presence changes the job."""
     keys: tuple[JobKey, ...]
 
 
 @cache
 def job_tables() -> tuple[JobTable, ...]:
     """Return all tables in the order of the file, each before those in it."""
-    return tuple(_tables("", JobFile, set()))
+    return tuple(_tables("", JobFile, set(), optional=False))
 
 
 def job_markdown() -> str:
@@ -79,22 +81,23 @@ def toml_of(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False)
 
 
-def _tables(name: str, kind: type[Any], seen: set[type[Any]]) -> Iterator[JobTable]:
+def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool) -> Iterator[JobTable]:
     """:param seen: tables that were shown; a second use of one is a key, whose meaning names the first."""
     meanings = meanings_of(kind)
     keys: list[JobKey] = []
-    inner: list[tuple[str, type[Any]]] = []
+    inner: list[tuple[str, type[Any], bool]] = []
     for field in msgspec.structs.fields(kind):
         struct = _struct_of(field.type)
         if struct is not None and struct not in seen:
-            inner.append((f"{name}.{field.name}" if name else field.name, struct))
+            inner.append((f"{name}.{field.name}" if name else field.name, struct, field.default is None))
         else:
             keys.append(_key(field, meanings.get(field.name, "")))
     meaning = " ".join((kind.__doc__ or "").split()).rpartition("]``: ")[2]
-    yield JobTable(name=name, meaning=meaning[:1].upper() + meaning[1:], keys=tuple(keys))
-    for inner_name, struct in inner:
+    meaning = meaning[:1].upper() + meaning[1:]
+    yield JobTable(name=name, meaning=meaning, optional=optional, keys=tuple(keys))
+    for inner_name, struct, may_be_absent in inner:
         seen.add(struct)
-        yield from _tables(inner_name, struct, seen)
+        yield from _tables(inner_name, struct, seen, optional=may_be_absent)
 
 
 def _key(field: msgspec.structs.FieldInfo, meaning: str) -> JobKey:

@@ -27,6 +27,7 @@ from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
+    "init",
     "local",
     "coordinator",
     "node",

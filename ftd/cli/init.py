@@ -1,0 +1,235 @@
+"""``ftd init``: a commented job file, after a few questions or from options."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
+
+import typer
+
+from ftd.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ftd.config.job_choices import Tables
+
+T = TypeVar("T")
+
+Size = Literal["tiny", "small", "medium", "large"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("init")(init)
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="The job file to write.", metavar="PATH")] = Path("job.toml"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of a Hugging Face model, its name in the local cache, or llama, gpt2, ..."
+        ),
+    ] = None,
+    size: Annotated[
+        Size | None, typer.Option(help="Of a model that is made of an architecture.", show_default="small")
+    ] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(help="Your training function, in place of model and data.", metavar="FILE.py:NAME"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="What to train on: a file, a pattern in quotes, or a directory; may be repeated."),
+    ] = None,
+    field: Annotated[
+        str | None, typer.Option(help="Field with the text, in files with records.", show_default="text")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Directory of a tokenizer, or bytes.", show_default="the model's, or bytes"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sample.", show_default="1024, or the model's longest"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job.", show_default="the file's")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train.", show_default="1000")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The highest of the schedule.", show_default="0.0003")
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="What computes.", show_default="float32")
+    ] = None,
+    evaluate: Annotated[
+        int | None, typer.Option(min=0, help="Evaluate every so many steps; 0: never.", show_default="0")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes that will train.", show_default="2")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices of each node.", show_default="1")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a commented job file, after a few questions.
+
+    Options answer questions; in a script, or with --yes, nothing is asked. The file has every key with its
+    meaning and default.
+
+    Example: ftd init llama.toml --model llama --data "corpus/*.jsonl" --tokenizer bytes --yes
+    """
+    from ftd.config.job_choices import DEFAULT_STEPS, Choices, path_beside, tables_of
+
+    _check_place(path, force=force)
+    ask = _Questions(wanted=not yes and sys.stdin.isatty())
+    beside = path.absolute().parent
+    if function is None:
+        sources = _model_and_data(ask, model, size, data, field, tokenizer, beside)
+    elif model is not None or data is not None:
+        raise ConfigurationError(
+            "a training function brings its model and its data",
+            field="--function",
+            remedy="leave out the other options",
+        )
+    else:
+        script, _, called = function.rpartition(":")
+        function = f"{path_beside(script, beside)}:{called}" if script.endswith(".py") else function
+        sources = {}
+    if length is None and {"tokens", "text", "instructions", "megatron"} & sources.get("data", {}).keys():
+        length = ask.number("Tokens of a sample; 0: 1024, or the model's longest", None, 0) or None
+    choices = Choices(
+        name=ask.text("Name of the job", name, path.stem),
+        steps=ask.number("Steps to train", steps, DEFAULT_STEPS, least=1),
+        function=function,
+        model=sources.get("model"),
+        data=sources.get("data"),
+        length=length,
+        precision=ask.one_of("Precision", precision, get_args(Precision), "float32"),
+        backend="nccl" if Path("/dev/nvidia0").exists() else None,
+        learning_rate=learning_rate,
+        evaluate_every_steps=ask.number("Evaluate every so many steps; 0: never", evaluate, 0),
+        nodes=ask.number("Nodes", nodes, 2, least=1),
+        devices_per_node=ask.number("Devices of each node", devices_per_node, 1, least=1),
+    )
+    _write(path, tables_of(choices))
+    devices = f" --devices-per-node {choices.devices_per_node}" if choices.devices_per_node > 1 else ""
+    typer.echo(f"wrote {path}; next: ftd local {path} --nodes {choices.nodes}{devices}")
+
+
+class _Questions:
+    """Questions at the terminal, for what the options leave open; unasked, they have their defaults."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def text(self, question: str, given: str | None, default: str) -> str:
+        if given is not None or not self._wanted:
+            return default if given is None else given
+        answer: str = typer.prompt(question, default=default)
+        return answer
+
+    def number(self, question: str, given: int | None, default: int, *, least: int = 0) -> int:
+        if given is not None or not self._wanted:
+            return default if given is None else given
+        while (answer := typer.prompt(question, default=default, type=int)) < least:
+            typer.echo(f"at least {least}, please")
+        return int(answer)
+
+    def one_of(self, question: str, given: str | None, words: Sequence[str], default: str) -> str:
+        if given is not None or not self._wanted:
+            return default if given is None else given
+        while (answer := typer.prompt(f"{question} ({', '.join(words)})", default=default)) not in words:
+            typer.echo(f"{answer} is none of them")
+        return str(answer)
+
+    def until_good(self, question: str, given: str | None, option: str, make: Callable[[str], T]) -> T:
+        """Return what ``make`` makes of the option, or else of the first answer that it does not refuse.
+
+        :raises ConfigurationError: the option is wrong, or is missing where nobody is asked.
+        """
+        if given is not None:
+            return make(given)
+        if not self._wanted:
+            raise ConfigurationError(
+                "required", field=option, remedy=f"add {option}, or run it in a terminal"
+            )
+        while True:
+            try:
+                return make(str(typer.prompt(question)))
+            except ConfigurationError as error:
+                typer.echo(str(error))
+
+
+def _model_and_data(
+    ask: _Questions,
+    model: str | None,
+    size: str | None,
+    data: list[str] | None,
+    field: str | None,
+    tokenizer: str | None,
+    beside: Path,
+) -> "Tables":
+    """Return the tables ``model`` and ``data``.
+
+    :raises ConfigurationError: an option is wrong or missing.
+    """
+    from ftd.config.job_choices import DEFAULT_SIZE, SIZES, data_table, image_facts, model_table, path_beside
+
+    def model_of(written: str) -> "Tables":
+        made = model_table(written, size or DEFAULT_SIZE, beside)
+        if "architecture" in made:
+            made = model_table(written, ask.one_of("Size", size, SIZES, DEFAULT_SIZE), beside)
+        return made
+
+    made = ask.until_good(
+        "Model: directory, name in the local Hugging Face cache, or architecture (llama)",
+        model,
+        "--model",
+        model_of,
+    )
+    read = ask.until_good(
+        "Data: file, pattern (corpus/*.jsonl) or directory",
+        data[0] if data else None,
+        "--data",
+        lambda written: data_table([written, *(data or [])[1:]], field, beside),
+    )
+    if "images" in read:
+        made["overrides"] = made.get("overrides", {}) | image_facts(beside / read["images"], made)
+        if "architecture" in made:
+            made["task"] = "image-classification"
+    elif tokenizer is not None or "text" in read or "instructions" in read:
+        directory = beside / made.get("huggingface", "")
+        own = "huggingface" in made and (directory / "tokenizer.json").is_file()
+        if tokenizer is not None or not own:
+            chosen = ask.text("Tokenizer: directory, or bytes", tokenizer, "bytes")
+            read["tokenizer"] = chosen if chosen == "bytes" else path_beside(chosen, beside)
+    return {"model": made, "data": read}
+
+
+def _check_place(path: Path, *, force: bool) -> None:
+    """:raises ConfigurationError: the file is there already, or cannot be written."""
+    if path.is_dir() or (path.exists() and not force):
+        remedy = "name a file in it" if path.is_dir() else "name another, or add --force to replace it"
+        raise ConfigurationError(f"{path} is there already", field="PATH", remedy=remedy)
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"the directory {path.parent} does not exist", field="PATH", remedy="make it, or name another"
+        )
+
+
+def _write(path: Path, tables: "Tables") -> None:
+    """Write the file if it is a job; nothing is written otherwise.
+
+    :raises ConfigurationError: an answer cannot be used.
+    """
+    from ftd.config.job import load_job_data
+    from ftd.config.job_template import render_job
+
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        unfinished.write_text(render_job(tables), encoding="utf-8")
+        load_job_data(unfinished, shown_as=path.name)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error}", field="PATH") from None
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""What a person says about a job in a few words, made into the tables of a job file (``ftd init``)."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ftd.config.models import model_directory
+from ftd.errors import ConfigurationError
+from runtime.sources.documents import is_table, read_records
+from runtime.sources.errors import DataError, find_files
+
+Tables = dict[str, Any]
+
+DEFAULT_STEPS = 1000
+DEFAULT_SIZE = "small"
+_SHAPES = {"tiny": (128, 4, 4), "small": (384, 8, 6), "medium": (768, 12, 12), "large": (1024, 24, 16)}
+"""Hidden size, layers and attention heads."""
+SIZES = tuple(_SHAPES)
+_GATED = ("gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+"""Architectures whose feed-forward networks have three matrices, and key-value heads of their own."""
+_PLAIN = ("bert", "electra", "gpt_neox", "roberta", "vit")
+"""Architectures whose ``intermediate_size`` is usually four times the hidden size."""
+_ARCHITECTURE = re.compile(r"[a-z][a-z0-9_-]*")
+_MICROBATCH = 4
+_USUAL_MICROBATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The answers; what is ``None`` is left at its default."""
+
+    name: str
+    steps: int = DEFAULT_STEPS
+    function: str | None = None
+    model: Tables | None = None
+    data: Tables | None = None
+    length: int | None = None
+    precision: str | None = None
+    backend: str | None = None
+    learning_rate: float | None = None
+    evaluate_every_steps: int | None = None
+    nodes: int = 2
+    devices_per_node: int = 1
+
+
+def tables_of(choices: Choices) -> Tables:
+    """Return the tables of a job file, without what is at its default."""
+    devices = choices.nodes * choices.devices_per_node
+    batch = _MICROBATCH * devices if devices > _USUAL_MICROBATCHES else None
+    data = dict(choices.data or {})
+    if choices.length is not None:
+        data["length"] = choices.length
+    return {
+        "name": choices.name,
+        "steps": choices.steps,
+        "model": choices.model or {},
+        "data": data,
+        "training": _given(
+            function=choices.function,
+            global_batch=batch,
+            precision=choices.precision,
+            backend=choices.backend,
+        ),
+        "optimizer": _given(learning_rate=choices.learning_rate),
+        "evaluation": _given(every_steps=choices.evaluate_every_steps),
+        "tolerance": _given(failures=0 if choices.nodes == 1 else None),
+    }
+
+
+def model_table(written: str, size: str, beside: Path) -> Tables:
+    """Return ``[model]`` for a directory, a name in the local Hugging Face cache, or an architecture.
+
+    :param size: of a model of an architecture alone.
+    :param beside: the directory of the job file.
+    :raises ConfigurationError: it is neither.
+    """
+    try:
+        place = model_directory(written, Path.cwd(), "--model")
+    except ConfigurationError:
+        if not _ARCHITECTURE.fullmatch(written):
+            raise
+        return {"architecture": written, "overrides": _sizes(written, size)}
+    named = place == (Path.cwd() / Path(written).expanduser()).resolve()
+    return {"huggingface": path_beside(written, beside) if named else written}
+
+
+def data_table(written: Sequence[str], field: str | None, beside: Path) -> Tables:
+    """Return ``[data]`` for files or a directory, whose kind is recognised by name and content.
+
+    :raises ConfigurationError: there are none, or their kind is not clear.
+    """
+    [first, *others] = written
+    paths: str | list[str] = (
+        [path_beside(one, beside) for one in written] if others else path_beside(first, beside)
+    )
+    place = Path(first).expanduser()
+    prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
+    if prefix.with_name(f"{prefix.name}.idx").is_file():
+        return {"megatron": path_beside(str(prefix), beside)}
+    if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return {"huggingface": paths}
+    try:
+        files = find_files(list(written), "file of data")
+        suffix = files[0].suffix
+        if suffix == ".npz":
+            return {"images": paths}
+        if suffix in (".bin", ".npy"):
+            return {"tokens": paths}
+        return _text_table(files[0], paths, field)
+    except DataError as error:
+        raise ConfigurationError(str(error), field="--data") from None
+
+
+def image_facts(images: Path, model: Tables) -> Tables:
+    """Return the values of the model's configuration that its images decide; none if the file is damaged."""
+    try:
+        with np.load(images, allow_pickle=False) as arrays:
+            shape, classes = arrays["images"].shape, int(arrays["labels"].max()) + 1
+    except (OSError, ValueError, KeyError):
+        return {}
+    size = {"image_size": shape[1], "num_channels": shape[3] if len(shape) == 4 else 1}
+    return {"num_labels": classes} | (size if "architecture" in model else {})
+
+
+def path_beside(written: str, beside: Path) -> str:
+    """Return a path that begins at this process's directory as one that begins at ``beside``."""
+    if Path(written).is_absolute() or written.startswith(("~", "$")):
+        return written
+    return os.path.relpath(Path.cwd() / written, beside.resolve())
+
+
+def _text_table(first: Path, paths: str | list[str], field: str | None) -> Tables:
+    """:raises ConfigurationError: it is not clear which field has the text. :raises DataError: no records."""
+    if not is_table(first):
+        return {"text": paths}
+    _, record = next(iter(read_records(first)), ("", {}))
+    if field is None and ("messages" in record or {"prompt", "completion"} <= record.keys()):
+        return {"instructions": paths}
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    if field is None and "text" not in texts and len(texts) != 1:
+        raise ConfigurationError(
+            f"it is not clear which field of {first} has the text: {', '.join(record) or 'there are none'}",
+            field="--field",
+            remedy="name it",
+        )
+    chosen = field or ("text" if "text" in texts else texts[0])
+    return {"text": paths} if chosen == "text" else {"text": paths, "field": chosen}
+
+
+def _sizes(architecture: str, size: str) -> Tables:
+    hidden, layers, heads = _SHAPES[size]
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    if architecture in _GATED:
+        sizes |= {"intermediate_size": -(-hidden * 8 // 3 // 64) * 64, "num_key_value_heads": heads}
+    elif architecture in _PLAIN:
+        sizes |= {"intermediate_size": 4 * hidden}
+    return sizes
+
+
+def _given(**values: Any) -> Tables:
+    return {name: value for name, value in values.items() if value is not None}
