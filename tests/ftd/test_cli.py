@@ -324,7 +324,7 @@ def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
     [
         ("def build():\n    raise RuntimeError('no data')\n", "", "no data"),
         ("def other(): ...\n", "", "defines no 'build'"),
-        ("def build(): return 3\n", "", "must return a runtime.training.Training"),
+        ("def build(): return 3\n", "", "must return a Training"),
         ("import nothing_like_this\n", "", "nothing_like_this"),
     ],
 )
