@@ -89,6 +89,7 @@ def _files(base: Any, directories: Iterable[str | Path]) -> tuple[dict[str, byte
     """The files beside the weights, and the names of those that are too large."""
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
+    _use_cache_again(config)
     files = {"config.json": config.to_json_string(use_diff=True).encode()}
     if base.can_generate() and getattr(base, "generation_config", None) is not None:
         files["generation_config.json"] = base.generation_config.to_json_string(use_diff=True).encode()
@@ -104,6 +105,13 @@ def _files(base: Any, directories: Iterable[str | Path]) -> tuple[dict[str, byte
             files[path.name] = path.read_bytes()
             room -= len(files[path.name])
     return files, tuple(left_out)
+
+
+def _use_cache_again(config: Any) -> None:
+    """Undo that ``runtime.training`` has models keep no keys and values, which generating text needs."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "use_cache", None) is False:
+            part.use_cache = True
 
 
 def _beside(directory: str | Path, *, has_code: bool) -> list[Path]:

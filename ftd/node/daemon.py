@@ -259,11 +259,14 @@ class NodeDaemon:
             self._snapshots.stager.resumed(event.device, event.generation)
         self._driver.feed(event)
 
-    def _on_aside(self, device: int, frame: Traced | protocol.StagingSpoiled) -> None:
-        if isinstance(frame, Traced):
-            self._traces.on_traced(device, frame)
-        else:
-            self._snapshots.stager.spoiled(device, frame)
+    def _on_aside(self, device: int, frame: protocol.AsideReport) -> None:
+        match frame:
+            case Traced():
+                self._traces.on_traced(device, frame)
+            case protocol.StagingSpoiled():
+                self._snapshots.stager.spoiled(device, frame)
+            case protocol.Described():
+                self._snapshots.described(frame.job_id, frame.description)
 
     # --- what the machine wants ----------------------------------------------------------------------
 
@@ -328,7 +331,9 @@ class NodeDaemon:
     def _prepare(self, effect: effects.TrainerPrepare) -> None:
         try:
             arena, limit_bytes = self._snapshots.prepare(effect.job, effect.device)
-            frame = prepare_frame(effect.job, effect.profile, arena, limit_bytes)
+            # One device's trainer is enough: all of them have the whole model.
+            describe = bool(effect.job.checkpoint.url) and effect.device == 0
+            frame = prepare_frame(effect.job, effect.profile, arena, limit_bytes, describe=describe)
         except (msgspec.ValidationError, ValueError) as error:
             self._supervisor.refuse(effect.device, "unprepared", f"the job cannot be understood: {error}")
             return

@@ -26,7 +26,6 @@ from ftd.node.translation import cause_of, event_of
 from ftd.node.zygote import Zygote
 from runtime.wire import protocol, zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from runtime.wire.trace_protocol import Traced
 from statemachine.agent.events import TrainerFailed
 from statemachine.events import Event
 from statemachine.values import FailureCause
@@ -76,7 +75,7 @@ class Supervisor:
         feed: Callable[[Event], None],
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
-        aside: Callable[[int, Traced | protocol.StagingSpoiled], None],
+        aside: Callable[[int, protocol.AsideReport], None],
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
@@ -302,7 +301,7 @@ class Supervisor:
         if isinstance(frame, protocol.Raised):
             self._fail(trainer, cause_of(frame), frame.detail)
             return
-        if isinstance(frame, Traced | protocol.StagingSpoiled):
+        if isinstance(frame, protocol.AsideReport):
             self._aside(trainer.device, frame)
             return
         self._feed(

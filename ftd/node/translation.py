@@ -116,7 +116,12 @@ def layers_of(plan: Plan, node: str, device: int | None = None) -> tuple[int, ..
 
 
 def prepare_frame(
-    job: Job, profile: bool, arena: str = "", arena_limit_bytes: int | None = None
+    job: Job,
+    profile: bool,
+    arena: str = "",
+    arena_limit_bytes: int | None = None,
+    *,
+    describe: bool = False,
 ) -> protocol.Prepare:
     """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
     training = msgspec.convert(job.training, protocol.TrainingData)
@@ -127,6 +132,7 @@ def prepare_frame(
         devices_per_node=job.policy.devices_per_node,
         arena=arena,
         arena_limit_bytes=arena_limit_bytes,
+        describe=describe,
     )
 
 

@@ -118,6 +118,12 @@ class Model:
     # --- what it is made of ---------------------------------------------------------------------
 
     @property
+    def whole(self) -> nn.Module:
+        """All layers as one module, whose tensors have their canonical names first."""
+        roots = self._structure.roots
+        return nn.Sequential(*roots) if isinstance(self._structure, LayerChain) else roots[0]
+
+    @property
     def layer_count(self) -> int:
         return self._structure.layer_count
 

@@ -6,11 +6,13 @@ its state, reports, and waits for the next generation in the same process.
 """
 
 import gc
+import sys
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from runtime.description import describe
 from runtime.engine.engine import Engine, StepResult
 from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
 from runtime.engine.staged_state import SpoiledError
@@ -25,6 +27,7 @@ from runtime.tracebacks import users_traceback
 from runtime.training import TrainingError
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import (
+    Described,
     Done,
     PeerSuspected,
     Prepare,
@@ -42,6 +45,7 @@ from runtime.wire.protocol import (
     StagingSpoiled,
     Stepped,
 )
+from storage.description import encode_description
 
 
 class _ForeignError(RuntimeError):
@@ -108,7 +112,19 @@ class Trainer:
         gc.collect()
         gc.freeze()
         self._pace.tick()
+        if prepare.describe:
+            self._describe(engine, prepare.job_id)
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
+
+    def _describe(self, engine: Engine, job_id: str) -> None:
+        """Send the description of the model. Training does not depend on it: whatever is wrong is printed."""
+        try:
+            description = encode_description(describe(engine.model.whole))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"checkpoints of this job keep no configuration of the model: {reason}\n")
+            return
+        self._link.send(Described(job_id=job_id, description=description))
 
     def _keep_snapshots(self, engine: Engine, prepare: Prepare) -> None:
         """Into the arena that the node has for this device, if it has."""

@@ -6,7 +6,8 @@ plan arrives as the plain data below.
 Order of a trainer's life::
 
     node → trainer   Prepare            build the job's model, dataset, optimizer factory
-    trainer → node   Prepared | Raised
+    trainer → node   Described          where Prepare asks for it
+                     Prepared | Raised
     node → trainer   Quiesce(g, mode)   enter generation g: stop (abort | boundary) and report
     trainer → node   Quiesced(g, …)
     node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
@@ -147,6 +148,8 @@ class Prepare(Frame, frozen=True, kw_only=True):
     """Directory of this device's arena, in a memory file system; empty: no snapshots."""
     arena_limit_bytes: int | None = None
     """Of the arena's slots together; ``None`` leaves it to the file system."""
+    describe: bool = False
+    """Send a description of the model, for checkpoints, before ``Prepared``."""
 
 
 class Quiesce(Frame, frozen=True, kw_only=True):
@@ -264,6 +267,14 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerProfileData, ...]
     microbatch_rows: int
     device_memory_bytes: int | None
+
+
+class Described(Frame, frozen=True, kw_only=True):
+    """The description of the model that its checkpoints keep."""
+
+    job_id: str
+    description: bytes
+    """What ``storage.description.encode_description`` made."""
 
 
 class Prepared(Frame, frozen=True, kw_only=True):
@@ -398,8 +409,10 @@ TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
 MachineReport = (
     Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
 )
-"""What the node's machine hears of; a trace goes to who asked for it, a spoiled staging to who staged."""
-Report = MachineReport | Traced | StagingSpoiled
+"""Reports for the node's machine."""
+AsideReport = Traced | StagingSpoiled | Described
+"""Reports for other parts of the node: who asked for a trace, who staged, who writes checkpoints."""
+Report = MachineReport | AsideReport
 
 
 class Output(Frame, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from statemachine.events import Event
 from statemachine.messages import Persist
 from statemachine.values import Restore, Snapshot, SnapshotGroup, Vote
 from storage.checkpoint import CheckpointStore, LayerFile
+from storage.description import ModelDescription, encode_description
 from storage.layerfile import PIECE_BYTES
 
 STEP = 40
@@ -55,6 +56,8 @@ class Hosts:
     told: list[tuple[str, str, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     """What the persister of the present test fed."""
+    description: bytes = b""
+    """What trainers of every node sent."""
 
     def write(self, sizes: Sequence[int] = (700, 33, 5000)) -> None:
         for group in GROUPS:
@@ -88,6 +91,8 @@ class Hosts:
     async def persist(self, node: str, order: Persist) -> LayersWritten | LayersFailed:
         """Do it, and say what was fed."""
         persister = self.persister(node)
+        if self.description:
+            persister.keep_description(order.job_id, self.description)
         self.events.clear()
         persister.begin(order)
         await self.until(lambda: self.events)
@@ -168,6 +173,34 @@ def test_the_nodes_shares_together_are_the_checkpoint(lost: str) -> None:
             assert (header, payload.tobytes()) == (layer.header, layer.payload.tobytes())
 
     with_hosts(body, serving=[name for name in NODES if name != lost])
+
+
+def test_who_writes_layer_0_writes_the_description_of_the_model() -> None:
+    async def body(hosts: Hosts) -> None:
+        hosts.description = encode_description(ModelDescription(aliases={"0.w": ("4.w",)}))
+        first = await hosts.persist("n1", hosts.order([1, 2, 3, 4]))
+        assert not list((hosts.root / "kept").rglob("description.bin"))
+        commit(hosts, [first, await hosts.persist("n0", hosts.order([0]))])
+        checkpoint = hosts.store().open()
+        assert checkpoint.description().aliases == {"0.w": ("4.w",)} and checkpoint.verify() == ()
+
+    with_hosts(body)
+
+
+def test_a_description_of_another_job_or_a_malformed_one_is_not_written() -> None:
+    async def body(hosts: Hosts) -> None:
+        hosts.description = b"nonsense"
+        await hosts.checkpoint()
+        assert hosts.store().open().description() == ModelDescription()
+        persister = hosts.persister("n0")
+        persister.keep_description("job-0", encode_description(ModelDescription()))
+        persister.begin(hosts.order([0], attempt="8"))
+        hosts.events.clear()
+        await hosts.until(lambda: hosts.events)
+        await persister.close()
+        assert not list((hosts.root / "kept").rglob("description.bin"))
+
+    with_hosts(body)
 
 
 def test_a_flipped_bit_in_memory_does_not_reach_the_disk() -> None:

@@ -109,6 +109,7 @@ def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
     policy = Policy(devices_per_node=3, global_batch=8, microbatch_rows=4)
     job = Job(job_id="x-1", name="x", steps=2, policy=policy, training=training)
     frame = prepare_frame(job, True)
+    assert not frame.describe and prepare_frame(job, True, describe=True).describe
     assert (frame.job_id, frame.profile, frame.devices_per_node) == ("x-1", True, 3)
     assert msgspec.to_builtins(frame.training).items() >= training.items()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.wire import protocol as p
+from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script
 
@@ -110,6 +111,46 @@ def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     prepared = trainer.take(p.Prepared)
     assert prepared.profile is not None and len(prepared.profile.layers) == 4
     assert [[s.devices for s in layer.split] for layer in prepared.profile.layers] == [[2]] * 4
+    trainer.close()
+
+
+def test_the_model_is_described_where_that_is_asked_for(cluster: Cluster) -> None:
+    (trainer,) = cluster.fork(1)
+    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=False, describe=True))
+    described = trainer.take(p.Described)
+    assert described.job_id == "job"
+    assert decode_description(described.description, "it") == ModelDescription(
+        aliases={"0.token.weight": ("3.weight",)}
+    )
+    trainer.take(p.Prepared)
+    trainer.close()
+
+
+def test_a_model_that_cannot_be_described_is_trained_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        class Rows:
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return torch.ones(2), torch.ones(2)
+
+        class Secretive(nn.Linear):
+            def state_dict(self, *args, **kwargs):
+                raise ArithmeticError("boom")
+
+        def build():
+            sgd = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+            return Training(layers=[Secretive(2, 2)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+        """,
+    )
+    (trainer,) = cluster.fork(1)
+    data = data_for("mine.py:build", tmp_path)
+    trainer.send(p.Prepare(job_id="job", training=data, profile=False, describe=True))
+    trainer.take(p.Prepared)
+    eventually(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
     trainer.close()
 
 

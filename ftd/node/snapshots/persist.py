@@ -28,6 +28,7 @@ from statemachine.events import Event
 from statemachine.messages import Persist
 from statemachine.values import LayerOnDisk, Restore
 from storage.checkpoint import Checkpoint, CheckpointStore, Draft
+from storage.description import decode_description
 from storage.errors import DamagedError, ForeignError, MissingError, StorageError
 from storage.flow import Flow
 from storage.layerfile import LayerFile
@@ -64,7 +65,19 @@ class Persister:
         self._feed, self._stamp, self._tell = feed, stamp, tell
         self._order: Persist | None = None
         self._flow = Flow()
+        self._described: tuple[str, bytes] = ("", b"")
         self._task: asyncio.Task[None] | None = None
+
+    def keep_description(self, job_id: str, description: bytes) -> None:
+        """Write this into checkpoints of the job: with layer 0, if this node writes it."""
+        try:
+            left_out = decode_description(description, "the description of the model").left_out
+        except DamagedError as error:
+            log.warning("description", job=job_id, reason=str(error))
+            return
+        if left_out:
+            log.warning("description", job=job_id, reason="files are too large to be kept", files=left_out)
+        self._described = job_id, description
 
     def begin(self, order: Persist) -> None:
         """Feed ``LayersWritten`` or ``LayersFailed`` some time. What was begun before is given up."""
@@ -111,6 +124,9 @@ class Persister:
     async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
         written: list[LayerOnDisk] = []
         store, draft = await aside(lambda: _begin(order))
+        job_id, description = self._described
+        if job_id == order.job_id and 0 in order.layers:
+            await aside(partial(store.write_description, draft, description), _NICENESS)
         under_way: asyncio.Task[LayerFile] | None = None
 
         async def settle() -> None:

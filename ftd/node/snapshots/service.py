@@ -222,6 +222,10 @@ class Snapshots:
         """See ``Persister.begin``."""
         self._persister.begin(order)
 
+    def described(self, job_id: str, description: bytes) -> None:
+        """See ``Persister.keep_description``."""
+        self._persister.keep_description(job_id, description)
+
     def stop_persisting(self, attempt: str) -> None:
         self._persister.stop(attempt)
 
