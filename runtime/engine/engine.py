@@ -13,8 +13,9 @@ complete or not: parameters are gathered behind the commit.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,8 +25,10 @@ from runtime.data.batches import to_device
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.engine.alike import check_alike
-from runtime.engine.executor import StageExecutor, StepTotals
+from runtime.engine.executor import StageExecutor
 from runtime.engine.gradients import Gradients
+from runtime.engine.links import StageLinks
+from runtime.engine.microbatches import StageTotals
 from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model, first_batch
@@ -233,18 +236,26 @@ class Engine:
         self._gradients = Gradients(self.model, buckets, communicator)
         self._executor = StageExecutor(
             model=self.model,
-            data=self.data,
             loader=self._loader,
             seat=seat,
             communicator=communicator,
+            links=StageLinks(self.model, communicator, self.pace),
             gradients=self._gradients,
             pace=self.pace,
         )
+        if seat.rows and (seat.is_first or seat.is_last or self.model.needs_batch):
+            self._loader.plan(self._keys(seat))
         return Entered(
             bytes_moved=received_bytes,
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
+
+    def _keys(self, seat: Seat) -> Iterator[tuple[int, int]]:
+        """Yield the microbatches that this rank, which has rows, will read in the present generation; endless."""
+        first = seat.first_microbatch
+        for step in count(self.committed_step + 1):
+            yield from ((step, number) for number in range(first, first + seat.microbatches))
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -306,7 +317,7 @@ class Engine:
             digests[layer] = self.states.digest(layer)
         return digests
 
-    def _ask(self, totals: StepTotals, scale: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
+    def _ask(self, totals: StageTotals, scale: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
         """VOTE: passing it proves that every rank of the world holds complete gradients.
 
         Losses and metrics are sums over sums of weights. Gradients are of the sum of losses, times
@@ -316,14 +327,12 @@ class Engine:
         self.pace.tick()
         squared, broken = self._gradients.squared_norm()
         names = self.model.metric_names
-        own = [totals.metrics.get(name, (0.0, 0.0)) for name in names]
-        said = [totals.loss, totals.weight, squared, broken, stop, snap]
-        said += [number for pair in own for number in pair]
+        said = [squared, broken, stop, snap, *totals.numbers(names)]
         ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
         with self.pace.idle("vote"):
             self._communicator.settle(pending)
-        loss, weight, total_squared, total_broken, stops, snaps, *metrics = ballot.tolist()
+        total_squared, total_broken, stops, snaps, loss, weight, *metrics = ballot.tolist()
         pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
         vote = VoteData(
             loss=loss / weight if weight else 0.0,

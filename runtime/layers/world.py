@@ -38,6 +38,8 @@ class Seat:
     first_row: int
     """Of this rank's part within each microbatch: the devices of a stage split it by rows."""
     rows: int
+    microbatch_rows: int
+    """Of whole microbatches."""
     previous: tuple[Route, ...]
     """Where activations come from and their gradients go; empty on the first stage."""
     following: tuple[Route, ...]
@@ -85,6 +87,7 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
                 microbatches=pipeline.microbatches,
                 first_row=start,
                 rows=end - start,
+                microbatch_rows=microbatch_rows,
                 previous=_routes(before, start, end, microbatch_rows, coupled=coupled),
                 following=_routes(behind, start, end, microbatch_rows, coupled=coupled),
             )

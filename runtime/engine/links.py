@@ -1,0 +1,214 @@
+"""Activations and gradients on their way between one rank and the stages before and after its own.
+
+A stage on several devices splits each microbatch by rows; activations and their gradients go straight
+between the devices whose rows overlap, whatever the number of devices on either side.
+
+Shapes of activations follow from the shapes of the microbatch. When a generation meets other shapes than
+those of the first samples, a sender announces those of its activations once to each receiver, ahead of them.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from runtime.engine.microbatches import StageMicrobatches
+from runtime.engine.schedule import ReceiveActivation, ReceiveGradient
+from runtime.groups.communicator import Channel, Communicator, Pending
+from runtime.layers.activations import ActivationShape, TensorShape
+from runtime.layers.model import Model
+from runtime.layers.world import Route
+from runtime.watch.pace import Pace
+
+_PREFETCH = 2
+"""Receives posted before they are needed: gloo moves nothing before the receiver has posted."""
+_ANNOUNCED = 128
+"""Numbers in an announcement of shapes: for each tensor its type, its dimensions and their sizes."""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+Receive = ReceiveActivation | ReceiveGradient
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A receive that was asked for."""
+
+    operation: Receive
+    tensors: tuple[Tensor, ...] | None = None
+    """Buffers; ``None`` while their shapes are not known."""
+    pendings: list[Pending] = field(default_factory=list)
+    announcement: Tensor | None = None
+
+
+class StageLinks:
+    """One rank's end of the connections to its neighbours in one generation.
+
+    Buffers are allocated for each microbatch and never reused.
+    """
+
+    def __init__(self, model: Model, communicator: Communicator, pace: Pace) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._pace = pace
+        self._announced: set[tuple[Any, int]] = set()
+        """Signatures of batches, each with a peer that was told the shapes of activations."""
+        self._heard: set[tuple[Any, int]] = set()
+        """Signatures, each with a peer that said the shapes of what it sends."""
+        self._arriving: deque[_Arriving] = deque()
+        self._to_post: Iterator[Receive] = iter(())
+
+    def begin(self, receives: Iterable[Receive], microbatches: StageMicrobatches) -> None:
+        """Begin a step, and post the first receives.
+
+        :param receives: all of them, in the order in which ``receive`` will be called.
+        """
+        self._microbatches = microbatches
+        self._to_post = iter(receives)
+        self._arriving.clear()
+        for _ in range(_PREFETCH):
+            self._ask_for_next()
+
+    def send_activation(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Send the stage's output to the next stage; does not wait for it."""
+        routes = self._microbatches.seat(microbatch).following
+        layer, key = (
+            self._microbatches.seat(microbatch).end_layer - 1,
+            self._microbatches.signature(microbatch),
+        )
+        unaware = [route.peer for route in routes if not self._knows(self._announced, key, route.peer)]
+        if unaware:
+            shape = self._model.output_shape(layer, key)
+            assert shape is not None
+            announcement = _announce(shape).to(self._model.device)
+            for peer in unaware:
+                self._announced.add((key, peer))
+                self._communicator.send(announcement, peer, "activation")
+        self._send(outputs, routes, "activation")
+
+    def send_gradient(self, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
+        """Send the gradients of what ``ReceiveActivation(microbatch)`` brought; does not wait."""
+        self._send(gradients, self._microbatches.seat(microbatch).previous, "gradient")
+
+    def receive(self) -> tuple[Tensor, ...]:
+        """Return what the oldest receive brought."""
+        if not self._arriving:
+            self._ask_for_next()
+        arriving = self._arriving[0]
+        if arriving.tensors is None:
+            self._wait(arriving.pendings)
+            if arriving.announcement is not None:
+                microbatch = arriving.operation.microbatch
+                layer, key = (
+                    self._microbatches.seat(microbatch).first_layer - 1,
+                    self._microbatches.signature(microbatch),
+                )
+                self._model.learn_shape(layer, key, _announced(arriving.announcement))
+            self._post(arriving)
+        self._arriving.popleft()
+        assert arriving.tensors is not None
+        self._wait(arriving.pendings)
+        while len(self._arriving) < _PREFETCH:
+            before = len(self._arriving)
+            self._ask_for_next()
+            if len(self._arriving) == before:
+                break
+        return arriving.tensors
+
+    def _send(
+        self, tensors: tuple[Tensor, ...], routes: tuple[Route, ...], channel: Channel
+    ) -> list[Pending]:
+        return [
+            self._communicator.send(
+                tensor.detach()[route.start : route.end].contiguous(), route.peer, channel
+            )
+            for route in routes
+            for tensor in tensors
+        ]
+
+    def _ask_for_next(self) -> None:
+        """Post the receive that stands next in the list of operations, if its shapes are known."""
+        if self._arriving and self._arriving[-1].tensors is None:
+            return  # What comes after an announcement can be posted only after it.
+        operation = next(self._to_post, None)
+        if operation is None:
+            return
+        arriving = _Arriving(operation)
+        self._arriving.append(arriving)
+        seat = self._microbatches.seat(operation.microbatch)
+        key = self._microbatches.signature(operation.microbatch)
+        match operation:
+            case ReceiveGradient():
+                if self._model.output_shape(seat.end_layer - 1, key) is not None:
+                    self._post(arriving)
+            case ReceiveActivation():
+                silent = [r.peer for r in seat.previous if not self._knows(self._heard, key, r.peer)]
+                if not silent:
+                    self._post(arriving)
+                    return
+                self._heard |= {(key, peer) for peer in silent}
+                arriving.announcement = torch.zeros(_ANNOUNCED, dtype=torch.int64, device=self._model.device)
+                arriving.pendings = [
+                    self._communicator.receive(arriving.announcement, peer, "activation") for peer in silent
+                ]
+            case _:
+                assert_never(operation)
+
+    def _knows(self, pairs: set[tuple[Any, int]], key: Any, peer: int) -> bool:
+        return key == self._model.first_signature or (key, peer) in pairs
+
+    def _post(self, arriving: _Arriving) -> None:
+        """Allocate buffers and receive into them."""
+        operation = arriving.operation
+        seat = self._microbatches.seat(operation.microbatch)
+        channel: Channel
+        if isinstance(operation, ReceiveActivation):
+            channel, routes, layer = "activation", seat.previous, seat.first_layer - 1
+        else:
+            channel, routes, layer = "gradient", seat.following, seat.end_layer - 1
+        shape = self._model.output_shape(layer, self._microbatches.signature(operation.microbatch))
+        assert shape is not None
+        tensors = shape.allocate(seat.rows, self._model.device)
+        if isinstance(operation, ReceiveGradient):
+            tensors = tuple(tensor for tensor in tensors if tensor.is_floating_point())
+        arriving.tensors = tensors
+        arriving.pendings = [
+            self._communicator.receive(tensor[route.start : route.end], route.peer, channel)
+            for route in routes
+            for tensor in tensors
+        ]
+
+    def _wait(self, pendings: list[Pending]) -> None:
+        for pending in pendings:
+            self._pace.wait(self._communicator, pending, "bubble")
+
+
+def _announce(shape: ActivationShape) -> Tensor:
+    numbers = [int(shape.is_tuple), len(shape.tensors)]
+    for tensor in shape.tensors:
+        numbers += [_DTYPES.index(tensor.dtype), len(tensor.row_shape), *tensor.row_shape]
+    if len(numbers) > _ANNOUNCED:
+        raise ValueError(f"{len(shape.tensors)} tensors cross a cut: too many to announce")
+    return torch.tensor(numbers + [0] * (_ANNOUNCED - len(numbers)), dtype=torch.int64)
+
+
+def _announced(announcement: Tensor) -> ActivationShape:
+    numbers = iter(announcement.tolist())
+    is_tuple, tensors = bool(next(numbers)), next(numbers)
+    shapes = []
+    for _ in range(tensors):
+        dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
+        shapes.append(TensorShape(row_shape=tuple(next(numbers) for _ in range(dimensions)), dtype=dtype))
+    return ActivationShape(tensors=tuple(shapes), is_tuple=is_tuple)

@@ -1,0 +1,115 @@
+"""The microbatches of one step, as one rank's stage sees them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.data.batches import Batch, signature, slice_rows, to_device
+from runtime.layers.activations import Activation
+from runtime.layers.model import Model
+from runtime.layers.world import Seat
+from runtime.watch.pace import Pace
+
+
+@dataclass(slots=True)
+class StageTotals:
+    """One rank's part of a step: sums over its rows of the microbatches, on last stages."""
+
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """May be on the device still."""
+    weight: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Sum and weight by name."""
+
+    def add(self, loss: Tensor, weight: Tensor, metrics: dict[str, tuple[float, float]]) -> None:
+        """Add one microbatch."""
+        self.loss = self.loss + loss.detach().double()
+        self.weight += float(weight)
+        for name, (total, count) in metrics.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (before[0] + total, before[1] + count)
+
+    def numbers(self, metric_names: tuple[str, ...]) -> list[float]:
+        """Return what ranks sum up: loss, weight, and sum and weight of each metric."""
+        metrics = [number for name in metric_names for number in self.metrics.get(name, (0.0, 0.0))]
+        return [float(self.loss), self.weight, *metrics]
+
+
+class StageMicrobatches:
+    """This rank's rows of some microbatches; each is loaded when it is first needed.
+
+    :param read: returns a whole microbatch on the host.
+    :param seat: the rank's part of a microbatch; the last one of a data set may have fewer rows than others.
+    :param step: what random numbers follow from, with the row in the global batch.
+    :param rows: of a whole microbatch that is not the last one of a data set.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pace: Pace,
+        *,
+        read: Callable[[int], Batch],
+        seat: Callable[[int], Seat],
+        step: int,
+        rows: int,
+    ) -> None:
+        self._model = model
+        self._pace = pace
+        self._read = read
+        self.seat = seat
+        self._step = step
+        self._rows = rows
+        self._batches: dict[int, Batch] = {}
+        self._signatures: dict[int, Any] = {}
+
+    def load(self, microbatch: int) -> None:
+        """Load a microbatch now, where the stage takes more of it than activations."""
+        seat = self.seat(microbatch)
+        if self._model.needs_batch or seat.is_first or seat.is_last:
+            self.batch(microbatch)
+
+    def batch(self, microbatch: int) -> Batch:
+        """Return this rank's rows of a microbatch, on its device."""
+        if microbatch not in self._batches:
+            seat = self.seat(microbatch)
+            with self._pace.read():
+                whole = self._read(microbatch)
+            own = slice_rows(whole, seat.first_row, seat.first_row + seat.rows, seat.microbatch_rows)
+            self._batches[microbatch] = to_device(own, self._model.device)
+        return self._batches[microbatch]
+
+    def signature(self, microbatch: int) -> Any:
+        """Return what the shapes of a microbatch's activations depend on."""
+        if not self._model.needs_batch:
+            return None
+        if microbatch not in self._signatures:
+            self._signatures[microbatch] = signature(self.batch(microbatch))
+        return self._signatures[microbatch]
+
+    def run(self, microbatch: int, received: tuple[Tensor, ...], *, train: bool = True) -> Any:
+        """Run the stage's layers on this rank's rows of a microbatch that is loaded.
+
+        :param received: what the previous stage sent; empty on the first stage.
+        :returns: what the stage's last layer returns.
+        """
+        seat, model = self.seat(microbatch), self._model
+        batch = self._batches.get(microbatch)
+        x = None if seat.is_first else self._assembled(microbatch, received)
+        row = (seat.first_microbatch + microbatch) * self._rows + seat.first_row
+        layers = seat.first_layer, seat.end_layer
+        return model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
+
+    def release(self, microbatch: int) -> None:
+        """Let go of a microbatch that is not needed any more."""
+        self._batches.pop(microbatch, None)
+
+    def _assembled(self, microbatch: int, received: tuple[Tensor, ...]) -> Activation:
+        """Return what the previous stage sent, as the stage's first layer takes it."""
+        layer = self.seat(microbatch).first_layer - 1
+        shape = self._model.output_shape(layer, self.signature(microbatch))
+        assert shape is not None
+        return shape.assemble(received)
