@@ -107,6 +107,7 @@ def load_training(data: TrainingData) -> Training:
     if not isinstance(training, Training):
         raise TrainingError(f"{data.function} must return a Training, not {type(training).__name__}")
     _check(training, data.function)
+    _check_evaluation(training, data)
     dtype = PRECISIONS[data.precision].parameters
     if training.layers is not None:
         for layer in training.layers:
@@ -218,6 +219,9 @@ def _check_numbers(data: TrainingData) -> None:
             f"global_batch {data.global_batch} must be a positive multiple of microbatch "
             f"{data.microbatch_rows}"
         )
+    for name in ("evaluation_every_steps", "evaluation_batches"):
+        if getattr(data, name) < 0:
+            raise TrainingError(f"{name} must be at least 0, not {getattr(data, name)}")
     if not 0 <= data.seed < 2**63:
         raise TrainingError(f"seed {data.seed} must lie between 0 and 2^63 - 1")
     if data.clip_gradient_norm is not None and not data.clip_gradient_norm > 0:
@@ -338,13 +342,18 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
                 )
 
 
+def _check_evaluation(training: Training, data: TrainingData) -> None:
+    if data.evaluation_every_steps > 0 and training.evaluation is None:
+        raise TrainingError(
+            f"{data.function}: the job evaluates every {data.evaluation_every_steps} steps, but Training.evaluation "
+            "is missing; return a held-out data set, or leave [evaluation] out of the job file"
+        )
+
+
 def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
     from runtime.data.reading import check_dataset  # It imports TrainingError from here.
 
-    try:
-        check_dataset(dataset)
-    except TrainingError as error:
-        raise TrainingError(f"{name}: {error}") from error
+    check_dataset(dataset, name)
     try:
         sample = dataset[0]
     except Exception as error:

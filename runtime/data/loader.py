@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from runtime.data.batches import Batch, map_leaves
-from runtime.data.reading import BatchReader
+from runtime.data.reading import BatchReader, BatchReaders, HeldOutReader, Key
 from runtime.data.sampling import Sampler
 from runtime.data.workers import WorkerServer
 from runtime.training import TrainingError
@@ -29,13 +29,6 @@ _LOOK_AHEAD = 4096
 """Keys of a new plan that are compared with what was read ahead for the one before."""
 
 
-class Key(NamedTuple):
-    """Microbatch ``microbatch`` (from 0) of step ``step`` (from 1)."""
-
-    step: int
-    microbatch: int
-
-
 class BatchLoader:
     """Microbatches of a job as trees of host tensors.
 
@@ -45,6 +38,7 @@ class BatchLoader:
     :param dtype: type of the batch's floating-point tensors; ``None``: they keep theirs.
     :param workers: number of processes; with 0, ``load`` reads in the calling thread.
     :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
+    :param held_out: reads the held-out data set, where there is one.
     :raises TrainingError: the data set is not map-style, or it is empty.
     """
 
@@ -59,20 +53,23 @@ class BatchLoader:
         dtype: torch.dtype | None = None,
         workers: int = 0,
         pinned: bool = False,
+        held_out: HeldOutReader | None = None,
     ) -> None:
-        self._reader = BatchReader(
+        reader = BatchReader(
             dataset, collate, sampler, microbatch_rows=microbatch_rows, seed=seed, dtype=dtype
         )
+        self._readers = BatchReaders(reader, held_out)
         self._pinned = pinned
-        self._pool = _Pool(self._reader, workers, pinned=pinned) if workers else None
+        self._pool = _Pool(self._readers, workers, pinned=pinned) if workers else None
 
-    def plan(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Announce the pairs (step, microbatch) that will be loaded next, in order; the plan before is void.
+    def plan(self, keys: Iterable[tuple[int, int] | Key]) -> None:
+        """Announce what will be loaded next, in order; the plan before is void.
 
-        :param keys: may be endless; it is consumed little by little, in calls of ``load``.
+        :param keys: may be endless; it is consumed little by little, in calls of ``load``. A pair is a microbatch of
+            training: (step, microbatch).
         """
         if self._pool is not None:
-            self._pool.plan(Key(*key) for key in keys)
+            self._pool.plan(key if isinstance(key, Key) else Key(key[0], 0, key[1]) for key in keys)
 
     def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.
@@ -83,9 +80,21 @@ class BatchLoader:
             raises ends the call.
         :raises TrainingError: the data set or the collate function failed, or workers were lost.
         """
+        return self._load(Key(step, 0, microbatch), check)
+
+    def load_held_out(
+        self, step: int, batch: int, microbatch: int, check: Callable[[], None] = lambda: None
+    ) -> Batch:
+        """Return a whole microbatch of global batch ``batch`` (from 0) of the held-out data set.
+
+        :param step: after which it is evaluated; the microbatch is the same after every step.
+        """
+        return self._load(Key(step, batch + 1, microbatch), check)
+
+    def _load(self, key: Key, check: Callable[[], None]) -> Batch:
         if self._pool is not None:
-            return self._pool.take(Key(step, microbatch), check)
-        batch = self._reader.read(step, microbatch, check)
+            return self._pool.take(key, check)
+        batch = self._readers.read(key, check)
         if not self._pinned:
             return batch
         return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, batch)
@@ -99,10 +108,10 @@ class BatchLoader:
 class _Pool:
     """Workers with a thread each, which waits for the worker while the main thread trains."""
 
-    def __init__(self, reader: BatchReader, workers: int, *, pinned: bool) -> None:
+    def __init__(self, readers: BatchReaders, workers: int, *, pinned: bool) -> None:
         self._pinned = pinned
         self._depth = PREFETCH_PER_WORKER * workers
-        self._server = WorkerServer(reader)
+        self._server = WorkerServer(readers)
         self._server_lock = threading.Lock()
         self._workers = [self._server.fork(number) for number in range(workers)]
         self._plan: Iterator[Key] = iter(())
@@ -146,7 +155,7 @@ class _Pool:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the loader is closed")
-            self._drop_before(key.step)
+            self._drop_before(key)
             self._needed = key
             self._changed.notify_all()
         while True:
@@ -165,11 +174,12 @@ class _Pool:
             raise outcome
         return outcome
 
-    def _drop_before(self, step: int) -> None:
-        """Forget earlier steps: whoever loads a step is through with them, or will announce them again."""
-        self._ready = {key: batch for key, batch in self._ready.items() if key.step >= step}
-        self._reading = {key for key in self._reading if key.step >= step}
-        self._ahead = deque(key for key in self._ahead if key.step >= step)
+    def _drop_before(self, key: Key) -> None:
+        """Forget earlier batches: whoever loads one is through with them, or will announce them again."""
+        first = key._replace(microbatch=0)
+        self._ready = {one: batch for one, batch in self._ready.items() if one >= first}
+        self._reading = {one for one in self._reading if one >= first}
+        self._ahead = deque(one for one in self._ahead if one >= first)
 
     def close(self) -> None:
         with self._changed:
@@ -228,11 +238,11 @@ class _Pool:
 
         :raises TrainingError: the server is gone, or the loader was closed.
         """
-        microbatch = f"microbatch {key.microbatch} of step {key.step}"
+        microbatch = key.describe()
         for last in (False, True):
             worker = self._workers[number]
             try:
-                return worker.read(key.step, key.microbatch, pinned=self._pinned)
+                return worker.read(key, pinned=self._pinned)
             except TrainingError as error:
                 return error
             except EOFError:

@@ -10,7 +10,7 @@ Each process reads a part of its first microbatch twice, to find generators that
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from runtime.data.batches import (
     first_difference,
     kind_of,
 )
-from runtime.data.sampling import Draw, Sampler
+from runtime.data.held_out import HeldOut, HeldOutSampler
+from runtime.data.sampling import Draw
 from runtime.data.seeds import stream_seed
 from runtime.tracebacks import describe_error, users_traceback
 from runtime.training import TrainingError
@@ -34,20 +35,21 @@ _SAMPLE, _COLLATE = -2, -3
 """Take the place of a step in the key, so that the data shares no stream with the sampler or a layer."""
 
 
-def check_dataset(dataset: Any) -> int:
+def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     """Return the number of samples.
 
+    :param name: of the data set, for people.
     :raises TrainingError: the data set is not map-style, or it is empty.
     """
     if isinstance(dataset, DataLoader):
         raise TrainingError(
-            "Training.dataset is a DataLoader; hand over the loader's dataset (and its collate_fn as "
+            f"{name} is a DataLoader; hand over the loader's dataset (and its collate_fn as "
             "Training.collate), as ftd forms the batches"
         )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, list(dataset)[:5]))
         raise TrainingError(
-            f"Training.dataset is {kind_of(dataset)} with {names}; hand over one of them, "
+            f"{name} is {kind_of(dataset)} with {names}; hand over one of them, "
             f"such as dataset[{next(iter(dataset), 'train')!r}]"
         )
     getitem = getattr(type(dataset), "__getitem__", None)
@@ -56,25 +58,34 @@ def check_dataset(dataset: Any) -> int:
     missing += ["__getitem__"] if getitem in (None, Dataset.__getitem__) else []
     if missing:
         raise TrainingError(
-            f"Training.dataset is {kind_of(dataset)}, which has no {' and no '.join(missing)}. Which "
+            f"{name} is {kind_of(dataset)}, which has no {' and no '.join(missing)}. Which "
             "samples a step uses follows from (seed, step), and after a failure any sample must be found "
             "again by its index, which is impossible in a stream. Hand over a map-style data set (len() "
             "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
             "files that can be addressed by index, such as Parquet, Arrow or token files"
         )
-    length = _length_of(dataset)
+    length = _length_of(dataset, name)
     if length < 1:
-        raise TrainingError("Training.dataset is empty")
+        raise TrainingError(f"{name} is empty")
     return length
 
 
-def _length_of(dataset: Any) -> int:
+def _length_of(dataset: Any, name: str) -> int:
     try:
         return len(dataset)
     except Exception as error:
         raise TrainingError(
-            f"len() of Training.dataset raised {describe_error(error)}\n{users_traceback(error)}"
+            f"len() of {name} raised {describe_error(error)}\n{users_traceback(error)}"
         ) from error
+
+
+class Order(Protocol):
+    """Which samples the rows of each global batch are."""
+
+    dataset_length: int
+
+    def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
+        """Return rows ``[first_row, first_row + rows)`` of the global batch of ``step``."""
 
 
 class BatchReader:
@@ -84,17 +95,20 @@ class BatchReader:
     :param dtype: floating-point tensors of the batch get this type; ``None``: they keep theirs.
     """
 
+    name = "Training.dataset"
+    """Of the data set, for people."""
+
     def __init__(
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any] | None,
-        sampler: Sampler,
+        sampler: Order,
         *,
         microbatch_rows: int,
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_dataset(dataset)
+        check_dataset(dataset, self.name)
         self._dataset = dataset
         self._collate = default_collate if collate is None else collate
         self._sampler = sampler
@@ -126,11 +140,15 @@ class BatchReader:
             self._found_repeatable = True
             return batch
 
+    def describe(self, step: int) -> str:
+        """Name a global batch for people."""
+        return f"step {step}"
+
     def _check_length(self) -> None:
-        length = _length_of(self._dataset)
+        length = _length_of(self._dataset, self.name)
         if length != self._sampler.dataset_length:
             raise TrainingError(
-                f"the data set has {length} samples now and had {self._sampler.dataset_length} when the job "
+                f"{self.name} has {length} samples now and had {self._sampler.dataset_length} when the job "
                 "began; which samples a step uses follows from that number, so it must not change during a "
                 "job: take a snapshot of the data, or fix the length in __len__"
             )
@@ -147,15 +165,17 @@ class BatchReader:
         try:
             return self._dataset[draw.index]
         except (Exception, SystemExit) as error:
+            place = f"row {row} of {self.describe(step)}" + (
+                f", epoch {draw.epoch}" if draw.epoch >= 0 else ""
+            )
             raise TrainingError(
-                f"the data set raised for index {draw.index} (row {row} of step {step}, epoch {draw.epoch}): "
-                f"{describe_error(error)}; make dataset[{draw.index}] work, or leave this sample out of the "
-                f"data set\n{users_traceback(error)}"
+                f"{self.name} raised for index {draw.index} ({place}): {describe_error(error)}; make "
+                f"dataset[{draw.index}] work, or leave this sample out of the data set\n{users_traceback(error)}"
             ) from error
 
     def _collated(self, samples: list[Any], draws: list[Draw], step: int, microbatch: int) -> Batch:
         _seed_generators(stream_seed(self._seed, _COLLATE, step, microbatch))
-        where = f"microbatch {microbatch} of step {step} (samples {', '.join(str(d.index) for d in draws)})"
+        where = f"microbatch {microbatch} of {self.describe(step)} (samples {', '.join(str(d.index) for d in draws)})"
         try:
             collated = self._collate(samples)
         except TrainingError as error:
@@ -169,6 +189,67 @@ class BatchReader:
         except TrainingError as error:
             raise TrainingError(f"{where}: {error}") from error
         return batch if self._dtype is None else cast_floating(batch, self._dtype)
+
+
+class HeldOutReader(BatchReader):
+    """The held-out data set of one job, collated like training's; batches go by ``HeldOut.step_of``."""
+
+    name = "Training.evaluation"
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        held_out: HeldOut,
+        *,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        rows = held_out.microbatch_rows
+        super().__init__(
+            dataset, collate, HeldOutSampler(held_out), microbatch_rows=rows, seed=seed, dtype=dtype
+        )
+        self._held_out = held_out
+
+    def read_batch(self, batch: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
+        """Return microbatch ``microbatch`` of global batch ``batch``, both from 0."""
+        return self.read(self._held_out.step_of(batch), microbatch, check)
+
+    def describe(self, step: int) -> str:
+        """Name a global batch for people."""
+        return f"held-out batch {self._held_out.batch_of(step)}"
+
+
+class Key(NamedTuple):
+    """One microbatch; keys are in the order in which a job comes to them."""
+
+    step: int
+    """Step that it belongs to, or after which it is evaluated; the first is 1."""
+    batch: int
+    """0: of the step's own global batch; n: of the n-th held-out one."""
+    microbatch: int
+    """Within the global batch, from 0."""
+
+    def describe(self) -> str:
+        """Name the microbatch for people."""
+        return f"microbatch {self.microbatch} of " + (
+            f"held-out batch {self.batch - 1}" if self.batch else f"step {self.step}"
+        )
+
+
+class BatchReaders:
+    """Readers of all microbatches of one job."""
+
+    def __init__(self, training: BatchReader, held_out: HeldOutReader | None = None) -> None:
+        self._training = training
+        self._held_out = held_out
+
+    def read(self, key: Key, check: Callable[[], None] = lambda: None) -> Batch:
+        """Return a microbatch: see ``BatchReader.read``."""
+        if key.batch == 0:
+            return self._training.read(key.step, key.microbatch, check)
+        assert self._held_out is not None, "there is a held-out data set"
+        return self._held_out.read_batch(key.batch - 1, key.microbatch, check)
 
 
 def _copied(sample: Any) -> Any:

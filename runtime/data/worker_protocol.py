@@ -16,9 +16,10 @@ from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
 
 class Read(Frame, frozen=True, kw_only=True):
-    """Read microbatch ``microbatch`` of step ``step``."""
+    """Read a microbatch: see ``runtime.data.reading.Key``."""
 
     step: int
+    batch: int
     microbatch: int
 
 

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from runtime.data.batches import Batch
-from runtime.data.reading import BatchReader
+from runtime.data.reading import BatchReaders, Key
 from runtime.data.worker_protocol import Failed, Loaded, Read, receive_batch, receive_frame, send_batch
 from runtime.parent import die_with_parent
 from runtime.training import TrainingError
@@ -72,14 +72,14 @@ class WorkerServer:
     Construct it in a thread that lives as long as the trainer, before the first step.
     """
 
-    def __init__(self, reader: BatchReader) -> None:
+    def __init__(self, readers: BatchReaders) -> None:
         self._control, theirs = socket.socketpair()
         trainer = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_server(reader, theirs, trainer)
+            _become_server(readers, theirs, trainer)
         theirs.close()
 
     def fork(self, number: int) -> "Worker":
@@ -130,14 +130,14 @@ class Worker:
         self.pid = pid
         self._stream = stream
 
-    def read(self, step: int, microbatch: int, *, pinned: bool) -> Batch:
+    def read(self, key: Key, *, pinned: bool) -> Batch:
         """Return a microbatch.
 
         :raises TrainingError: the data set or the collate function failed.
         :raises EOFError: the worker has ended, or :meth:`interrupt` was called.
         """
         try:
-            self._stream.sendall(encode(Read(step=step, microbatch=microbatch)))
+            self._stream.sendall(encode(Read(step=key.step, batch=key.batch, microbatch=key.microbatch)))
             answer = receive_frame(self._stream, _ANSWERS)
             if isinstance(answer, Failed):
                 raise TrainingError(answer.detail)
@@ -157,7 +157,7 @@ class Worker:
 # --- in the server ---------------------------------------------------------------------------------
 
 
-def _become_server(reader: BatchReader, control: socket.socket, trainer: int) -> NoReturn:
+def _become_server(readers: BatchReaders, control: socket.socket, trainer: int) -> NoReturn:
     code = 1
     try:
         die_with_parent(trainer)
@@ -166,7 +166,7 @@ def _become_server(reader: BatchReader, control: socket.socket, trainer: int) ->
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the trainer's business.
         _drop_sockets(control)
         gc.freeze()  # Workers never walk these objects, which would copy their pages.
-        _serve_forks(reader, control)
+        _serve_forks(readers, control)
         code = 0
     except BaseException:  # Whatever it is, a child must not return into the trainer's code.
         sys.excepthook(*sys.exc_info())
@@ -190,7 +190,7 @@ def _drop_sockets(kept: socket.socket) -> None:
     os.close(null)
 
 
-def _serve_forks(reader: BatchReader, control: socket.socket) -> None:
+def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
     while True:
         try:
             order = receive_frame(control, _ORDERS)
@@ -208,7 +208,7 @@ def _serve_forks(reader: BatchReader, control: socket.socket) -> None:
         if pid == 0:
             trainers.close()
             control.close()
-            _become_worker(reader, ours, server)
+            _become_worker(readers, ours, server)
         ours.close()
         control.sendall(encode(Forked(pid=pid)))
         socket.send_fds(control, [b"\0"], [trainers.fileno()])
@@ -218,13 +218,13 @@ def _serve_forks(reader: BatchReader, control: socket.socket) -> None:
 # --- in a worker -----------------------------------------------------------------------------------
 
 
-def _become_worker(reader: BatchReader, stream: socket.socket, server: int) -> NoReturn:
+def _become_worker(readers: BatchReaders, stream: socket.socket, server: int) -> NoReturn:
     code = 1
     try:
         die_with_parent(server)
         torch.set_num_threads(1)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads did not survive the fork.
-        _serve_reads(reader, stream)
+        _serve_reads(readers, stream)
         code = 0
     except BaseException:  # As in the server.
         sys.excepthook(*sys.exc_info())
@@ -232,14 +232,14 @@ def _become_worker(reader: BatchReader, stream: socket.socket, server: int) -> N
         _leave(code)
 
 
-def _serve_reads(reader: BatchReader, stream: socket.socket) -> None:
+def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
     while True:
         try:
             order = receive_frame(stream, _READS)
         except EOFError:
             return
         try:
-            batch = reader.read(order.step, order.microbatch)
+            batch = readers.read(Key(order.step, order.batch, order.microbatch))
         except TrainingError as error:
             stream.sendall(encode(Failed(detail=str(error))))
         else:

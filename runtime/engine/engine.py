@@ -22,15 +22,18 @@ import torch
 from torch import Tensor
 
 from runtime.data.batches import to_device
+from runtime.data.held_out import HeldOut
 from runtime.data.loader import BatchLoader
+from runtime.data.reading import HeldOutReader, Key
 from runtime.data.sampling import Sampler
 from runtime.engine.alike import check_alike
+from runtime.engine.evaluation import EvaluationExecutor, generators_kept
 from runtime.engine.executor import StageExecutor
 from runtime.engine.gradients import Gradients
 from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageTotals
 from runtime.engine.staged_state import SpoiledError, StagedState
-from runtime.groups.communicator import Communicator
+from runtime.groups.communicator import Communicator, Talk
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates, StateError
@@ -40,9 +43,9 @@ from runtime.precision import PRECISIONS
 from runtime.snapshots.groups import groups_of
 from runtime.snapshots.schedule import Elapsed
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.training import load_training
+from runtime.training import Training, TrainingError, load_training
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import Resume, TrainingData, VoteData
+from runtime.wire.protocol import EvaluationData, Resume, TrainingData, VoteData, WorldData
 from runtime.zero.sharded_optimizer import ShardedOptimization
 from runtime.zero.sharding import Diverged, Sharding
 from storage.buckets import derive_buckets
@@ -92,15 +95,24 @@ class Engine:
             self.sharding = Sharding(self.model, self.optimization, pace)
         self.states = LayerStates(self.model, self.optimization)
         sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
+        dtype = PRECISIONS[data.precision].parameters
+        self._held_out = held_out_of(training, data)
+        reader = None
+        if self._held_out is not None:
+            reader = HeldOutReader(
+                training.evaluation, training.collate, self._held_out, seed=data.seed, dtype=dtype
+            )
+            self.model.check_held_out(reader.read_batch(0, 0))
         self._loader = BatchLoader(
             training.dataset,
             training.collate,
             sampler,
             microbatch_rows=data.microbatch_rows,
             seed=data.seed,
-            dtype=PRECISIONS[data.precision].parameters,
+            dtype=dtype,
             workers=data.data_workers,
             pinned=device.type == "cuda",
+            held_out=reader,
         )
         self._nominal_weight = self.model.nominal_weight * data.global_batch
         if self.model.nominal_weight != 1:
@@ -110,6 +122,10 @@ class Engine:
         self.ready_step: int | None = None
         self.vote: VoteData | None = None
         """Of ``committed_step``."""
+        self.evaluation: EvaluationData | None = None
+        """Of the state after ``committed_step``, if the present group evaluated it."""
+        self._evaluated = 0
+        """The newest step whose evaluation is known."""
         self.complete: set[int] = set(range(self.model.layer_count))
         self.lineage = 0
         """Of the last Resume obeyed."""
@@ -120,6 +136,7 @@ class Engine:
         self._communicator: Communicator | None = None
         self._gradients: Gradients | None = None
         self._executor: StageExecutor | None = None
+        self._evaluator: EvaluationExecutor | None = None
 
     def warm_up(self) -> None:
         """Compile the layers where the job wants that, so that neither a step nor a recovery has to."""
@@ -205,10 +222,7 @@ class Engine:
         )
         started = time.monotonic()
         with self.pace.idle():
-            communicator.form(
-                sorted({bucket.owners for bucket in buckets}),
-                talks_of(world, self.data.microbatch_rows, coupled=self.model.couples_rows),
-            )
+            communicator.form(sorted({bucket.owners for bucket in buckets}), self._talks(world))
         formed = time.monotonic()
         if self.sharding is not None:
             received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)
@@ -234,15 +248,27 @@ class Engine:
             self.snapshots.enter(groups, resume.step)
         self._communicator = communicator
         self._gradients = Gradients(self.model, buckets, communicator)
+        links = StageLinks(self.model, communicator, self.pace)
         self._executor = StageExecutor(
             model=self.model,
             loader=self._loader,
             seat=seat,
             communicator=communicator,
-            links=StageLinks(self.model, communicator, self.pace),
+            links=links,
             gradients=self._gradients,
             pace=self.pace,
         )
+        self.evaluation, self._evaluated = None, resume.evaluated
+        if self._held_out is not None:
+            self._evaluator = EvaluationExecutor(
+                model=self.model,
+                held_out=self._held_out,
+                loader=self._loader,
+                world=world,
+                communicator=communicator,
+                links=links,
+                pace=self.pace,
+            )
         if seat.rows and (seat.is_first or seat.is_last or self.model.needs_batch):
             self._loader.plan(self._keys(seat))
         return Entered(
@@ -251,11 +277,88 @@ class Engine:
             state_s=time.monotonic() - formed,
         )
 
-    def _keys(self, seat: Seat) -> Iterator[tuple[int, int]]:
+    def _talks(self, world: WorldData) -> frozenset[Talk]:
+        """Return which ranks will talk to each other; other rows of a microbatch go to other devices."""
+        rows = {self.data.microbatch_rows}
+        if self._held_out is not None and self._held_out.rows_of_last:
+            rows.add(self._held_out.rows_of_last)
+        coupled = self.model.couples_rows
+        return frozenset().union(*(talks_of(world, number, coupled=coupled) for number in rows))
+
+    def _keys(self, seat: Seat) -> Iterator[Key]:
         """Yield the microbatches that this rank, which has rows, will read in the present generation; endless."""
-        first = seat.first_microbatch
-        for step in count(self.committed_step + 1):
-            yield from ((step, number) for number in range(first, first + seat.microbatches))
+        first, evaluator, held_out = seat.first_microbatch, self._evaluator, self._held_out
+        numbers = range(first, first + seat.microbatches)
+        evaluated = self._evaluated
+        for step in count(self.committed_step):
+            if step > self.committed_step:
+                yield from (Key(step, 0, number) for number in numbers)
+            if evaluator is not None and held_out is not None and step > evaluated and held_out.is_due(step):
+                for batch in range(held_out.batches):
+                    yield from (Key(step, batch + 1, first + own) for own in evaluator.microbatches(batch))
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the committed state is to be evaluated before anything else."""
+        step = self.committed_step
+        return self._held_out is not None and self._held_out.is_due(step) and self._evaluated < step
+
+    def evaluate(self, stop_wanted: Callable[[], bool]) -> bool:
+        """Evaluate the committed state on the held-out data set; ``evaluation`` is the result.
+
+        :param stop_wanted: asked once for each held-out batch, just before its sum.
+        :returns: whether somebody wants everybody to stop; there is no result then unless it was the last batch.
+        :raises CommunicationError: aborted, or a peer is lost.
+        """
+        evaluator, held_out = self._evaluator, self._held_out
+        if evaluator is None or held_out is None:
+            raise EngineError("no generation was entered, or there is nothing to evaluate on")
+        names, started = self.model.metric_names, time.monotonic()
+        sums = [0.0] * (2 + 2 * len(names))
+        with self.model.buffers_kept(), generators_kept(self.model.device):
+            for batch in range(held_out.batches):
+                totals = evaluator.run(self.committed_step, batch)
+                took_s = time.monotonic() - started
+                own = [stop_wanted(), held_out.length, took_s, *totals.numbers(names)]
+                stops, length, took_s, *more = self._summed(own)
+                self._check_length(length, held_out)
+                sums = [total + part for total, part in zip(sums, more, strict=True)]
+                if stops and batch < held_out.batches - 1:
+                    return True
+        assert self._communicator is not None
+        loss, weight, *metrics = sums
+        pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
+        self.evaluation = EvaluationData(
+            loss=loss / weight if weight else math.nan,
+            weight=weight,
+            metrics={name: total / number for name, total, number in pairs if number},
+            took_s=took_s / self._communicator.size,
+        )
+        self._evaluated = self.committed_step
+        return stops > 0
+
+    def _check_length(self, total: float, held_out: HeldOut) -> None:
+        """:raises TrainingError: the held-out data set has not the same length on all ranks."""
+        assert self._communicator is not None
+        if total != held_out.length * self._communicator.size:
+            raise TrainingError(
+                f"Training.evaluation has {held_out.length} samples here and another number elsewhere: "
+                f"{total / self._communicator.size:g} on average. Every trainer must be given the same held-out "
+                "data set; look for files that differ between hosts"
+            )
+
+    def _summed(self, numbers: list[float]) -> list[float]:
+        """Return the sums over all ranks."""
+        assert self._communicator is not None
+        self.pace.tick()
+        ballot = torch.tensor(numbers, dtype=torch.float64, device=self.model.device)
+        pending = self._communicator.all_reduce(ballot, self._communicator.world)
+        with self.pace.idle("vote"):
+            self._communicator.settle(pending)
+        sums: list[float] = ballot.tolist()
+        return sums
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -323,16 +426,11 @@ class Engine:
         Losses and metrics are sums over sums of weights. Gradients are of the sum of losses, times
         ``scale`` over the nominal weight (``_divisor``).
         """
-        assert self._communicator is not None and self._gradients is not None
-        self.pace.tick()
+        assert self._gradients is not None
         squared, broken = self._gradients.squared_norm()
         names = self.model.metric_names
-        said = [squared, broken, stop, snap, *totals.numbers(names)]
-        ballot = torch.tensor(said, dtype=torch.float64, device=self.model.device)
-        pending = self._communicator.all_reduce(ballot, self._communicator.world)
-        with self.pace.idle("vote"):
-            self._communicator.settle(pending)
-        total_squared, total_broken, stops, snaps, loss, weight, *metrics = ballot.tolist()
+        sums = self._summed([squared, broken, stop, snap, *totals.numbers(names)])
+        total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
         pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
         vote = VoteData(
             loss=loss / weight if weight else 0.0,
@@ -341,7 +439,8 @@ class Engine:
             weight=weight,
             loss_scale=scale,
             learning_rate=self.optimization.learning_rate(),
-            metrics={name: total / count for name, total, count in pairs if count},
+            metrics={name: total / number for name, total, number in pairs if number},
+            evaluation=self.evaluation,
         )
         return vote, stops > 0, snaps > 0
 
@@ -372,6 +471,7 @@ class Engine:
         if self.optimization.loss_scale is not None and vote.weight:
             self.optimization.loss_scale.advance(overflowed=vote.skipped)
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
+        self.evaluation = None
         self._buffers = []
         if self.model.held != self.owned:
             # The first commit of a generation: what others own now is out of date here.
@@ -406,7 +506,7 @@ class Engine:
         self.complete = set()
         if self.sharding is not None:
             self.sharding.forget()
-        self.committed_step, self.vote = step, vote
+        self.committed_step, self.vote, self.evaluation = step, vote, None
 
     def _discard(self) -> None:
         """Forget the step in flight."""
@@ -422,4 +522,18 @@ class Engine:
             self._gradients.close()
         if self.sharding is not None:
             self.sharding.leave()
-        self._communicator = self._gradients = self._executor = None
+        self._communicator = self._gradients = self._executor = self._evaluator = None
+
+
+def held_out_of(training: Training, data: TrainingData) -> HeldOut | None:
+    """Return what evaluations are made of; ``None``: the job makes none."""
+    if data.evaluation_every_steps < 1 or training.evaluation is None:
+        return None
+    return HeldOut(
+        length=len(training.evaluation),
+        global_batch=data.global_batch,
+        microbatch_rows=data.microbatch_rows,
+        steps=data.steps,
+        every_steps=data.evaluation_every_steps,
+        most_batches=data.evaluation_batches,
+    )

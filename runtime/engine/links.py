@@ -69,15 +69,17 @@ class StageLinks:
         """Signatures, each with a peer that said the shapes of what it sends."""
         self._arriving: deque[_Arriving] = deque()
         self._to_post: Iterator[Receive] = iter(())
+        self._sent: dict[int, list[Pending]] = {}
 
     def begin(self, receives: Iterable[Receive], microbatches: StageMicrobatches) -> None:
-        """Begin a step, and post the first receives.
+        """Begin a step or a held-out batch, and post the first receives.
 
         :param receives: all of them, in the order in which ``receive`` will be called.
         """
         self._microbatches = microbatches
         self._to_post = iter(receives)
         self._arriving.clear()
+        self._sent.clear()
         for _ in range(_PREFETCH):
             self._ask_for_next()
 
@@ -96,11 +98,19 @@ class StageLinks:
             for peer in unaware:
                 self._announced.add((key, peer))
                 self._communicator.send(announcement, peer, "activation")
-        self._send(outputs, routes, "activation")
+        self._sent[microbatch] = self._send(outputs, routes, "activation")
 
     def send_gradient(self, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
         """Send the gradients of what ``ReceiveActivation(microbatch)`` brought; does not wait."""
         self._send(gradients, self._microbatches.seat(microbatch).previous, "gradient")
+
+    def await_sent(self, microbatch: int) -> None:
+        """Wait until the next stage has taken the activations of a microbatch."""
+        for pending in self._sent.pop(microbatch):
+            if not pending.done:
+                # On CUDA ``wait`` only orders streams; the host must not run ahead either.
+                self._pace.wait_any(self._communicator, [pending])
+            self._pace.wait(self._communicator, pending, "bubble")
 
     def receive(self) -> tuple[Tensor, ...]:
         """Return what the oldest receive brought."""

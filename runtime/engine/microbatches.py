@@ -1,4 +1,4 @@
-"""The microbatches of one step, as one rank's stage sees them."""
+"""The microbatches of one step or one held-out batch, as one rank's stage sees them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from runtime.watch.pace import Pace
 
 @dataclass(slots=True)
 class StageTotals:
-    """One rank's part of a step: sums over its rows of the microbatches, on last stages."""
+    """One rank's part of a step or a held-out batch: sums over its rows of the microbatches, on last stages."""
 
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     """May be on the device still."""

@@ -1,12 +1,21 @@
-"""One-forward-one-backward (PipeDream-Flush, Narayanan et al. 2021) as pure data.
+"""Pipeline schedules as pure data: one-forward-one-backward for training, forward only for evaluation.
 
-``one_f_one_b`` lists what one stage does in one step, in order; an executor runs the list. It works for
-any number of microbatches, also fewer than stages. Receives stand directly before the operation that
-uses what they bring, sends directly behind the operation that produces it. Sends must not block until
-they are received: stage s sends an activation while stage s + 1 may be about to send it a gradient.
+``one_f_one_b`` (PipeDream-Flush, Narayanan et al. 2021) lists what one stage does in one step, in order; an
+executor runs the list. It works for any number of microbatches, also fewer than stages. Receives stand directly
+before the operation that uses what they bring, sends directly after the operation that produces it. Sends must
+not block until they are received: stage s sends an activation while stage s + 1 may be about to send it a
+gradient.
+
+``forward_only`` lists what one stage does to evaluate microbatches. Nothing flows back that would hold a stage up,
+so it waits now and then until the next stage has taken what it sent (``AwaitSent``): otherwise the activations of
+all microbatches could pile up in the memory of the first stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+SENT_AHEAD = 2
+"""Activations that a stage of ``forward_only`` may have sent and that were not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +56,24 @@ class SendGradient:
     microbatch: int
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitSent:
+    """Wait until the next stage has taken what ``SendActivation(microbatch)`` sent."""
+
+    microbatch: int
+
+
 Operation = ReceiveActivation | Forward | SendActivation | ReceiveGradient | Backward | SendGradient
+ForwardOperation = ReceiveActivation | Forward | SendActivation | AwaitSent
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, ...]:
-    """The operations of ``stage`` (0 … stages − 1) for one step of its pipeline.
+    """Return the operations of ``stage`` (0 … stages − 1) for one step of its pipeline.
 
     At most ``min(stages - stage, microbatches)`` microbatches are between their forward and their
     backward pass at any time; both passes run in the order of the microbatches.
     """
-    if not 0 <= stage < stages:
-        raise ValueError(f"stage {stage} of a pipeline of {stages} stages")
+    _check_stage(stage, stages)
     if microbatches < 0:
         raise ValueError(f"{microbatches} microbatches")
     first, last = stage == 0, stage == stages - 1
@@ -86,3 +102,26 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, 
     for microbatch in range(microbatches - warm_up, microbatches):
         backward(microbatch)
     return tuple(operations)
+
+
+def forward_only(stage: int, stages: int, microbatches: Sequence[int]) -> tuple[ForwardOperation, ...]:
+    """Return the operations of ``stage`` (0 … stages − 1) to run these microbatches forward, in this order.
+
+    Before a microbatch is computed, at most ``SENT_AHEAD - 1`` activations are on their way to the next stage.
+    """
+    _check_stage(stage, stages)
+    operations: list[ForwardOperation] = []
+    for position, microbatch in enumerate(microbatches):
+        if stage < stages - 1 and position >= SENT_AHEAD:
+            operations.append(AwaitSent(microbatches[position - SENT_AHEAD]))
+        if stage > 0:
+            operations.append(ReceiveActivation(microbatch))
+        operations.append(Forward(microbatch))
+        if stage < stages - 1:
+            operations.append(SendActivation(microbatch))
+    return tuple(operations)
+
+
+def _check_stage(stage: int, stages: int) -> None:
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage {stage} of a pipeline of {stages} stages")

@@ -22,6 +22,7 @@ from runtime.data.batches import (
     default_collate,
     leaves_of,
     rows_of_batch,
+    signature,
     to_device,
 )
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
@@ -113,6 +114,7 @@ class Model:
         """Whether a microbatch's rows influence each other, so that they are never split among devices."""
         self.first_signature = self._structure.signature(batch)
         """Signature of the first samples, whose shapes every trainer knows."""
+        self._input_signature = None if self.needs_batch else signature(batch[0])
         self._probe(batch, rows)
 
     # --- what it is made of ---------------------------------------------------------------------
@@ -276,6 +278,17 @@ class Model:
         :raises TrainingError: it cannot be computed, or is a mean that depends on how rows are grouped.
         """
         return self._loss(output, batch, rows)
+
+    def check_held_out(self, batch: Batch) -> None:
+        """Check that a microbatch of the held-out data set can be run.
+
+        :raises TrainingError: a list of layers would get other shapes or types than in training.
+        """
+        if self._input_signature is not None and signature(batch[0]) != self._input_signature:
+            raise TrainingError(
+                "inputs in Training.evaluation have other shapes or types than those in Training.dataset "
+                f"({_shapes(batch[0])}); make them equal, as activations of Training.layers have one shape"
+            )
 
     def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
         """Return the training's own metrics as (sum, weight) of these rows."""

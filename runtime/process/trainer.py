@@ -171,6 +171,7 @@ class Trainer:
                 held=tuple(sorted(engine.complete)),
                 lineage=engine.lineage,
                 parts=() if engine.sharding is None else engine.sharding.parts(),
+                evaluation=engine.evaluation,
             )
             if engine.snapshots is not None:
                 engine.snapshots.hurry()
@@ -227,7 +228,11 @@ class Trainer:
             )
         )
         try:
-            while engine.committed_step < engine.data.steps:
+            while True:
+                if engine.evaluation_due and engine.evaluate(lambda: self._mailbox.stop_wanted):
+                    return
+                if engine.committed_step >= engine.data.steps:
+                    break
                 self._pace.trace.begin(engine.committed_step + 1)
                 result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
                 self._link.send(
@@ -248,7 +253,14 @@ class Trainer:
                     return
         finally:
             self._tell_trace(engine, resume, over=True)
-        self._link.send(Done(generation=generation, step=engine.committed_step, digests=engine.digests()))
+        self._link.send(
+            Done(
+                generation=generation,
+                step=engine.committed_step,
+                digests=engine.digests(),
+                evaluation=engine.evaluation,
+            )
+        )
 
     def _say_diverged(self, generation: int, engine: Engine, result: StepResult) -> None:
         for one in result.diverged:

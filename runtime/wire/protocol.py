@@ -38,6 +38,15 @@ MOST_METRIC_CHARACTERS = 64
 """See statemachine.values; the node's signals with more would be refused."""
 
 
+class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
+    """See statemachine.values.Evaluation: the same fields, the same meaning."""
+
+    loss: float
+    weight: float
+    metrics: dict[str, float] = {}
+    took_s: float
+
+
 class VoteData(msgspec.Struct, frozen=True, kw_only=True):
     """See statemachine.values.Vote: the same fields, the same meaning."""
 
@@ -52,6 +61,8 @@ class VoteData(msgspec.Struct, frozen=True, kw_only=True):
     """Used for this step, of the first parameter group."""
     metrics: dict[str, float] = {}
     """The training's own metrics, averaged over the global batch."""
+    evaluation: EvaluationData | None = None
+    """Of the state before this step, if it was evaluated since the group resumed."""
 
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,9 +136,9 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_workers: int = 0
     """Processes per trainer that read samples ahead; 0: the trainer reads them itself."""
     evaluation_every_steps: int = 0
-    """Evaluate after every so many steps; 0: never."""
+    """Evaluate after every so many steps and after the last one; 0: never."""
     evaluation_batches: int = 0
-    """Global batches of the held-out data set in one evaluation; 0: all of it."""
+    """Global batches of the held-out data set in one evaluation, from its beginning; 0: all of it."""
     backend: str = "gloo"
     zero1: bool = False
     """Each owner of a layer keeps the optimizer's state of its part only (``runtime.zero.parts``)."""
@@ -178,6 +189,8 @@ class Resume(Frame, frozen=True, kw_only=True):
     holds is dropped."""
     lineage: int = 0
     """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
+    evaluated: int = 0
+    """The newest step whose evaluation is known, so that it is not repeated."""
 
 
 class Snap(Frame, frozen=True, kw_only=True):
@@ -304,6 +317,8 @@ class Quiesced(Frame, frozen=True, kw_only=True):
     """Of the last Resume obeyed."""
     parts: tuple[StatePartData, ...] = ()
     """Under ZeRO-1, at ``committed_step``."""
+    evaluation: EvaluationData | None = None
+    """Of the state after ``committed_step``, if this group evaluated it."""
 
 
 class StagingSpoiled(Frame, frozen=True, kw_only=True):
@@ -393,6 +408,8 @@ class Done(Frame, frozen=True, kw_only=True):
     step: int
     digests: dict[int, str]
     """Hex digest of each owned layer's parameters."""
+    evaluation: EvaluationData | None = None
+    """Of the state after the last step, if this group evaluated it."""
 
 
 class Raised(Frame, frozen=True, kw_only=True):

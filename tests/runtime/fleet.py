@@ -35,6 +35,10 @@ class Fleet:
         self.restore = ""
         """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
         self.restore_step = 0
+        self.evaluated = 0
+        """The newest step whose evaluation is known, for the next ``enter``."""
+        self.evaluations: dict[int, p.EvaluationData] = {}
+        """By the step whose state was evaluated."""
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -104,6 +108,7 @@ class Fleet:
             token=TOKEN,
             protection=self.protection,
             restore=self.restore,
+            evaluated=self.evaluated,
         )
         engine.settle(step, vote)
         if self.restore:
@@ -114,9 +119,21 @@ class Fleet:
         """All make so many steps; the last results."""
         results: list[StepResult] = []
         for _ in range(count):
+            if self.engines[0].evaluation_due:
+                self.evaluate()
             results = self.each(lambda rank, engine: engine.step(lambda: False))
             self.votes[self.engines[0].committed_step] = results[0].vote
         return results
+
+    def evaluate(self, stop_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """All evaluate the state that is committed; returns whether somebody wanted to stop."""
+        stops = self.each(lambda rank, engine: engine.evaluate(stop_wanted))
+        result = self.engines[0].evaluation
+        assert all(engine.evaluation == result for engine in self.engines), "all ranks know the same"
+        assert len(set(stops)) == 1
+        if result is not None:
+            self.evaluations[self.engines[0].committed_step] = result
+        return bool(stops[0])
 
     def broken_step(self) -> None:
         """A step in which somebody calls ``abort``; nobody finishes it."""
@@ -183,4 +200,5 @@ def report_of(engine: Engine) -> p.Quiesced:
         vote=engine.vote,
         held=tuple(sorted(engine.complete)),
         parts=() if engine.sharding is None else engine.sharding.parts(),
+        evaluation=engine.evaluation,
     )

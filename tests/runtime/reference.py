@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from runtime.data.batches import cast_floating, default_collate
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
@@ -54,6 +55,24 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
             parameter.grad = None
         losses.append(total / total_weight)
     return losses, model
+
+
+def reference_evaluation(model: Model, training: Training, data: TrainingData) -> tuple[float, float]:
+    """The mean loss over the held-out data set, in its order, and its weight."""
+    length, rows = len(training.evaluation or ()), data.microbatch_rows
+    if data.evaluation_batches:
+        length = min(length, data.evaluation_batches * data.global_batch)
+    total = total_weight = 0.0
+    for start in range(0, length, rows):
+        samples = [training.evaluation[index] for index in range(start, min(start + rows, length))]
+        batch = cast_floating(
+            (training.collate or default_collate)(samples), PRECISIONS[data.precision].parameters
+        )
+        output = model.forward(0, model.layer_count, None, step=0, row=0, batch=batch, train=False)
+        loss, weight = model.loss(output, batch, len(samples))
+        total += loss.item()
+        total_weight += float(weight)
+    return total / total_weight, total_weight
 
 
 def load(data: TrainingData) -> Training:

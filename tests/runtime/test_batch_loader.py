@@ -307,7 +307,8 @@ def test_an_index_that_raises_is_named_with_the_users_line(workers: int) -> None
         assert shared.load(1, 1)["index"].tolist() == Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)[4:8]
     text = str(caught.value)
     assert (
-        f"the data set raised for index {Broken.bad} (row 1 of step 1, epoch 0): OSError: shard 3 is" in text
+        f"Training.dataset raised for index {Broken.bad} (row 1 of step 1, epoch 0): OSError: shard 3 is"
+        in text
     )
     assert "(test_batch_loader.py, line " in text and "in __getitem__)" in text
     assert 'raise OSError("shard 3 is corrupt")' in text and "reading.py" not in text

@@ -1,0 +1,148 @@
+"""Evaluation of the committed state on the held-out data set, by the pipelines that train.
+
+A held-out global batch is computed like a step without its backward pass: each pipeline takes its share of the
+microbatches, forward only, in evaluation mode. Then all ranks meet in one sum, as in a VOTE: of loss, weight and
+metrics, and of the wish to stop. So no rank is ahead of another by more than a batch, and whoever has passed the
+last sum knows the same result as all others. Nothing of the training's state changes.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.data.held_out import HeldOut
+from runtime.data.loader import BatchLoader
+from runtime.engine.links import StageLinks
+from runtime.engine.microbatches import StageMicrobatches, StageTotals
+from runtime.engine.schedule import AwaitSent, Forward, ReceiveActivation, SendActivation, forward_only
+from runtime.groups.communicator import Communicator
+from runtime.layers.activations import flatten, shape_of
+from runtime.layers.model import Model
+from runtime.layers.world import Seat, seat_of
+from runtime.watch.pace import Pace
+from runtime.watch.stopwatch import Stopwatch
+from runtime.wire.protocol import WorldData
+
+
+class EvaluationExecutor:
+    """One rank's stage for one generation, forward only."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        held_out: HeldOut,
+        loader: BatchLoader,
+        world: WorldData,
+        communicator: Communicator,
+        links: StageLinks,
+        pace: Pace,
+    ) -> None:
+        self._model = model
+        self._held_out = held_out
+        self._loader = loader
+        self._communicator = communicator
+        self._links = links
+        self._pace = pace
+        self._stopwatch = Stopwatch(model.device, pace)
+        self._seats = {
+            rows: seat_of(world, communicator.rank, rows, coupled=model.couples_rows)
+            for rows in {held_out.microbatch_rows, held_out.rows_of_last}
+            if rows
+        }
+
+    def microbatches(self, batch: int) -> list[int]:
+        """Return those of the pipeline's microbatches in which this rank has rows."""
+        seat = self._seats[self._held_out.microbatch_rows]
+        numbers = range(seat.microbatches)
+        return [number for number in numbers if (own := self._seat(batch, number)) is not None and own.rows]
+
+    def run(self, step: int, batch: int) -> StageTotals:
+        """Compute this rank's part of held-out batch ``batch`` (from 0) with the state after ``step``.
+
+        :raises CommunicationError: aborted, or a peer is lost.
+        :raises TrainingError: the data set, the collate function or the loss is at fault.
+        """
+        totals = StageTotals()
+        inputs: dict[int, tuple[Tensor, ...]] = {}
+        outputs: dict[int, tuple[Tensor, ...]] = {}
+        seat = self._seats[self._held_out.microbatch_rows]
+        operations = forward_only(seat.stage, seat.stages, self.microbatches(batch))
+        microbatches = StageMicrobatches(
+            self._model,
+            self._pace,
+            read=lambda microbatch: self._loader.load_held_out(
+                step, batch, seat.first_microbatch + microbatch, self._communicator.check
+            ),
+            seat=lambda microbatch: self._own(batch, microbatch),
+            step=self._held_out.step_of(batch),
+            rows=self._held_out.microbatch_rows,
+        )
+        self._stopwatch.begin()
+        self._links.begin((o for o in operations if isinstance(o, ReceiveActivation)), microbatches)
+        for operation in operations:
+            self._communicator.check()
+            self._pace.tick()
+            match operation:
+                case AwaitSent(microbatch=microbatch):
+                    self._links.await_sent(microbatch)
+                case ReceiveActivation(microbatch=microbatch):
+                    inputs[microbatch] = self._links.receive()
+                case Forward(microbatch=microbatch):
+                    outputs[microbatch] = self._forward(
+                        microbatch, microbatches, inputs.pop(microbatch, ()), totals
+                    )
+                case SendActivation(microbatch=microbatch):
+                    self._links.send_activation(microbatch, outputs.pop(microbatch))
+        return totals
+
+    def _forward(
+        self,
+        microbatch: int,
+        microbatches: StageMicrobatches,
+        received: tuple[Tensor, ...],
+        totals: StageTotals,
+    ) -> tuple[Tensor, ...]:
+        """Return what is to be sent on; the last stage adds to ``totals``."""
+        model, seat = self._model, microbatches.seat(microbatch)
+        microbatches.load(microbatch)
+        with self._pace.trace.span("forward", microbatch), self._stopwatch.computing(microbatch):
+            output = microbatches.run(microbatch, received, train=False)
+            sent: tuple[Tensor, ...] = ()
+            if seat.is_last:
+                batch = microbatches.batch(microbatch)
+                with torch.no_grad():
+                    loss, weight = model.loss(output, batch, seat.rows)
+                totals.add(loss, weight, model.metrics(output, batch, seat.rows))
+            else:
+                sent = flatten(output)
+                model.learn_shape(seat.end_layer - 1, microbatches.signature(microbatch), shape_of(output))
+        microbatches.release(microbatch)
+        return sent
+
+    def _own(self, batch: int, microbatch: int) -> Seat:
+        seat = self._seat(batch, microbatch)
+        assert seat is not None, "microbatches beyond the end are left out"
+        return seat
+
+    def _seat(self, batch: int, microbatch: int) -> Seat | None:
+        """Return this rank's part of a microbatch of its pipeline; ``None`` beyond the end of the data set."""
+        whole = self._seats[self._held_out.microbatch_rows]
+        rows = self._held_out.rows(batch, whole.first_microbatch + microbatch)
+        return self._seats[rows] if rows else None
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Restore the states of the generators that training's code may draw from."""
+    own = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(own[0])
+            np.random.set_state(own[1])
