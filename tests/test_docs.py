@@ -91,7 +91,7 @@ def kind_of(example: dict[str, Any]) -> str:
     return "job" if "steps" in example else "daemon"
 
 
-EXAMPLES = ("training-function.md", "configuration.md", "two-hosts.md", "chaos.md")
+EXAMPLES = ("training.md", "configuration.md", "two-hosts.md", "chaos.md")
 """Pages whose TOML is read as it stands."""
 
 
@@ -190,8 +190,8 @@ def test_every_key_of_a_job_file_has_a_meaning_and_a_value_to_show() -> None:
 
 
 def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> None:
-    (script,) = blocks("training-function.md", "python")
-    job = next(t for t in blocks("training-function.md", "toml") if "[training]" in t)
+    (script,) = blocks("training.md", "python")
+    job = next(t for t in blocks("training.md", "toml") if "[training]" in t)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "train.toml").write_text(job)
     loaded = load_job(tmp_path / "train.toml")

@@ -45,6 +45,9 @@ ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit trai
 INSTEAD = (
     # What takes minutes, and the other host, shared disk or service of the reader's.
     (r"(local examples/gpt.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 100000"),
+    (r"(local examples/llama.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 3"),
+    (r"stop llama", "stop gpt"),
+    (r"checkpoints/llama my-llama|checkpoints/gpt my-gpt --format huggingface", "checkpoints/gpt my-gpt"),
     (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
     (r"--seeds 50", "--seeds 2"),
     (r"(?<= )/checkpoints/", "checkpoints/"),
@@ -191,6 +194,8 @@ def furnish(place: Path) -> None:
         f'{job}[snapshot]\nevery_steps = 10\n[checkpoint]\nurl = "{place}/checkpoints/gpt"\n'
         "every_steps = 40\nkeep = 1000\n"
     )
+    for package in ("ftd", "runtime", "statemachine", "planner"):  # The text that the llama learns.
+        (place / package).symlink_to(ROOT / package)
     chaos = place / "examples" / "chaos"
     chaos.mkdir()
     (chaos / "node-killed.toml").write_text(SMALL_SCENARIO)
