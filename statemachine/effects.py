@@ -191,6 +191,16 @@ class AbandonCheckpoint(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCheckpoint(Effect):
+    """Export a complete checkpoint for ``from_pretrained``. CheckpointExported or CheckpointExportFailed."""
+
+    job: Job
+    step: int
+    limit_s: float
+    """Give up after this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoint(Effect):
     """The newest complete checkpoint of this job: CheckpointFound."""
 

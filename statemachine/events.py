@@ -172,6 +172,27 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointExported(Event):
+    """``ExportCheckpoint``: the directory is complete."""
+
+    job_id: str
+    step: int
+    directory: str
+    size_bytes: int
+    """All weights."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointExportFailed(Event):
+    """``ExportCheckpoint``: it cannot be exported; nothing of it is left."""
+
+    job_id: str
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFound(Event):
     """Answers ``FindCheckpoint``."""
 

@@ -103,6 +103,10 @@ class CheckpointPolicy:
     """So many complete ones stay."""
     resume: bool = True
     """Begin from the newest one there; otherwise refuse a place that holds some of this job's name."""
+    huggingface_every_steps: int = 0
+    """The first checkpoint at least so many steps after the last one exported is exported; 0: none is."""
+    huggingface_directory: str = ""
+    """Directory, as every coordinator reaches it, in which each export is a directory ``step-…``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,10 +206,11 @@ class CheckpointStore:
         """Remove what was written of it. :raises PlaceError: that is not possible."""
         self.place.abandon(draft.directory, draft.attempt)
 
-    def prune(self, keep: int, *, newest: int | None = None) -> tuple[int, ...]:
+    def prune(self, keep: int, *, newest: int | None = None, spared: int | None = None) -> tuple[int, ...]:
         """Remove all but the newest ``keep`` complete checkpoints of this job; returns the removed steps.
 
         :param newest: what is of a later step is of a past that was undone, and goes, too. ``None``: of none.
+        :param spared: step of a checkpoint that stays for now, because it is being read.
 
         What is damaged or unfinished goes when it is older than the oldest that is kept; an unfinished one
         also when a complete one of its step or a later one is there. So the newest draft is safe.
@@ -227,12 +228,14 @@ class CheckpointStore:
         for name in self.place.names():
             if found := _STEP.fullmatch(name):
                 step = int(found[1])
+                if step == spared:
+                    continue
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
                 if unfinished or step in undone or (step < oldest and not self._is_foreign(name)):
                     self.place.remove(name)
             elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
                 self.place.remove(name)
-        return tuple(sorted({*complete[keep:], *undone}))
+        return tuple(sorted({*complete[keep:], *undone} - {spared}))
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -21,12 +21,26 @@ class CheckpointTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Complete checkpoints that stay; older ones are removed."""
     resume: bool = True
     """Go on from the newest one there; false: refuse to begin where there are some."""
+    huggingface_every_steps: int = 0
+    """The first checkpoint so many steps after the last one exported is exported for from_pretrained, too."""
+    huggingface_directory: str = ""
+    """A directory, relative to the job file, that every coordinator reaches, for these exports."""
 
 
 def checkpoint_data(told: CheckpointTable, directory: Path) -> CheckpointData:
     """A directory becomes the same for everybody, wherever they were started."""
     url = told.url if "://" in told.url or not told.url else str((directory / told.url).resolve())
-    return CheckpointData(url=url, every_steps=told.every_steps, keep=told.keep, resume=told.resume)
+    exports = told.huggingface_directory
+    return CheckpointData(
+        url=url,
+        every_steps=told.every_steps,
+        keep=told.keep,
+        resume=told.resume,
+        huggingface_every_steps=told.huggingface_every_steps,
+        huggingface_directory=exports
+        if "://" in exports or not exports
+        else str((directory / exports).resolve()),
+    )
 
 
 def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool) -> None:
@@ -38,6 +52,7 @@ def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool)
                 field="checkpoint.url",
                 remedy="write a directory or a URL that the coordinator and all nodes reach",
             )
+        _check_no_exports(told)
         return
     if told.every_steps == 0:
         raise ConfigurationError(
@@ -56,6 +71,40 @@ def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool)
             field="snapshot.every_steps",
             remedy="write a number of steps, or auto, under [snapshot]",
         )
+    _check_exports(told)
+
+
+def _check_no_exports(told: CheckpointTable | CheckpointData) -> None:
+    if told.huggingface_every_steps or told.huggingface_directory:
+        raise ConfigurationError(
+            "exports are made from checkpoints, and this job writes none",
+            field="checkpoint.url",
+            remedy="write a directory or a URL, and every_steps",
+        )
+
+
+def _check_exports(told: CheckpointTable | CheckpointData) -> None:
+    every_steps, directory = told.huggingface_every_steps, told.huggingface_directory
+    if not every_steps and not directory:
+        return
+    if every_steps < 1:
+        raise ConfigurationError(
+            f"{every_steps} is not allowed" if every_steps else "exports want a number of steps between them",
+            field="checkpoint.huggingface_every_steps",
+            remedy="write 1 or more; without exports, leave huggingface_directory out",
+        )
+    if not directory:
+        raise ConfigurationError(
+            "exports need a directory",
+            field="checkpoint.huggingface_directory",
+            remedy="write one that every coordinator reaches",
+        )
+    if "://" in directory or directory == told.url:
+        raise ConfigurationError(
+            f"{directory} cannot hold exports",
+            field="checkpoint.huggingface_directory",
+            remedy="write a directory of their own on a disk or NFS, as from_pretrained reads no URLs",
+        )
 
 
 def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> CheckpointPolicy:
@@ -64,4 +113,11 @@ def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> Checkpo
     :raises ConfigurationError: names the field and the remedy.
     """
     check_checkpoint(data, snapshots=snapshot.every_steps > 0)
-    return CheckpointPolicy(url=data.url, every_steps=data.every_steps, keep=data.keep, resume=data.resume)
+    return CheckpointPolicy(
+        url=data.url,
+        every_steps=data.every_steps,
+        keep=data.keep,
+        resume=data.resume,
+        huggingface_every_steps=data.huggingface_every_steps,
+        huggingface_directory=data.huggingface_directory,
+    )

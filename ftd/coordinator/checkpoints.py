@@ -7,19 +7,29 @@ and the node that reads a layer checks its bytes.
 """
 
 import asyncio
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from ftd.errors import ConfigurationError
-from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
-from statemachine.events import CheckpointFailed, CheckpointFound, CheckpointWritten, Event
+from ftd.checkpoint_export import run_export
+from ftd.errors import CheckpointError, ConfigurationError
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
+from statemachine.events import (
+    CheckpointExported,
+    CheckpointExportFailed,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
+    Event,
+)
 from statemachine.values import Checkpoint, Job, PassedOver, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.errors import StorageError
@@ -37,16 +47,30 @@ class Checkpoints:
         self._now = now
         self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changing = False
+        self._exporting: int | None = None
+        """Step of the checkpoint that is read for an export."""
 
     # --- the machine's effects -------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> None:
         """Feeds CheckpointWritten or CheckpointFailed."""
-        self._change(lambda: commit(effect, self._now()))
+        self._change(lambda: commit(effect, self._now(), spared=self._exporting))
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
         """Remove what is left of an attempt. What cannot be removed goes with the next ``prune``."""
         self._change(lambda: abandon(effect))
+
+    def export(self, effect: ExportCheckpoint) -> None:
+        """Feeds CheckpointExported or CheckpointExportFailed. Its checkpoint stays until then."""
+        self._exporting = effect.step
+
+        def work() -> CheckpointExported | CheckpointExportFailed:
+            try:
+                return export(effect, self._now)
+            finally:
+                self._exporting = None
+
+        _start(self._answering(work))
 
     def find(self, effect: FindCheckpoint) -> None:
         """Feeds CheckpointFound."""
@@ -115,8 +139,35 @@ def _store(job: Job, *, create: bool = False) -> CheckpointStore:
     return CheckpointStore.at(job.checkpoint.url, job=job.name, create=create)
 
 
-def commit(effect: CommitCheckpoint, at: float) -> CheckpointWritten | CheckpointFailed:
-    """Write the manifest of what the nodes have written, then remove what is too old."""
+def export(effect: ExportCheckpoint, now: Callable[[], float]) -> CheckpointExported | CheckpointExportFailed:
+    """Export a checkpoint of the job; whatever goes wrong is said in words."""
+    job, began_at = effect.job, now()
+    policy = job.checkpoint
+    try:
+        done = run_export(policy.url, job.name, effect.step, policy.huggingface_directory, effect.limit_s)
+    except Exception as error:
+        detail = str(error) if isinstance(error, CheckpointError) else _unforeseen(error)
+        return CheckpointExportFailed(
+            at=now(), cause=effect.cause, job_id=job.job_id, step=effect.step, detail=detail
+        )
+    return CheckpointExported(
+        at=now(),
+        cause=effect.cause,
+        job_id=job.job_id,
+        step=effect.step,
+        directory=done.directory,
+        size_bytes=done.size_bytes,
+        took_s=round(now() - began_at, 6),
+    )
+
+
+def commit(
+    effect: CommitCheckpoint, at: float, spared: int | None = None
+) -> CheckpointWritten | CheckpointFailed:
+    """Write the manifest of what the nodes have written, then remove what is too old.
+
+    :param spared: step of a checkpoint that is not removed yet.
+    """
     job = effect.job
     said: dict[str, Any] = {"at": at, "cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
     try:
@@ -136,7 +187,7 @@ def commit(effect: CommitCheckpoint, at: float) -> CheckpointWritten | Checkpoin
         return CheckpointFailed(**said, detail=_unforeseen(error))
     pruned: tuple[int, ...] = ()
     try:
-        pruned = store.prune(job.checkpoint.keep, newest=effect.step)
+        pruned = store.prune(job.checkpoint.keep, newest=effect.step, spared=spared)
     except Exception as error:
         # It is there; what is too old goes next time.
         _log.warning("prune", url=job.checkpoint.url, reason=str(error))
@@ -225,6 +276,8 @@ def first_checkpoint(job: Job) -> Checkpoint | None:
     policy = job.checkpoint
     if not policy.url:
         return None
+    if policy.huggingface_directory:
+        _make_exports(policy.huggingface_directory)
     try:
         _store(job, create=True)
         begin, skipped = newest_checkpoint(job)
@@ -243,3 +296,18 @@ def first_checkpoint(job: Job) -> Checkpoint | None:
     for passed in skipped:
         _log.warning("skipped", url=policy.url, step=passed.step, reason=passed.reason)
     return begin
+
+
+def _make_exports(directory: str) -> None:
+    """:raises ConfigurationError: nothing can be exported there."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(directory, os.W_OK | os.X_OK) else "it cannot be written"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigurationError(
+            f"{directory}: {problem}",
+            field="checkpoint.huggingface_directory",
+            remedy="name a directory that every coordinator can write to, under the same name",
+        )

@@ -49,6 +49,7 @@ from statemachine.effects import (
     ComputePlan,
     Effect,
     EmitEvent,
+    ExportCheckpoint,
     FindCheckpoint,
     ForeseePlan,
     ForgetNode,
@@ -71,7 +72,7 @@ STATE_LATER = 25
 GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
+    | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
     | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode
 )  # fmt: skip
 
@@ -327,6 +328,8 @@ class Coordinator:
                 self._checkpoints.commit(effect)
             case AbandonCheckpoint():
                 self._checkpoints.abandon(effect)
+            case ExportCheckpoint():
+                self._checkpoints.export(effect)
             case FindCheckpoint():
                 self._checkpoints.find(effect)
             case AnswerRequest():

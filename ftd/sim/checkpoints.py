@@ -1,15 +1,23 @@
 """What a simulated coordinator does at the place of checkpoints, which may be full, closed, or hang."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftd.sim.world import World
 from statemachine.cluster.machine import ClusterEvent
-from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
-from statemachine.events import CheckpointFailed, CheckpointWritten
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
+from statemachine.events import (
+    CheckpointExported,
+    CheckpointExportFailed,
+    CheckpointFailed,
+    CheckpointWritten,
+)
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
+
+EXPORT_S = 0.5
+"""An export takes this long."""
 
 
 class CheckpointWork(ABC):
@@ -57,6 +65,22 @@ class CheckpointWork(ABC):
             self.world.at(place.hangs_s + 0.1, self._abandon, effect, life)  # Behind the commit that hangs.
         elif life == self._life:
             place.abandon(effect)
+
+    def _export(self, effect: ExportCheckpoint, life: int) -> None:
+        """What a coordinator exports that dies is exported by the next one."""
+        if life != self._life:
+            return
+        job, kept = effect.job, self.invariants.place.kept
+        at: dict[str, Any] = {"at": self.world.now, "cause": effect.cause}
+        step = effect.step
+        if self.invariants.place.closed or step not in kept:
+            self.feed(CheckpointExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
+            return
+        directory = job.checkpoint.huggingface_directory
+        done = CheckpointExported(
+            **at, job_id=job.job_id, step=step, directory=directory, size_bytes=1, took_s=EXPORT_S
+        )
+        self.feed(done)
 
     def _find(self, effect: FindCheckpoint, life: int) -> None:
         place, now = self.invariants.place, self.world.now

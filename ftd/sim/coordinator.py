@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
-from ftd.sim.checkpoints import CheckpointWork
+from ftd.sim.checkpoints import EXPORT_S, CheckpointWork
 from ftd.sim.disk import Copy, Disk
 from ftd.sim.forgotten import forgets
 from ftd.sim.losses import Written
@@ -31,6 +31,7 @@ from statemachine.effects import (
     ComputePlan,
     Effect,
     EmitEvent,
+    ExportCheckpoint,
     FindCheckpoint,
     ForeseePlan,
     ForgetNode,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
-    | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint
+    | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
     | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan | ForgetNode
 )  # fmt: skip
 
@@ -320,6 +321,8 @@ class SimCoordinator(CheckpointWork, PlanningWork):
                 world.at(world.between(0.001, 0.2), self._commit, effect, self._life)
             case AbandonCheckpoint():
                 world.at(world.between(0.2, 0.3), self._abandon, effect, self._life)
+            case ExportCheckpoint():
+                world.at(EXPORT_S, self._export, effect, self._life)
             case FindCheckpoint():
                 world.at(world.between(0.001, 0.2), self._find, effect, self._life)
             case PublishCluster() | AnswerRequest() | CancelTemplates() | ForeseePlan():

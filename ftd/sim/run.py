@@ -146,7 +146,11 @@ class Simulation:
         wanted = seed % 3 == 0 if leaning.checkpoints is None else leaning.checkpoints
         if self.snapshot.every_steps and wanted:  # the other seeds are as they are without
             self.checkpoint = CheckpointPolicy(
-                url="/checkpoints", every_steps=world.rng.choice((1, 2, 4)), keep=world.rng.choice((1, 2, 3))
+                url="/checkpoints",
+                every_steps=world.rng.choice((1, 2, 4)),
+                keep=world.rng.choice((1, 2, 3)),
+                huggingface_every_steps=3 * (seed % 2),
+                huggingface_directory="/exports",
             )
         self.faults: list[str] = []
         self.healed = False

@@ -64,7 +64,13 @@ QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
 """Too many to list one by one where people look."""
 
 ROUTINE_EVENTS = frozenset(
-    {"SnapshotCompleted", "SnapshotIntervalChosen", "CheckpointStarted", "CheckpointCompleted"}
+    {
+        "SnapshotCompleted",
+        "SnapshotIntervalChosen",
+        "CheckpointStarted",
+        "CheckpointCompleted",
+        "CheckpointExported",
+    }
 )
 """What comes again and again while all is well."""
 

@@ -34,6 +34,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         s.ProtectionChanged,
         s.CheckpointStarted,
         s.CheckpointCompleted,
+        s.CheckpointExported,
         s.JobResumed,
         e.GenerationStarted,
         e.Quiesced,
@@ -71,6 +72,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         s.RolledBack,
         s.RestoreFailed,
         s.CheckpointGivenUp,
+        s.CheckpointExportFailed,
     ),
     "critical": (e.JobFailed, e.ClusterPaused, e.TakeoverRefused),
 }

@@ -93,6 +93,10 @@ DETAILS: dict[str, Json] = {
     "CheckpointStarted": {"url": "/checkpoints/gpt", "layers": {"node-0": 4, "node-1": 4}},
     "CheckpointCompleted": {"size_bytes": 36150144, "took_s": 1.4, "pruned": [20]},
     "CheckpointGivenUp": {"kept_step": 50},
+    "CheckpointExported": {
+        "directory": "/exports/gpt/step-000000000050", "size_bytes": 12050048, "took_s": 0.9,
+    },
+    "CheckpointExportFailed": {"directory": "/exports/gpt"},
     "CheckpointSkipped": {"url": "/checkpoints/gpt"},
     "LeaderLost": {"leader": "host-a", "term": 3, "how": "last_will", "detected_at": 1005.003},
     "LeaderElected": {"leader": "host-b", "term": 4, "took_s": 0.012},

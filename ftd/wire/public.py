@@ -101,6 +101,8 @@ class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     every_steps: int = 0
     keep: int = 3
     resume: bool = True
+    huggingface_every_steps: int = 0
+    huggingface_directory: str = ""
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

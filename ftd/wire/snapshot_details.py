@@ -142,6 +142,21 @@ class CheckpointGivenUp(Details, frozen=True, kw_only=True):
     """Of the newest that this job knows of."""
 
 
+class CheckpointExported(Details, frozen=True, kw_only=True):
+    """A checkpoint was exported: ``from_pretrained`` reads the directory."""
+
+    directory: str
+    size_bytes: int
+    """All weights."""
+    took_s: float
+
+
+class CheckpointExportFailed(Details, frozen=True, kw_only=True):
+    """A checkpoint could not be exported; the checkpoint itself is there, and the next one is tried."""
+
+    directory: str
+
+
 class CheckpointSkipped(Details, frozen=True, kw_only=True):
     """Something at the checkpoints' place is no complete checkpoint, or damaged, and was passed over."""
 

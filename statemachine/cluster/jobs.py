@@ -11,8 +11,8 @@ from statemachine.cluster.membership import healthy, misfit, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import PhaseEvent
 from statemachine.cluster.recovery import note_cause, reconfigure
+from statemachine.cluster.snapshots import exporting, persisting
 from statemachine.cluster.snapshots import orders as snapshot_orders
-from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.buddies import lost_buddies
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
 from statemachine.cluster.snapshots.protections import overdue, wish_of
@@ -284,7 +284,7 @@ def maybe_finish(c: Cluster) -> None:
             c.ledger.pending[known.step] = known.vote
             tell(c)
         return
-    if snapshot_orders.last_wanted(c):
+    if snapshot_orders.last_wanted(c) or exporting.last_export_wanted(c):
         return
     digests: dict[int, str] = {}
     for name in planned:
@@ -313,6 +313,7 @@ def pursue(c: Cluster) -> None:
     follow_group(c)
     build(c)
     persisting.pursue(c)
+    exporting.pursue(c)
     match c.phase:
         case ClusterPhase.WAITING:
             problem = nobody_can_build(c)

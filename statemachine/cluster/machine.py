@@ -24,7 +24,7 @@ from statemachine.cluster import (
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.untold import is_kept
 from statemachine.cluster.membership import inquire_all
-from statemachine.cluster.snapshots import persisting, snapshots
+from statemachine.cluster.snapshots import exporting, persisting, snapshots
 from statemachine.cluster.snapshots import requests as snapshot_requests
 from statemachine.cluster.state import (
     FINISH,
@@ -41,6 +41,8 @@ from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
+    CheckpointExported,
+    CheckpointExportFailed,
     CheckpointFailed,
     CheckpointFound,
     CheckpointWritten,
@@ -79,6 +81,8 @@ ClusterEvent = (
     | RestoreChecked
     | CheckpointWritten
     | CheckpointFailed
+    | CheckpointExported
+    | CheckpointExportFailed
     | CheckpointFound
 )
 
@@ -250,6 +254,10 @@ class ClusterMachine:
                 persisting.written(c, event)
             case CheckpointFailed():
                 persisting.commit_failed(c, event)
+            case CheckpointExported():
+                exporting.exported(c, event)
+            case CheckpointExportFailed():
+                exporting.export_failed(c, event)
             case CheckpointFound():
                 self._fail(rollback.found(c, event))
             case _:

@@ -8,11 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, find, first_checkpoint
+from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, export, find, first_checkpoint
 from ftd.errors import ConfigurationError
 from planner.values import Policy
-from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, FindCheckpoint
-from statemachine.events import CheckpointFailed, CheckpointFound, CheckpointWritten, Event
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
+from statemachine.events import (
+    CheckpointExported,
+    CheckpointExportFailed,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
+    Event,
+)
 from statemachine.values import CheckpointPolicy, Job, LayerOnDisk, Vote
 from storage.checkpoint import CheckpointStore
 from tests.storage.kept import LAYERS, holds, layer_state, write
@@ -120,6 +127,78 @@ def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, t
         with pytest.raises(ConfigurationError) as caught:
             first_checkpoint(job_at(url))
         assert caught.value.field == "checkpoint.url"
+
+
+def exporting(job: Job, step: int, limit_s: float = 240.0) -> ExportCheckpoint:
+    return ExportCheckpoint(cause="c", job=job, step=step, limit_s=limit_s)
+
+
+def exported(job: Job, step: int, limit_s: float = 240.0) -> CheckpointExported | CheckpointExportFailed:
+    return export(exporting(job, step, limit_s), lambda: 1.0)
+
+
+def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    first_checkpoint(job)
+    write(store, 20)
+    (exports / ".step-000000000010.whole.partial").mkdir()
+    done = exported(job, 20)
+    target = exports / "step-000000000020"
+    assert isinstance(done, CheckpointExported) and done.directory == str(target)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "ftd.json", "model.safetensors"]
+    assert done.size_bytes == (target / "model.safetensors").stat().st_size > 0
+    made = target.stat().st_ino
+    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino == made
+    write(store, 20, attempt="2", seed=9)  # Everybody went back, and came to this step again.
+    origin = msgspec.json.decode((target / "ftd.json").read_bytes())
+    assert (origin["job"], origin["job_id"], origin["step"]) == ("gpt", "gpt-1", 20)
+    (target / "ftd.json").write_text("of another past")
+    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino != made
+    assert [path.name for path in exports.iterdir()] == [target.name]
+
+
+def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    failed = exported(job, 20)
+    assert isinstance(failed, CheckpointExportFailed) and "no checkpoint of step 20" in failed.detail
+    write(store, 20)
+    (tmp_path / "kept" / "step-000000000020" / "layer-0001.bin").write_bytes(b"")
+    failed = exported(job, 20)
+    assert isinstance(failed, CheckpointExportFailed) and "layer-0001.bin has 0 bytes" in failed.detail
+    failed = exported(job, 20, limit_s=0.001)
+    assert isinstance(failed, CheckpointExportFailed) and failed.detail == "it did not end in 0.001 s"
+    assert not exports.exists() or not list(exports.iterdir())
+    with pytest.raises(ConfigurationError) as caught:
+        first_checkpoint(job_at(store.place.url, huggingface_directory="/proc/x"))
+    assert caught.value.field == "checkpoint.huggingface_directory"
+
+
+def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
+    job = job_at(store.place.url, keep=1)
+    for step in (10, 20):
+        write(store, step)
+    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0, spared=10)
+    assert isinstance(event, CheckpointWritten) and event.pruned == (20,)
+    assert store.steps() == (30, 10)
+    event = commit(committing(job, 40, layers_written(store, 40, "a")), at=1.0)
+    assert isinstance(event, CheckpointWritten) and event.pruned == (10, 30)
+
+
+def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
+    directory = str(tmp_path / "exports")
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=directory)
+    write(store, 20)
+    answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    async def body() -> None:
+        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        checkpoints.export(exporting(job, 20))
+        done = await asyncio.to_thread(answers.get, timeout=240)
+        assert isinstance(done, CheckpointExported) and (done.job_id, done.step) == ("gpt-1", 20)
+
+    asyncio.run(body())
 
 
 def test_what_nobody_foresaw_is_an_answer_too(

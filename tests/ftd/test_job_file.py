@@ -252,6 +252,34 @@ def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
     assert "not allowed" not in str(caught.value), "nobody wrote 0"
 
 
+CHECKPOINTS = {"snapshot": {"every_steps": 5}, "checkpoint": {"url": "kept", "every_steps": 10}}
+EXPORTS = {"huggingface_every_steps": 20, "huggingface_directory": "exports"}
+
+
+def test_exports_lie_beside_the_job_file(tmp_path: Path) -> None:
+    told = CHECKPOINTS["checkpoint"] | EXPORTS
+    policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told})).checkpoint
+    assert policy.huggingface_directory == str(tmp_path / "exports")
+    assert (policy.url, policy.huggingface_every_steps) == (str(tmp_path / "kept"), 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"huggingface_every_steps": 0}, "huggingface_every_steps: exports want a number of steps"),
+        ({"huggingface_every_steps": -1}, "huggingface_every_steps: -1 is not allowed"),
+        ({"huggingface_directory": ""}, "huggingface_directory: exports need a directory"),
+        ({"huggingface_directory": "s3://b/x"}, "huggingface_directory: s3://b/x cannot hold exports"),
+        ({"huggingface_directory": "kept"}, "kept cannot hold exports .*a directory of their own"),
+        ({"url": "", "every_steps": 0}, "checkpoint.url: exports are made from checkpoints"),
+    ],
+)
+def test_exports_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    told = CHECKPOINTS["checkpoint"] | EXPORTS | change
+    with pytest.raises(ConfigurationError, match=says):
+        load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told}))
+
+
 @pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])
 def test_sharded_optimizer_state_and_what_can_protect_it(tmp_path: Path, protection: str | None) -> None:
     tables = changed("training.zero1", True)

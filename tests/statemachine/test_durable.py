@@ -17,7 +17,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
 from statemachine.timing import Timing
-from statemachine.values import NodeFacts, Vote
+from statemachine.values import CheckpointPolicy, NodeFacts, Vote
 
 
 def plain(state: Any) -> dict[str, Any]:
@@ -26,12 +26,16 @@ def plain(state: Any) -> dict[str, Any]:
     return decoded
 
 
-def with_whole_votes(state: Any) -> Any:
-    """The state of an older program, its votes with all that a vote says today."""
+def with_new_fields(state: Any) -> Any:
+    """The state of an older program, with what votes, policies and checkpoints have today."""
     if isinstance(state, dict):
-        whole = {name: with_whole_votes(value) for name, value in state.items()}
-        return plain(Vote(**whole)) if set(whole) == {"loss", "gradient_norm", "skipped"} else whole
-    return [with_whole_votes(value) for value in state] if isinstance(state, list) else state
+        whole = {name: with_new_fields(value) for name, value in state.items()}
+        if set(whole) == {"loss", "gradient_norm", "skipped"}:
+            return plain(Vote(**whole))
+        if set(whole) == {"url", "every_steps", "keep", "resume"}:
+            return plain(CheckpointPolicy(**whole))
+        return whole | ({"exported_step": 0} if "spoiled" in whole else {})
+    return [with_new_fields(value) for value in state] if isinstance(state, list) else state
 
 
 def test_a_journal_with_a_row_for_each_node_is_read() -> None:
@@ -44,7 +48,7 @@ def test_a_journal_with_a_row_for_each_node_is_read() -> None:
     again = plain(put_together(written))
     assert old["recovery"].pop("pipelines_before") and not again["recovery"].pop("before")
     assert old.pop("untold")  # Of a step of an older program, which nobody else told.
-    assert {name: again[name] for name in old} == with_whole_votes(old) | {"schema": SCHEMA}
+    assert {name: again[name] for name in old} == with_new_fields(old) | {"schema": SCHEMA}
     other, _ = ClusterMachine.restore(Timing(), written, 1e9, "restart")
     assert plain(other.durable_state()) == written
 

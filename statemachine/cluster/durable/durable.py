@@ -94,6 +94,7 @@ def _persisting(c: Cluster) -> dict[str, Any]:
         "tried": persisting.tried,
         "done": persisting.done,
         "spoiled": sorted(persisting.spoiled),
+        "exported_step": persisting.exported_step,
         "attempt": writing.attempt if writing is not None else "",
         "record": writing.record if writing is not None else None,
         "writers": sorted(writing.shares) if writing is not None else [],
@@ -113,7 +114,12 @@ def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
             began_at=at,
         )
     return Persisting(
-        newest=past.newest, tried=past.tried, done=past.done, spoiled=set(past.spoiled), writing=writing
+        newest=past.newest,
+        tried=past.tried,
+        done=past.done,
+        spoiled=set(past.spoiled),
+        writing=writing,
+        exported_step=past.exported_step,
     )
 
 

@@ -87,6 +87,7 @@ class PersistingRecord:
     tried: int = 0
     done: bool = False
     spoiled: tuple[int, ...] = ()
+    exported_step: int = 0
     attempt: str = ""
     """Of what is being written; empty: nothing is."""
     record: Snapshot | None = None

@@ -111,6 +111,11 @@ class Persisting:
     unanswered: dict[str, int] = field(default_factory=dict)
     """Steps by attempt whose commit was given up before its end was heard of: they may be there yet."""
 
+    exporting: int | None = None
+    """Step of the checkpoint whose export is under way."""
+    exported_step: int = 0
+    """Step of the last checkpoint whose export was complete or given up."""
+
     @property
     def last_step(self) -> int:
         return self.newest.step if self.newest is not None else 0

@@ -10,6 +10,7 @@ import hashlib
 
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.snapshots import exporting
 from statemachine.cluster.snapshots.keeping import Writing
 from statemachine.cluster.snapshots.orders import last_wanted
 from statemachine.cluster.snapshots.snapshots import holders
@@ -65,7 +66,7 @@ def pursue(c: Cluster) -> None:
 
 def _watch_the_end(c: Cluster) -> None:
     """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
-    if c.phase is not ClusterPhase.RUNNING or not last_wanted(c):
+    if c.phase is not ClusterPhase.RUNNING or not (last_wanted(c) or exporting.last_export_wanted(c)):
         c.cancel_timer(FINISH)
     elif FINISH not in c.due:
         c.set_timer(FINISH, _finish_limit_s(c))
@@ -256,8 +257,9 @@ def overdue(c: Cluster) -> None:
 
 
 def end_overdue(c: Cluster) -> None:
-    """The last step's checkpoint is not there in time: the job ends without it."""
+    """The last step's checkpoint, or its export, is not there in time: the job ends without it."""
     persisting = c.persisting
+    exporting.end_overdue(c, _finish_limit_s(c))
     if not last_wanted(c):
         return
     why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
@@ -326,6 +328,7 @@ def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
     persisting = c.persisting
     give_up(c, f"everybody goes back to step {checkpoint.step}")
     persisting.newest, persisting.tried = checkpoint, checkpoint.step
+    persisting.exported_step = min(persisting.exported_step, checkpoint.step)
     persisting.done = persisting.impatient = False
     # What may be committed yet is of steps that are undone.
     persisting.spoiled |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
