@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.data.sampling import sample_indices as sample_indices
+    from runtime.loading import load_checkpoint as load_checkpoint
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
     from runtime.training import Training as Training
@@ -15,6 +16,7 @@ _MODULES = {
     "SnapshotError": "runtime.script.plain_state",
     "Training": "runtime.training",
     "TrainingError": "runtime.training",
+    "load_checkpoint": "runtime.loading",
     "sample_indices": "runtime.data.sampling",
 }
 

@@ -93,7 +93,7 @@ class FtdCheckpointReader(StorageReader):
         for layer in sorted(wanted):
             _, _, payload = self._checkpoint.read_layer(layer)
             for item in wanted[layer]:
-                stored = _tensor(payload, self._found(item.storage_index)[1])
+                stored = tensor_of(payload, self._found(item.storage_index)[1])
                 for dimension, (start, length) in enumerate(
                     zip(item.storage_offsets, item.lengths, strict=True)
                 ):
@@ -132,7 +132,7 @@ def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, Entry]]]:
                 yield full, (layer, entry)
 
 
-def _tensor(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: Entry) -> Tensor:
-    """A view of the payload."""
+def tensor_of(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: Entry) -> Tensor:
+    """Return a view of the payload with the entry's type and shape."""
     part = torch.from_numpy(payload[entry.offset : entry.offset + entry.size_bytes])
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

@@ -170,9 +170,9 @@ class Optimization:
             return
         for group, options in zip(self._optimizer.param_groups, schedule["groups"], strict=True):
             for key, value in options.items():
-                group[key] = _restored(group[key], value)
+                group[key] = from_plain(group[key], value)
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), schedule["scheduler"]))
+            self._scheduler.load_state_dict(from_plain(self._scheduler.state_dict(), schedule["scheduler"]))
         if self.loss_scale is not None:
             self.loss_scale.value, self.loss_scale.good_steps = schedule["loss_scale"]
 
@@ -263,7 +263,7 @@ def _plain(value: Any, what: str) -> Any:
             )
 
 
-def _restored(like: Any, plain: Any) -> Any:
+def from_plain(like: Any, plain: Any) -> Any:
     """The inverse of ``_plain``; types that it flattened are taken from the value that is replaced."""
     match like:
         case Tensor():
@@ -271,12 +271,12 @@ def _restored(like: Any, plain: Any) -> Any:
         case Counter():
             return Counter(dict(plain["pairs"]))
         case dict():
-            return {k: _restored(like.get(k), v) for k, v in plain["pairs"]}
+            return {k: from_plain(like.get(k), v) for k, v in plain["pairs"]}
         case list() | tuple() if isinstance(plain, list):
-            items = [_restored(like[i] if i < len(like) else None, item) for i, item in enumerate(plain)]
+            items = [from_plain(like[i] if i < len(like) else None, item) for i, item in enumerate(plain)]
             return type(like)(items)
         case _ if isinstance(plain, dict):
-            return {k: _restored(None, v) for k, v in plain["pairs"]}
+            return {k: from_plain(None, v) for k, v in plain["pairs"]}
         case _:
             return plain
 

@@ -20,8 +20,8 @@ from tests.runtime.support import data_for, gpt_data, training_of
 class Trainer:
     """One process that trains all layers alone."""
 
-    def __init__(self, precision: str = "float64") -> None:
-        self.data = gpt_data(precision=precision, arguments={"dropout": 0.1})
+    def __init__(self, precision: str = "float64", dropout: float = 0.1) -> None:
+        self.data = gpt_data(precision=precision, arguments={"dropout": dropout})
         self.training = load(self.data)
         self.model = Model(self.training, self.data)
         self.optimization = Optimization(self.model)
