@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from runtime.adapters import adapter_config, adapter_names, base_model_of, base_name, has_adapter
 from storage.description import MAX_FILES_BYTES, ModelDescription, is_file_name
 
-_BESIDE_WEIGHTS = (
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
@@ -27,14 +25,14 @@ _BESIDE_WEIGHTS = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files of tokenizers and processors, small ones first."""
+"""Files of tokenizers, small ones first."""
 
 
-def describe(model: nn.Module, directories: Iterable[str | Path] = ()) -> ModelDescription:
+def describe(model: nn.Module, files_from: Iterable[str | Path] = ()) -> ModelDescription:
     """Describe ``model``, whose parameters may be on the meta device.
 
-    :param directories: where files of the tokenizer are looked for, after the directory that the model itself
-        was loaded from.
+    :param files_from: directories in which files of the tokenizer are looked for, or a file that is one, before
+        the directory that the model itself was loaded from.
     """
     named = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
@@ -52,7 +50,7 @@ def describe(model: nn.Module, directories: Iterable[str | Path] = ()) -> ModelD
         kept = _names_in_weights(model, base, [first, *others], in_adapter)
         if kept != (first,):
             weight_names[first] = kept
-    files, left_out = _files(base, directories)
+    files, left_out = _files(base, files_from)
     return ModelDescription(
         aliases=aliases,
         architecture=type(base).__name__,
@@ -85,7 +83,7 @@ def _names_in_weights(
     return tuple(name for name in found if name == source or name not in retied)
 
 
-def _files(base: Any, directories: Iterable[str | Path]) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def _files(base: Any, files_from: Iterable[str | Path]) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The files beside the weights, and the names of those that are too large."""
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
@@ -95,15 +93,17 @@ def _files(base: Any, directories: Iterable[str | Path]) -> tuple[dict[str, byte
         files["generation_config.json"] = base.generation_config.to_json_string(use_diff=True).encode()
     left_out = []
     room = MAX_FILES_BYTES - sum(map(len, files.values()))
-    for directory in (getattr(base.config, "_name_or_path", ""), *directories):
-        for path in _beside(directory, has_code=hasattr(config, "auto_map")):
-            if path.name in files:
+    for place in (*files_from, getattr(base.config, "_name_or_path", "")):
+        # Never files of two tokenizers.
+        done = {*files, *(_TOKENIZER if files.keys() & set(_TOKENIZER) else ())}
+        for name, path in _beside(place, has_code=hasattr(config, "auto_map")).items():
+            if name in done:
                 continue
             if path.stat().st_size > room:
-                left_out.append(path.name)
+                left_out.append(name)
                 continue
-            files[path.name] = path.read_bytes()
-            room -= len(files[path.name])
+            files[name] = path.read_bytes()
+            room -= len(files[name])
     return files, tuple(left_out)
 
 
@@ -114,14 +114,18 @@ def _use_cache_again(config: Any) -> None:
             part.use_cache = True
 
 
-def _beside(directory: str | Path, *, has_code: bool) -> list[Path]:
+def _beside(place: str | Path, *, has_code: bool) -> dict[str, Path]:
     """Files of a model's directory that are no weights; none where it is a name on the hub.
 
+    :param place: the directory, or a tokenizer in a file of any name.
     :param has_code: the model's own Python files are taken, too.
     """
-    if not directory or not Path(directory).is_dir():
-        return []
-    found = [Path(directory) / name for name in _BESIDE_WEIGHTS]
+    path = Path(place)
+    if path.is_file():
+        return {"tokenizer.json": path}
+    if not place or not path.is_dir():
+        return {}
+    found = [path / name for name in (*_PROCESSOR, *_TOKENIZER)]
     if has_code:
-        found += sorted(Path(directory).glob("*.py"))
-    return [path for path in found if path.is_file() and is_file_name(path.name)]
+        found += sorted(path.glob("*.py"))
+    return {one.name: one for one in found if one.is_file() and is_file_name(one.name)}

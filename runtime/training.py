@@ -76,6 +76,9 @@ class Training:
     """A held-out data set, with samples like those of ``dataset``."""
     metrics: Callable[[Any, Batch], dict[str, Any]] | None = None
     """``metrics(output, batch)``: further numbers by name, each averaged like the loss."""
+    files_from: Sequence[str | Path] = ()
+    """Directories with the files of the tokenizer or processor, or a ``tokenizer.json``: checkpoints keep
+    them, so that exports have them. The directory that the model was loaded from need not be named."""
 
 
 def load_training(data: TrainingData) -> Training:
@@ -299,6 +302,11 @@ def _check(training: Training, function: str) -> None:
         )
     if isinstance(training.loss, nn.Module) and any(True for _ in training.loss.parameters()):
         raise TrainingError(f"{function}: Training.loss has parameters; make them part of the last layer")
+    if isinstance(training.files_from, str | Path) or not isinstance(training.files_from, Sequence):
+        raise TrainingError(f"{function}: Training.files_from must be a list of directories")
+    for place in training.files_from:
+        if not Path(place).exists():
+            raise TrainingError(f"{function}: Training.files_from: {place} does not exist")
     pairs = training.layers is not None and training.collate is None
     _check_dataset(training.dataset, f"{function}: Training.dataset", pairs=pairs)
     if training.evaluation is not None:

@@ -119,7 +119,7 @@ class Trainer:
     def _describe(self, engine: Engine, job_id: str) -> None:
         """Send the description of the model. Training does not depend on it: whatever is wrong is printed."""
         try:
-            description = encode_description(describe(engine.model.whole))
+            description = encode_description(describe(engine.model.whole, engine.model.training.files_from))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             sys.stderr.write(f"checkpoints of this job keep no configuration of the model: {reason}\n")

@@ -37,4 +37,5 @@ def build(**tables: Any) -> Training:
         optimizer=make_optimizer(recipe.optimizer),
         scheduler=make_scheduler(recipe.schedule, recipe.steps),
         evaluation=data.held_out,
+        files_from=[] if tokenizer is None else [tokenizer.directory],
     )

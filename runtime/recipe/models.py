@@ -147,6 +147,8 @@ def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
         field = "model.overrides" if overrides else f"the configuration in {table.huggingface}"
         raise TrainingError(f"{field}: transformers refuses it for {kind.model_type}: {error}") from error
     config.use_cache = False
+    # As from_pretrained does: checkpoints find the files of the tokenizer there, adapters their base model.
+    config._name_or_path = table.huggingface or ""
     return config
 
 

@@ -35,6 +35,11 @@ class LoadedTokenizer:
     mask_token_id: int | None
     special_token_ids: tuple[int, ...]
 
+    @property
+    def directory(self) -> Path:
+        """The directory with all files of the tokenizer; the file itself where it is one of another name."""
+        return self.path.parent if self.path.name == "tokenizer.json" else self.path
+
     def end_of_text(self, wanted: bool | str) -> int | None:
         """Return the id of the token that ends a document.
 

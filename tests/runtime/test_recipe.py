@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.description import describe
 from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
@@ -181,6 +182,20 @@ def test_a_classifier_s_head_may_be_new(tmp_path: Path) -> None:
     assert torch.equal(again.classifier.weight, classifier.classifier.weight)
     model = model | {"huggingface": str(tmp_path / "classifier"), "overrides": {"num_labels": 5}}
     assert made(built(model, {"huggingface": data})).classifier.weight.shape == (5, 32)
+
+
+def test_files_of_the_tokenizer_are_kept_for_exports(tmp_path: Path, text: str, tokens: str) -> None:
+    place = Path(saved(tmp_path / "model"))
+    (place / "tokenizer_config.json").write_text('{"of": "the model"}')
+    training = built({"huggingface": str(place)}, {"tokens": tokens})
+    files = describe(made(training), training.files_from).files
+    assert files["tokenizer_config.json"] == b'{"of": "the model"}'
+    training = built({"architecture": "llama", "overrides": LLAMA}, {"text": text, "tokenizer": "bytes"})
+    files = describe(made(training), training.files_from).files
+    assert files["tokenizer.json"] == Path(byte_tokenizer()).read_bytes()
+    model = {"huggingface": str(place), "weights": "random", "overrides": {"vocab_size": 300}}
+    training = built(model, {"text": text, "tokenizer": "bytes"})
+    assert "tokenizer_config.json" not in describe(made(training), training.files_from).files
 
 
 def test_lora_freezes_the_weights_and_trains_adapters(tmp_path: Path, tokens: str) -> None:

@@ -208,6 +208,8 @@ class Words(Rows):
         ({"loss": "Loss()"}, "Training.loss has parameters"),
         ({"optimizer": "torch.ones(1)"}, "Training.optimizer must be a function"),
         ({"scheduler": "3"}, "Training.scheduler must be a function .* or None, not a int"),
+        ({"files_from": "'/tmp'"}, "Training.files_from must be a list of directories"),
+        ({"files_from": "['/nowhere']"}, "Training.files_from: /nowhere does not exist"),
         (
             {"dataset": "iter([])"},
             "a list_iterator, which has no .*impossible in a stream.*map-style data set",
