@@ -13,11 +13,20 @@ from torch import nn
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
+from runtime.data.batches import default_collate
 from runtime.description import describe
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.state import LayerStates
 from runtime.pretrained import load_into
+from runtime.training import Training
+from storage.checkpoint import CheckpointStore
+from storage.description import encode_description
 from storage.numeric import FLOATING, converted
 from tests.runtime.exporting import checkpoint_of
 from tests.runtime.small_models import MODELS, config_of, lasting, logits_of, model_of
+from tests.runtime.support import data_for
+from tests.storage.kept import about
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "x"}
 
@@ -52,6 +61,75 @@ def test_from_pretrained_gives_the_same_logits(tmp_path: Path, kind: str, tied: 
     else:
         assert files == ["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+class Samples:
+    """The same sequence of tokens again and again."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(3, 15)
+        return {"input_ids": ids, "labels": ids}
+
+
+def written_by_an_engine(model: nn.Module, url: Path) -> None:
+    """Cut the model into layers, train them one step, and write what they pack."""
+    training = Training(
+        model=model,
+        dataset=Samples(),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+    )
+    cut = Model(training, data_for("unused.py:build", precision="float32"))
+    optimization = Optimization(cut)
+    states = LayerStates(cut, optimization)
+    layers = range(cut.layer_count)
+    batch = default_collate([training.dataset[index] for index in range(4)])
+    output = cut.forward(0, cut.layer_count, None, step=1, row=0, batch=batch)
+    torch.autograd.backward(cut.loss(output, batch, 4)[0])
+    optimization.step(layers)
+    store = CheckpointStore.at(str(url), create=True)
+    draft = store.begin(1)
+    store.write_description(draft, encode_description(describe(cut.whole)))
+    files = []
+    for layer in layers:
+        header, payload = states.pack(layer)
+        files.append(store.write_layer(draft, layer, header, [payload.numpy()]))
+    store.commit(draft, files, **about())
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("bert", True)]
+)
+def test_layers_of_a_trained_model_are_put_together_again(tmp_path: Path, kind: str, tied: bool) -> None:
+    model = model_of(kind, tied=tied)
+    before = logits_of(model, kind)
+    written_by_an_engine(model, tmp_path / "kept")
+    export(tmp_path / "kept", tmp_path / "out")
+    loaded = MODELS[kind][0].from_pretrained(tmp_path / "out")
+    assert loaded.config.use_cache is not False
+    assert torch.equal(logits_of(loaded, kind), logits_of(model, kind))
+    assert not torch.equal(logits_of(loaded, kind), before)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "add_adapter"])
+def test_a_trained_adapter_is_exported_and_merged(tmp_path: Path, wrapped: bool) -> None:
+    model_of("llama").save_pretrained(tmp_path / "base")
+    model = MODELS["llama"][0].from_pretrained(tmp_path / "base")
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    if wrapped:
+        model = get_peft_model(model, config)
+    else:
+        model.add_adapter(config)
+    written_by_an_engine(model, tmp_path / "kept")
+    export(tmp_path / "kept", tmp_path / "adapter")
+    base = MODELS["llama"][0].from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(logits_of(loaded, "llama"), logits_of(model, "llama"))
+    export(tmp_path / "kept", tmp_path / "merged", "--merge")
+    merged = MODELS["llama"][0].from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits_of(merged, "llama"), logits_of(model, "llama"), atol=1e-5)
 
 
 def test_what_was_exported_is_what_ftd_begins_from(tmp_path: Path) -> None:
