@@ -10,6 +10,7 @@ from statemachine.values import (
     Buddy,
     CommittedStep,
     DeviceReport,
+    Evaluation,
     FailureCause,
     HeldPart,
     HeldSnapshot,
@@ -137,6 +138,8 @@ class Finished:
     generation: int
     step: int
     digests: dict[int, str] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    """Of the state after the last step, if the group evaluated it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +283,9 @@ class Resume:
     """Under ZeRO-1 and without ``restore``: who among the planned devices has what."""
     buddies: dict[str, Buddy] = field(default_factory=dict)
     """Node → who keeps a copy of its part of this generation's snapshots."""
+    evaluated: int = 0
+    """The newest step whose evaluation was reported. The state after ``step`` is evaluated first of all if that
+    is due and not reported; all ranks agree on it, as all get this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

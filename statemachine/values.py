@@ -51,6 +51,19 @@ MOST_METRIC_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What the held-out data set says of the state after one committed step."""
+
+    loss: float
+    """Mean over the held-out samples: the sum of the loss's terms over ``weight``; NaN where that is 0."""
+    weight: float
+    """Total weight of the loss: rows, or the tokens that count."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Own metrics of the training function, averaged over the held-out samples."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """What every rank knows about one step once it has passed the VOTE (design §4).
 
@@ -71,6 +84,8 @@ class Vote:
     """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Own metrics of the training function, averaged over the global batch like the loss."""
+    evaluation: Evaluation | None = None
+    """Of the state before this step, if the group evaluated it: no rank gets to this VOTE without its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +195,8 @@ class DeviceReport:
     held: tuple[int, ...]
     lineage: int = 0
     parts: tuple[StatePart, ...] = ()
+    evaluation: Evaluation | None = None
+    """Of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
 
 PROTOCOL = 5

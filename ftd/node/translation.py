@@ -28,7 +28,7 @@ from statemachine.agent.events import (
     TrainerUp,
 )
 from statemachine.events import Event
-from statemachine.values import DeviceReport, FailureCause, HeldPart, Job, Vote
+from statemachine.values import DeviceReport, Evaluation, FailureCause, HeldPart, Job, Vote
 
 
 def world_data(
@@ -100,6 +100,7 @@ def resume_frame(resume: messages.Resume, device: Device, token: str, restore: s
         protection=resume.protection,
         restore=restore,
         lineage=resume.lineage,
+        evaluated=resume.evaluated,
     )
 
 
@@ -145,7 +146,23 @@ def vote_data(vote: Vote) -> protocol.VoteData:
         loss_scale=vote.loss_scale,
         learning_rate=vote.learning_rate,
         metrics=dict(vote.metrics),
+        evaluation=None if vote.evaluation is None else evaluation_data(vote.evaluation),
     )
+
+
+def evaluation_data(evaluation: Evaluation) -> protocol.EvaluationData:
+    return protocol.EvaluationData(
+        loss=evaluation.loss,
+        weight=evaluation.weight,
+        metrics=dict(evaluation.metrics),
+        took_s=evaluation.took_s,
+    )
+
+
+def evaluation_of(data: protocol.EvaluationData | None) -> Evaluation | None:
+    if data is None:
+        return None
+    return Evaluation(loss=data.loss, weight=data.weight, metrics=dict(data.metrics), took_s=data.took_s)
 
 
 def vote_of(data: protocol.VoteData) -> Vote:
@@ -157,6 +174,7 @@ def vote_of(data: protocol.VoteData) -> Vote:
         loss_scale=data.loss_scale,
         learning_rate=data.learning_rate,
         metrics=dict(data.metrics),
+        evaluation=evaluation_of(data.evaluation),
     )
 
 
@@ -257,6 +275,7 @@ def _training_event(report: protocol.TrainingReport, base: dict[str, Any]) -> Ev
                 **base,
                 step=report.step,
                 digests=dict(report.digests),
+                evaluation=evaluation_of(report.evaluation),
             )
         case _:
             assert_never(report)
@@ -295,6 +314,7 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
             StatePart(layer=part.layer, part=part.part, parts=part.parts, replica=part.replica)
             for part in report.parts
         ),
+        evaluation=evaluation_of(report.evaluation),
     )
 
 

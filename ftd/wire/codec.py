@@ -26,7 +26,7 @@ from ftd.wire.plans import pack, unpack
 from ftd.wire.profiles import problem_of_profile
 from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.messages import Command, Hello, Prepared, Resume, Signal
-from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Vote
+from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
@@ -281,7 +281,7 @@ def _check_node(claimed: str, topic: str | None) -> None:
 _COUNTS = frozenset(
     {
         "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
-        "size_bytes", "pinned",
+        "size_bytes", "pinned", "evaluated",
     }
 )  # fmt: skip
 _DURATIONS = frozenset({"rendezvous_s", "state_s", "step_s", "copy_s", "stall_s", "took_s"})
@@ -307,10 +307,12 @@ def _check_numbers(message: Any) -> None:
             raise WireError(f"malformed {type(message).__name__}: step is {told.step}")
         _check_vote(message, told.vote)
     _check_vote(message, getattr(message, "vote", None))
+    _check_evaluation(message, getattr(message, "evaluation", None))
     if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
         raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
     for report in getattr(message, "reports", ()):
         _check_vote(message, report.vote)
+        _check_evaluation(message, report.evaluation)
         for held in report.parts:
             if held.layer < 0 or not 0 <= held.part < held.parts:
                 raise WireError(f"malformed {type(message).__name__}: there is no {held}")
@@ -329,12 +331,24 @@ def _check_numbers(message: Any) -> None:
 
 def _check_vote(message: Any, vote: Vote | None) -> None:
     """:raises WireError: more metrics than a step may have, or one of too long a name."""
-    if vote is None or not vote.metrics:
+    if vote is not None:
+        _check_metrics(message, vote.metrics)
+        _check_evaluation(message, vote.evaluation)
+
+
+def _check_evaluation(message: Any, evaluation: Evaluation | None) -> None:
+    if evaluation is None:
         return
+    _check_metrics(message, evaluation.metrics)
+    if not 0 <= evaluation.took_s <= MOST_S:
+        raise WireError(f"malformed {type(message).__name__}: an evaluation took {evaluation.took_s} s")
+
+
+def _check_metrics(message: Any, metrics: dict[str, float]) -> None:
     kind, most = type(message).__name__, MOST_METRICS
-    if len(vote.metrics) > most:
-        raise WireError(f"malformed {kind}: {len(vote.metrics)} metrics; at most {most} are allowed")
-    for name in vote.metrics:
+    if len(metrics) > most:
+        raise WireError(f"malformed {kind}: {len(metrics)} metrics; at most {most} are allowed")
+    for name in metrics:
         if not 1 <= len(name) <= MOST_METRIC_CHARACTERS:
             raise WireError(
                 f"malformed {kind}: a metric's name has {len(name)} characters; "

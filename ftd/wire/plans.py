@@ -74,6 +74,7 @@ class _Resume(msgspec.Struct, frozen=True, kw_only=True):
     restore: Restore | None
     held_parts: tuple[HeldPart, ...]
     buddies: dict[str, Buddy]
+    evaluated: int
 
 
 _ENCODER = msgspec.msgpack.Encoder()

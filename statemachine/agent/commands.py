@@ -32,8 +32,8 @@ from statemachine.messages import (
 )
 from statemachine.values import CommittedStep, NodeState
 
-STEPS_PER_MESSAGE = 100
-"""With as many metrics as a step may have, of the longest names, so many fit into one signal."""
+STEPS_PER_MESSAGE = 50
+"""With as many metrics as a step and an evaluation may have, of the longest names, so many fit into one signal."""
 
 
 def obey(a: Agent, command: Command) -> None:
@@ -149,6 +149,7 @@ def say_finished(a: Agent) -> None:
     if a.resume is None or a.job is None or not a.training:
         return
     digests: dict[int, str] = {}
+    evaluation = None
     for device in a.mine(a.resume):
         own = a.trainers[device].digests
         if own is None:
@@ -157,7 +158,8 @@ def say_finished(a: Agent) -> None:
             other = digests.setdefault(layer, digest)
             if other != digest:
                 digests[layer] = f"{other}|{digest}"
-    a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests))
+        evaluation = evaluation or a.trainers[device].evaluation
+    a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests, evaluation=evaluation))
 
 
 def flush_steps(a: Agent) -> None:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from planner.values import ModelProfile
 from statemachine.envelopes import ToNode
 from statemachine.events import Event
-from statemachine.values import DeviceReport, FailureCause, HeldSnapshot, LayerOnDisk, NodeFacts, Vote
+from statemachine.values import (
+    DeviceReport,
+    Evaluation,
+    FailureCause,
+    HeldSnapshot,
+    LayerOnDisk,
+    NodeFacts,
+    Vote,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +111,8 @@ class TrainerDone(Event):
     generation: int
     step: int
     digests: dict[int, str]
+    evaluation: Evaluation | None = None
+    """Of the state after the last step, if this group evaluated it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

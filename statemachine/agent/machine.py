@@ -268,6 +268,7 @@ class AgentMachine:
             case TrainerDone():
                 if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:
                     trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
+                    trainer.evaluation = event.evaluation
                     flush_steps(a)
                     say_finished(a)
             case TrainerSnapping() | TrainerSnapped() | TrainerSnapshotFailed():

@@ -30,7 +30,15 @@ from statemachine.messages import (
     TrainerLost,
 )
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, DeviceReport, HeldSnapshot, Job, NodeFacts, NodeState
+from statemachine.values import (
+    CommittedStep,
+    DeviceReport,
+    Evaluation,
+    HeldSnapshot,
+    Job,
+    NodeFacts,
+    NodeState,
+)
 
 HEARTBEAT = "heartbeat"
 HELLO = "hello"
@@ -79,6 +87,8 @@ class Trainer:
     report: DeviceReport | None = None
     resumed: TrainerResumed | None = None
     digests: dict[int, str] | None = None
+    evaluation: Evaluation | None = None
+    """Of the state after the last step; together with ``digests``."""
     computed_ms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_SPEED))
     """Computing one microbatch, in the last steps of the present group."""
     # --- hang detection ---

@@ -1,5 +1,6 @@
 """The training group of a generation: it resumes, commits its first step, finishes; then drained nodes go."""
 
+from statemachine.cluster.ledger import learn_evaluation, tell
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import PhaseEvent
 from statemachine.cluster.public import pipelines
@@ -27,6 +28,8 @@ def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
         return
     attempt.finished[node.name] = signal
     node.step = max(node.step, signal.step)
+    learn_evaluation(c, signal.step, signal.evaluation)
+    tell(c)
     c.dirty = True
 
 

@@ -73,7 +73,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     if begin is not None:
         # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
         c.ledger.known, c.ledger.told = CommittedStep(step=begin.step, vote=begin.vote), begin.step
-        c.ledger.loss = begin.vote.loss
+        c.ledger.loss, c.ledger.evaluated = begin.vote.loss, begin.step
     for node in list(c.nodes.values()):
         node.forget_job()
         problem = misfit(node.facts, job.policy)

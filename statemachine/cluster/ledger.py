@@ -12,7 +12,7 @@ from statemachine.cluster import raising
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import STEPS, Cluster
 from statemachine.messages import Heartbeat, Stepped, StepsWanted
-from statemachine.values import ClusterPhase, CommittedStep, Vote
+from statemachine.values import ClusterPhase, CommittedStep, Evaluation, Vote
 
 
 def _is_news(c: Cluster, generation: int) -> bool:
@@ -89,13 +89,22 @@ def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
             ledger.pending[committed.step] = committed.vote
 
 
+def learn_evaluation(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
+    """A group evaluated the state after ``step``. Where it was done twice, the first result that is heard counts."""
+    if evaluation is not None and step > c.ledger.evaluated:
+        c.ledger.evaluations.setdefault(step, evaluation)
+
+
 def tell(c: Cluster) -> None:
     """Emit every step that is next in order; ask for the gap before the others."""
     ledger, job = c.ledger, c.job
     if job is None:
         return
     rows = job.policy.global_batch
+    _tell_evaluation(c)
     while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
+        learn_evaluation(c, ledger.told, vote.evaluation)
+        _tell_evaluation(c)
         ledger.told += 1
         c.dirty = True
         ledger.loss = vote.loss
@@ -117,12 +126,35 @@ def tell(c: Cluster) -> None:
             metrics=dict(vote.metrics),
         )
         _warn_of_skipped(c, vote)
+        _tell_evaluation(c)
     if ledger.told >= ledger.known_step:
         ledger.behind_since = None
         ledger.pending.clear()
         c.cancel_timer(STEPS)
     elif ledger.pending:
         ask(c)
+
+
+def _tell_evaluation(c: Cluster) -> None:
+    """Emit the evaluation of the step told last, once; an evaluation of a skipped step is nobody's any more."""
+    ledger = c.ledger
+    for step in [step for step in ledger.evaluations if step < ledger.told]:
+        del ledger.evaluations[step]
+    evaluation = ledger.evaluations.pop(ledger.told, None)
+    if evaluation is None or ledger.told <= ledger.evaluated:
+        return
+    ledger.evaluated = ledger.told
+    c.dirty = True
+    c.emit(
+        "Evaluated",
+        f"loss {evaluation.loss:.6g} on the held-out data after step {ledger.told}",
+        generation=c.resumed_generation,
+        step=ledger.told,
+        loss=evaluation.loss,
+        weight=evaluation.weight,
+        metrics=dict(evaluation.metrics),
+        took_s=evaluation.took_s,
+    )
 
 
 def _warn_of_skipped(c: Cluster, vote: Vote) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from planner.values import Device, Situation, StatePart
 from statemachine.cluster.horizon import failed, horizon_s, plan_began, plan_ended
-from statemachine.cluster.ledger import learn, tell
+from statemachine.cluster.ledger import learn, learn_evaluation, tell
 from statemachine.cluster.membership import fence, lose
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import PhaseEvent
@@ -200,6 +200,7 @@ def settle(c: Cluster, attempt: Attempt) -> None:
     c.enter(PhaseEvent.REPORTS_COMPLETED)
     if decision.vote is not None:
         learn(c, [CommittedStep(step=decision.step, vote=decision.vote)])
+    learn_evaluation(c, decision.step, decision.evaluation)
     if c.recovery is not None:
         c.recovery.quiesced_at = c.at
         if decision.outcome != "redo":
@@ -332,6 +333,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         protection=protection,
         wish=attempt.wish,
         buddies=buddies_of(plan, protection, able(c, attempt.members)),
+        evaluated=c.ledger.evaluated,
     )
     attempt.resume_sent = True
     c.keeping.urgent = True

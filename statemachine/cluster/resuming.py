@@ -61,6 +61,7 @@ def resume_command(c: Cluster) -> Resume | None:
         protection=resumption.protection,
         restore=resumption.restore,
         held_parts=resumption.held_parts,
+        evaluated=resumption.evaluated,
         buddies={
             owner: Buddy(node=name, address=_served_at(c.nodes[name].facts))
             for owner, name in resumption.buddies.items()

@@ -30,7 +30,7 @@ from typing import Literal
 
 from planner.values import Device, Plan, StatePart
 from statemachine.cluster.sharding import owned_parts
-from statemachine.values import CommittedStep, DeviceReport, HeldPart, QuiesceMode, Restore, Vote
+from statemachine.values import CommittedStep, DeviceReport, Evaluation, HeldPart, QuiesceMode, Restore, Vote
 
 Outcome = Literal["start", "boundary", "redo", "roll_forward"]
 Reports = Mapping[str, tuple[DeviceReport, ...]]
@@ -60,6 +60,8 @@ class Resumption:
     """What was asked for when it was planned: a scheme, or ``auto``."""
     buddies: dict[str, str] = field(default_factory=dict)
     """Owner → the node that keeps a copy of its part of this generation's snapshots."""
+    evaluated: int = 0
+    """The newest step whose evaluation was reported when this was decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ class Decision:
     """The part of ``holdings`` that counts by gradients; under ZeRO-1, the layers that ``parts`` are of."""
     in_flight: bool
     """Some rank had gradients of a step that is now discarded and redone."""
+    evaluation: Evaluation | None = None
+    """Of the state after ``step``, if somebody knows it."""
     parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
     """Under ZeRO-1: what each device has of which layers at ``step``, as ``holdings``, which then says whose
     parameters are whole."""
@@ -119,6 +123,8 @@ def decide(
     vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
     if known is not None and known.step >= target:
         target, vote = known.step, known.vote
+    found = (r.evaluation for _, r in flat if r.committed_step == target)
+    evaluation = next((one for one in found if one is not None), None)
     # Of a thousand nodes' plan only where somebody's gradients count.
     owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
     holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in everybody}
@@ -150,6 +156,7 @@ def decide(
         holdings=holdings,
         ready=ready,
         in_flight=in_flight,
+        evaluation=evaluation,
         parts=parts,
     )
 

@@ -33,6 +33,7 @@ from statemachine.values import (
     ClusterPhase,
     CommittedStep,
     DeviceReport,
+    Evaluation,
     Job,
     Profiled,
     QuiesceMode,
@@ -142,6 +143,11 @@ class Ledger:
     skipped: int = 0
     """Steps in a row, the last one told included, whose gradients were not finite."""
     step_s: float = 0.0
+    evaluated: int = 0
+    """The newest step whose ``Evaluated`` went out."""
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """By step, those that wait for the ``StepCommitted`` of their step. Not durable: what was not reported when a
+    group resumes is evaluated again."""
 
     @property
     def known_step(self) -> int:
@@ -154,6 +160,8 @@ class Ledger:
         self.asked = self.behind_since = None
         self.lacking.clear()
         self.loss = vote.loss
+        self.evaluated = min(self.evaluated, step)
+        self.evaluations = {number: found for number, found in self.evaluations.items() if number <= step}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -73,6 +73,7 @@ from statemachine.values import (
     Buddy,
     CommittedStep,
     DeviceReport,
+    Evaluation,
     HeldPart,
     HeldSnapshot,
     Job,
@@ -91,6 +92,9 @@ reals = st.floats(allow_nan=False)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,11}", fullmatch=True)
 texts = st.text(max_size=40)
 metrics = st.dictionaries(st.text(min_size=1, max_size=MOST_METRIC_CHARACTERS), reals, max_size=3)
+evaluations = st.builds(
+    Evaluation, loss=reals, weight=reals, metrics=metrics, took_s=st.floats(min_value=0, max_value=1e9)
+)
 votes = st.builds(
     Vote,
     loss=reals,
@@ -100,6 +104,7 @@ votes = st.builds(
     loss_scale=reals,
     learning_rate=reals,
     metrics=metrics,
+    evaluation=st.none() | evaluations,
 )
 steps = st.builds(CommittedStep, step=numbers, vote=votes)
 parts = st.integers(1, 64).flatmap(
@@ -116,6 +121,7 @@ reports = st.builds(
     held=st.lists(numbers, max_size=4).map(tuple),
     lineage=numbers,
     parts=st.lists(parts, max_size=3).map(tuple),
+    evaluation=st.none() | evaluations,
 )
 LAYER_NUMBERS = [f.name for f in dataclasses.fields(LayerProfile) if f.name != "split"]
 times, sizes = st.floats(0, MOST_MS), st.integers(0, MOST_BYTES)
@@ -252,6 +258,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     CommittedStep | None: st.none() | steps,
     Vote | None: st.none() | votes,
     Vote: votes,
+    Evaluation | None: st.none() | evaluations,
     Restore | None: st.none() | restores,
     tuple[HeldPart, ...]: st.lists(held_parts, max_size=3).map(tuple),
     tuple[HeldSnapshot, ...]: st.lists(held, max_size=3).map(tuple),
@@ -407,6 +414,15 @@ def with_metrics(metrics: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1, "vote": vote}}))
 
 
+def with_evaluation(**changes: Any) -> bytes:
+    vote = {
+        "loss": 1.0,
+        "gradient_norm": 1.0,
+        "evaluation": {"loss": 1.0, "weight": 1.0, "took_s": 1.0} | changes,
+    }
+    return msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1, "vote": vote}}))
+
+
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
@@ -427,6 +443,8 @@ def with_metrics(metrics: dict[str, Any]) -> bytes:
         (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [float("nan")]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(node="other")), "'n'"),
         (with_metrics({f"m{n}": 1.0 for n in range(33)}), "33 metrics; at most 32"),
+        (with_evaluation(metrics={f"m{n}": 1.0 for n in range(33)}), "33 metrics; at most 32"),
+        (with_evaluation(took_s=-1.0), "an evaluation took -1.0 s"),
         (with_metrics({"m" * 65: 1.0}), "65 characters; 1 to 64"),
         (with_metrics({"": 1.0}), "0 characters"),
         (with_metrics({"accuracy": "high"}), "malformed Heartbeat"),
@@ -544,7 +562,8 @@ def test_as_many_steps_as_one_message_has_fit_into_it_with_all_the_metrics_that_
     named = {
         f"{n:02}" + "\N{GRINNING FACE}" * (MOST_METRIC_CHARACTERS - 2): 0.1 * n for n in range(MOST_METRICS)
     }
-    vote = Vote(loss=1.0, gradient_norm=1.0, metrics=named)
+    evaluation = Evaluation(loss=1.0, weight=1.0, metrics=named, took_s=1.0)
+    vote = Vote(loss=1.0, gradient_norm=1.0, metrics=named, evaluation=evaluation)
     answer = tuple(CommittedStep(step=2**53, vote=vote) for _ in range(STEPS_PER_MESSAGE))
     message = FromNode(
         node="n", incarnation=1, signal=Stepped(generation=1, steps=answer, step_s=0.1, wanted=1)
@@ -614,7 +633,7 @@ def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
     plan: list[Any] = [["a"], [[0, 0]], [[[[0, 1, [number]]], 0, 1, 1.0]], [], "best", "so.", 1.0, [], [], 0]
     fields = {"generation": 1, "job_id": "j", "step": 1, "vote": None, "plan": plan, "hosts": {}}
     fields |= {"rendezvous": "h:1", "lineage": 0, "protection": "none", "restore": None, "held_parts": []}
-    body = zlib.compress(msgspec.msgpack.encode(fields | {"buddies": {}}))
+    body = zlib.compress(msgspec.msgpack.encode(fields | {"buddies": {}, "evaluated": 0}))
     envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
     with pytest.raises(WireError, match="does not list"):
         decode_to_node(msgspec.msgpack.encode(envelope), "n")

@@ -9,6 +9,7 @@ from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, re
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, StatePart, Transfer
 from runtime.wire import protocol
 from statemachine.agent.events import (
+    TrainerDone,
     TrainerFailed,
     TrainerQuiesced,
     TrainerReplicaDiverged,
@@ -18,7 +19,7 @@ from statemachine.agent.events import (
     TrainerStepped,
 )
 from statemachine.messages import Resume
-from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, HeldPart, Job, Vote
+from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, HeldPart, Job, Vote
 
 
 def device(node: str, index: int = 0) -> Device:
@@ -67,8 +68,9 @@ VOTE = Vote(
     loss_scale=1024.0,
     learning_rate=0.01,
     metrics={"accuracy": 0.25},
+    evaluation=Evaluation(loss=0.75, weight=37.0, metrics={"accuracy": 0.125}, took_s=2.0),
 )
-VOTED = protocol.VoteData(**asdict(VOTE))
+VOTED = msgspec.convert(asdict(VOTE), protocol.VoteData)
 
 
 def test_both_sides_agree_on_the_limits_of_metrics() -> None:
@@ -86,12 +88,14 @@ def test_a_resume_for_one_device() -> None:
         rendezvous="fe80::1:4711",
         lineage=3,
         protection="aec",
+        evaluated=10,
     )
     assert resume_frame(resume, device("c"), "secret", "/staged").restore == "/staged"
     frame = resume_frame(resume, device("a"), "secret")
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
     assert frame.vote == VOTED
+    assert frame.evaluated == 10
     assert (frame.nodes, frame.protection) == (("b", "b", "a", "c"), "aec")
     assert (frame.restore, frame.lineage) == ("", 3)
     assert [layers_of(PLAN, name) for name in "abcd"] == [(2, 3, 4), (0, 1), (0, 1, 2, 3, 4), ()]
@@ -204,3 +208,15 @@ def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
     event = event_of(protocol.Prepared(job_id="j", profile=profile), device=0, pid=7, at=1.0, cause="c")
     assert isinstance(event, TrainerFailed) and event.cause_of_failure == "unprepared"
     assert "layers[0].forward_ms is nan" in event.detail
+
+
+def test_an_evaluation_comes_with_a_report_and_with_the_end() -> None:
+    base = {"device": 1, "pid": 9, "at": 1.0, "cause": "c"}
+    found = VOTED.evaluation
+    done = event_of(protocol.Done(generation=3, step=8, digests={0: "aa"}, evaluation=found), **base)
+    assert isinstance(done, TrainerDone) and done.evaluation == VOTE.evaluation
+    quiesced = protocol.Quiesced(
+        generation=3, committed_step=8, ready_step=None, vote=None, held=(), evaluation=found
+    )
+    event = event_of(quiesced, **base)
+    assert isinstance(event, TrainerQuiesced) and event.report.evaluation == VOTE.evaluation

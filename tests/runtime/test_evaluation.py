@@ -4,15 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from runtime.data.held_out import HeldOut
-from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
-from runtime.training import TrainingError
 from runtime.wire import protocol as p
-from tests.runtime.fleet import Fleet, report_of
+from tests.runtime.fleet import Fleet
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_evaluation, reference_run
 from tests.runtime.support import EXAMPLES, data_for, script

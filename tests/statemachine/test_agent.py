@@ -63,7 +63,7 @@ from statemachine.messages import (
     TrainerLost,
 )
 from statemachine.timing import Timing
-from statemachine.values import NodeState
+from statemachine.values import Evaluation, NodeState
 
 
 def plan(*nodes: str, devices: int = 1) -> Plan:
@@ -398,6 +398,17 @@ def test_the_end_gathers_the_digests_of_all_devices() -> None:
     assert not d.signals()
     d.feed(TrainerDone, device=1, generation=1, step=10, digests={1: "bX", 2: "cc"})
     assert d.signals() == [Finished(generation=1, step=10, digests={0: "aa", 1: "bb|bX", 2: "cc"})]
+
+
+def test_what_the_last_evaluation_found_comes_with_the_digests_and_again_with_them() -> None:
+    d = running()
+    d.stepped(10)
+    found = Evaluation(loss=0.5, weight=37.0, took_s=2.0)
+    d.feed(TrainerDone, device=0, generation=1, step=10, digests={0: "aa"}, evaluation=found)
+    finished = Finished(generation=1, step=10, digests={0: "aa"}, evaluation=found)
+    assert d.signals()[-1] == finished
+    d.order(Inquiry())
+    assert d.signals()[-1] == finished
 
 
 def test_a_suspicion_is_passed_on() -> None:

@@ -161,6 +161,7 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "resumed_ready_parts": _once(c, "ready_parts", resumption.ready_parts, _pairs),
         "resumed_held_parts": resumption.held_parts,
         "resumed_buddies": dict(resumption.buddies),
+        "resumed_evaluated": resumption.evaluated,
     }
 
 
@@ -185,6 +186,7 @@ def write(c: Cluster) -> dict[str, Any]:
         "profiled": c.profiled,
         "known": ledger.known,
         "told": ledger.told,
+        "evaluated": ledger.evaluated,
         "loss": ledger.loss,
         "step_s": ledger.step_s,
         **_nodes(c),
@@ -260,7 +262,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         last_failure=journal.last_failure,
         job=journal.job,
         profiled=journal.profiled,
-        ledger=Ledger(known=journal.known, told=journal.told, loss=journal.loss, step_s=journal.step_s),
+        ledger=Ledger(
+            known=journal.known,
+            told=journal.told,
+            loss=journal.loss,
+            step_s=journal.step_s,
+            evaluated=journal.evaluated,
+        ),
         restored=True,
         at=at,
         templates_before=journal.templates_for,
@@ -302,6 +310,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             protection=journal.resumed_protection or _given(journal),
             wish=journal.resumed_wish,
             buddies=journal.resumed_buddies,
+            evaluated=journal.resumed_evaluated,
         )
     if journal.attempt is not None:
         past = journal.attempt

@@ -158,6 +158,8 @@ class Journal:
     resumed_buddies: dict[str, str] = field(default_factory=dict)
     persisting: PersistingRecord = PersistingRecord()
     raising: Raising | None = None
+    evaluated: int = 0
+    resumed_evaluated: int = 0
 
 
 def put_together(durable: Any) -> dict[str, Any]:
