@@ -29,11 +29,14 @@ from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_de
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
+from runtime.sources.errors import DataError
+from runtime.sources.used_files import facts_of
 from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import (
     RECIPE,
     DataTable,
     EvaluationTable,
+    FileFacts,
     ModelTable,
     NotNegative,
     OptimizerTable,
@@ -223,8 +226,19 @@ def _what_to_train(file: JobFile, directory: Path, mistakes: Mistakes) -> tuple[
         evaluation=resolve_evaluation(file.evaluation, model, directory, mistakes),
         steps=file.steps,
     )
+    if not mistakes.found:
+        with mistakes.noted():
+            recipe = msgspec.structs.replace(recipe, files=_facts_of(recipe))
     arguments: dict[str, Any] = msgspec.to_builtins(recipe)
     return RECIPE, arguments
+
+
+def _facts_of(recipe: Recipe) -> dict[str, FileFacts]:
+    """:raises ConfigurationError: a file vanished."""
+    try:
+        return facts_of(recipe)
+    except DataError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _note_tables_of_model(file: JobFile, mistakes: Mistakes) -> None:

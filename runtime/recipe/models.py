@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class HuggingFaceModel:
     config: Any
     """The model's ``PreTrainedConfig``, overrides applied."""
     task: Task
+    kind: Any
+    """The model's class."""
 
     @property
     def directory(self) -> Path | None:
@@ -52,20 +54,17 @@ class HuggingFaceModel:
         return size
 
     @property
+    def classes(self) -> int | None:
+        """The number of classes of a classifier; None for other models, and for several labels or a number."""
+        one_class = getattr(self.config, "problem_type", None) in (None, "single_label_classification")
+        count: int = self.config.num_labels
+        return count if self.task in _CLASSIFICATION and one_class and count > 1 else None
+
+    @property
     def longest(self) -> int | None:
         """The number of tokens that a sample may have; None where the architecture has no limit."""
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return positions
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The ``forward`` of the model's class, for its parameters."""
-        kind = _auto_class(self.task)
-        try:
-            forward: Callable[..., Any] = kind._model_mapping[type(self.config)].forward
-        except KeyError as error:
-            raise TrainingError(self._explained(error)) from error
-        return forward
 
     def __call__(self) -> nn.Module:
         """Make the model on torch's default device, with its weights unless that is the meta device.
@@ -78,7 +77,9 @@ class HuggingFaceModel:
                 self.config, dtype=torch.float32, attn_implementation=self.table.attention
             )
         except (ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
-            raise TrainingError(self._explained(error)) from error
+            raise TrainingError(
+                f"making the {self.config.model_type} model raised {type(error).__name__}: {error}"
+            ) from error
         if self.table.lora is not None:
             _add_adapters(model, self.table.lora, self.task)
         made: nn.Module = model
@@ -105,23 +106,15 @@ class HuggingFaceModel:
             heads = [f"{head}.*" for head in _heads(model)]
             return PretrainedWeights(self.directory, model, new=[*new, *heads, "*.pooler.*"])
 
-    def _explained(self, error: BaseException) -> str:
-        kind = self.config.model_type
-        if isinstance(error, KeyError) or "Unrecognized configuration class" in str(error):
-            return (
-                f"transformers has no {kind} for the task {self.task} ({_CLASSES[self.task]}); "
-                "write another task under [model]"
-            )
-        return f"making the {kind} model raised {type(error).__name__}: {error}"
-
 
 def load_model(table: ModelTable, tokenizer: LoadedTokenizer | None) -> HuggingFaceModel:
     """Return the callable that makes the model of a job file; no weights are read yet.
 
-    :raises TrainingError: its configuration cannot be used.
+    :raises TrainingError: its configuration cannot be used, or transformers has no such model for the task.
     """
     config = load_config(table, tokenizer)
-    return HuggingFaceModel(table=table, config=config, task=task_of(table, config))
+    task = task_of(table, config)
+    return HuggingFaceModel(table=table, config=config, task=task, kind=_model_class(config, task))
 
 
 def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
@@ -244,6 +237,18 @@ def _of_tokenizer(config: Any, tokenizer: LoadedTokenizer) -> dict[str, Any]:
 
 def _auto_class(task: Task) -> Any:
     return getattr(import_package("transformers", "[model]"), _CLASSES[task])
+
+
+def _model_class(config: Any, task: Task) -> Any:
+    """:raises TrainingError: transformers has no such model for the task."""
+    try:
+        kinds = _auto_class(task)._model_mapping[type(config)]
+    except KeyError as error:
+        raise TrainingError(
+            f"transformers has no {config.model_type} for the task {task} ({_CLASSES[task]}); "
+            "write another task under [model]"
+        ) from error
+    return kinds[0] if isinstance(kinds, tuple) else kinds
 
 
 def _add_adapters(model: Any, table: LoraTable, task: Task) -> None:

@@ -85,7 +85,7 @@ class ImagePreparation:
 
 
 def _inputs(model: HuggingFaceModel) -> Sequence[str]:
-    return list(inspect.signature(model.forward).parameters)
+    return list(inspect.signature(model.kind.forward).parameters)
 
 
 def _check_columns(

@@ -153,6 +153,13 @@ class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Data of its own, with the keys of ``[data]``."""
 
 
+class FileFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many files a key of the job file names, and how large they are together."""
+
+    files: int
+    bytes: int
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The arguments of ``RECIPE``."""
 
@@ -162,3 +169,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleTable = ScheduleTable()
     evaluation: EvaluationTable = EvaluationTable()
     steps: int
+    files: dict[str, FileFacts] = {}
+    """By key of the job file (``data.text``), what the host had that submitted the job."""

@@ -16,6 +16,7 @@ from runtime.wire.recipe import (
     RECIPE,
     DataTable,
     EvaluationTable,
+    FileFacts,
     LoraTable,
     OptimizerTable,
     Recipe,
@@ -79,6 +80,10 @@ def test_a_model_and_data_are_enough(place: Path) -> None:
     assert recipe.optimizer == OptimizerTable()
     assert recipe.schedule == ScheduleTable()
     assert recipe.evaluation == EvaluationTable()
+    assert recipe.files == {
+        "model.huggingface": FileFacts(files=2, bytes=len(json.dumps(LLAMA))),
+        "data.tokens": FileFacts(files=2, bytes=4096 + 2049),
+    }
 
 
 def test_every_table_reaches_the_trainers(place: Path) -> None:

@@ -17,9 +17,10 @@ from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
 from runtime.sources.tokenizer import load_tokenizer
+from runtime.sources.used_files import facts_of
 from runtime.training import Training, TrainingError, load_training
 from runtime.wire.protocol import TrainingData
-from runtime.wire.recipe import RECIPE, OptimizerTable, ScheduleTable
+from runtime.wire.recipe import RECIPE, FileFacts, OptimizerTable, Recipe, ScheduleTable
 from tests.runtime.corpus import make_tokenizer, sentence, write_lines
 from tests.runtime.small_models import MODELS, model_of
 
@@ -363,7 +364,7 @@ def test_images_become_pixel_values(tmp_path: Path, channels: int) -> None:
     shape = (4, 16, 16) if channels == 1 else (4, 16, 16, 3)
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     np.savez(tmp_path / "images.npz", images=pixels, labels=np.arange(4))
-    model = vit(image_size=16, num_channels=channels)
+    model = vit(image_size=16, num_channels=channels, num_labels=4)
     arrays = built(model, {"images": str(tmp_path / "images.npz")})
     assert arrays.collate is None
     assert arrays.dataset[2]["pixel_values"].shape == (channels, 16, 16)
@@ -442,7 +443,38 @@ def test_a_saved_data_set_that_does_not_fit_is_refused(
     tmp_path: Path, columns: dict[str, list[Any]], model: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(TrainingError, match=says):
-        _ = built(model, {"huggingface": dataset_of(tmp_path / "set", columns)}).dataset[0]
+        built(model, {"huggingface": dataset_of(tmp_path / "set", columns)}).dataset[0]
+
+
+def test_a_class_that_the_model_does_not_have_is_named_with_its_sample(tmp_path: Path) -> None:
+    np.savez(tmp_path / "images.npz", images=np.zeros((3, 16, 16), np.uint8), labels=np.array([0, 1, 7]))
+    model = vit(image_size=16, num_channels=1, num_labels=2)
+    dataset = built(model, {"images": str(tmp_path / "images.npz")}).dataset
+    assert int(dataset[1]["labels"]) == 1
+    with pytest.raises(
+        ValueError, match=r"sample 2: the label 7 is none of the model's 2 classes.*num_labels"
+    ):
+        dataset[2]
+
+
+def test_a_host_with_other_files_is_refused(tmp_path: Path, text: str) -> None:
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
+    model = {"architecture": "llama", "overrides": LLAMA}
+    tables = {"model": model, "data": {"text": f"{tmp_path}/*.jsonl", "tokenizer": tokenizer}, "steps": 9}
+    facts = facts_of(msgspec.convert(tables, Recipe))
+    assert facts["data.text"] == FileFacts(files=1, bytes=Path(text).stat().st_size)
+    assert facts["data.tokenizer"].files == 1
+    files = msgspec.to_builtins(facts)
+    assert len(build(**tables, files=files).dataset) > 0
+    write_lines(tmp_path / "more.jsonl", [{"text": "more"}])
+    with pytest.raises(
+        TrainingError, match=r"data\.text: the job was submitted with 1 files.*this host has 2"
+    ):
+        build(**tables, files=files)
+    with pytest.raises(TrainingError, match=r"data\.tokens: .* this host has none"):
+        build(**tables, files={"data.tokens": {"files": 1, "bytes": 2}})
+    with pytest.raises(TrainingError, match=r"this host lacks files of the job.*gone.*to every node"):
+        build(**tables | {"data": {"tokens": f"{tmp_path}/gone.bin"}}, files=files)
 
 
 def test_a_share_of_the_samples_is_held_out(tokens: str) -> None:
