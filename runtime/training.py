@@ -262,6 +262,17 @@ def _made(model: Any, function: str) -> nn.Module:
             f"{function}: {type(model).__name__} is quantised, and quantised weights cannot be trained; load it "
             'in full precision (and use precision = "bfloat16" to compute in less)'
         )
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules()):
+        raise TrainingError(
+            f"{function}: {type(model).__name__} has gradient checkpointing enabled; leave that to ftd: "
+            'activation_checkpointing = "full" in the job file'
+        )
+    dropped = [key for key, value in vars(config).items() if "layerdrop" in key and value] if config else []
+    if dropped:
+        raise TrainingError(
+            f"{function}: {type(model).__name__} leaves out blocks by chance ({', '.join(dropped)}), and every "
+            f"stage would choose by itself; set {' and '.join(f'{key} = 0' for key in dropped)} in its configuration"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainingError(f"{function}: {type(model).__name__} has no trainable parameter")
     for part in model.modules():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from runtime.data.batches import Batch, map_leaves
-from runtime.data.reading import BatchReader, BatchReaders, HeldOutReader, Key
+from runtime.data.reading import BatchReader, BatchReaders, FindProblem, HeldOutReader, Key
 from runtime.data.sampling import Sampler
 from runtime.data.workers import WorkerServer
 from runtime.training import TrainingError
@@ -39,6 +39,7 @@ class BatchLoader:
     :param workers: number of processes; with 0, ``load`` reads in the calling thread.
     :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
     :param held_out: reads the held-out data set, where there is one.
+    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
     :raises TrainingError: the data set is not map-style, or it is empty.
     """
 
@@ -54,9 +55,16 @@ class BatchLoader:
         workers: int = 0,
         pinned: bool = False,
         held_out: HeldOutReader | None = None,
+        find_problem: FindProblem | None = None,
     ) -> None:
         reader = BatchReader(
-            dataset, collate, sampler, microbatch_rows=microbatch_rows, seed=seed, dtype=dtype
+            dataset,
+            collate,
+            sampler,
+            microbatch_rows=microbatch_rows,
+            seed=seed,
+            dtype=dtype,
+            find_problem=find_problem,
         )
         self._readers = BatchReaders(reader, held_out)
         self._pinned = pinned

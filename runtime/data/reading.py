@@ -34,6 +34,8 @@ from runtime.training import TrainingError
 _SAMPLE, _COLLATE = -2, -3
 """Take the place of a step in the key, so that the data shares no stream with the sampler or a layer."""
 
+FindProblem = Callable[[Batch], tuple[int, str] | None]
+
 
 def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     """Return the number of samples.
@@ -93,6 +95,7 @@ class BatchReader:
 
     :param collate: list of samples -> batch; ``None``: :func:`default_collate`.
     :param dtype: floating-point tensors of the batch get this type; ``None``: they keep theirs.
+    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
     """
 
     name = "Training.dataset"
@@ -107,8 +110,10 @@ class BatchReader:
         microbatch_rows: int,
         seed: int,
         dtype: torch.dtype | None = None,
+        find_problem: FindProblem | None = None,
     ) -> None:
         check_dataset(dataset, self.name)
+        self._find_problem = find_problem
         self._dataset = dataset
         self._collate = default_collate if collate is None else collate
         self._sampler = sampler
@@ -188,6 +193,11 @@ class BatchReader:
             batch = checked_batch(collated)
         except TrainingError as error:
             raise TrainingError(f"{where}: {error}") from error
+        problem = None if self._find_problem is None else self._find_problem(batch)
+        if problem is not None:
+            row, what = problem
+            sample = f"sample {draws[row].index}" if row < len(draws) else f"row {row}"
+            raise TrainingError(f"{where}: {sample} of {self.name} {what}")
         return batch if self._dtype is None else cast_floating(batch, self._dtype)
 
 
@@ -204,10 +214,16 @@ class HeldOutReader(BatchReader):
         *,
         seed: int,
         dtype: torch.dtype | None = None,
+        find_problem: FindProblem | None = None,
     ) -> None:
-        rows = held_out.microbatch_rows
         super().__init__(
-            dataset, collate, HeldOutSampler(held_out), microbatch_rows=rows, seed=seed, dtype=dtype
+            dataset,
+            collate,
+            HeldOutSampler(held_out),
+            microbatch_rows=held_out.microbatch_rows,
+            seed=seed,
+            dtype=dtype,
+            find_problem=find_problem,
         )
         self._held_out = held_out
 

@@ -100,7 +100,12 @@ class Engine:
         reader = None
         if self._held_out is not None:
             reader = HeldOutReader(
-                training.evaluation, training.collate, self._held_out, seed=data.seed, dtype=dtype
+                training.evaluation,
+                training.collate,
+                self._held_out,
+                seed=data.seed,
+                dtype=dtype,
+                find_problem=self.model.find_problem,
             )
             self.model.check_held_out(reader.read_batch(0, 0))
         self._loader = BatchLoader(
@@ -113,6 +118,7 @@ class Engine:
             workers=data.data_workers,
             pinned=device.type == "cuda",
             held_out=reader,
+            find_problem=self.model.find_problem,
         )
         self._nominal_weight = self.model.nominal_weight * data.global_batch
         if self.model.nominal_weight != 1:

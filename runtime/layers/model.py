@@ -30,6 +30,7 @@ from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
+from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import Scopes, WindowedModule, caller
 from runtime.precision import PRECISIONS, lacking
 from runtime.training import Batch, Training, TrainingError
@@ -84,11 +85,14 @@ class Model:
         torch.set_float32_matmul_precision("high" if self._precision.tensor_cores else "highest")
         rows = data.microbatch_rows
         batch = first_batch(training, rows, self._precision.parameters)
+        self.find_problem: Callable[[Batch], tuple[int, str] | None] | None = None
+        """Returns the row of a batch that the model cannot take, and why."""
         self._structure: LayerChain | WindowedModule
         if training.layers is not None:
             self._structure = LayerChain(training.layers)
         else:
             assert isinstance(training.model, nn.Module)
+            self._check_ids(Vocabulary(training.model), batch)
             training.model.to(device).train()
             with self._autocast():
                 self._structure = WindowedModule(
@@ -116,6 +120,12 @@ class Model:
         """Signature of the first samples, whose shapes every trainer knows."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
         self._probe(batch, rows)
+
+    def _check_ids(self, vocabulary: Vocabulary, batch: Batch) -> None:
+        self.find_problem = vocabulary.problem
+        if (problem := vocabulary.problem(batch)) is not None:
+            row, what = problem
+            raise TrainingError(f"sample {row % len(self.training.dataset)} of Training.dataset {what}")
 
     # --- what it is made of ---------------------------------------------------------------------
 
@@ -360,8 +370,12 @@ class Model:
             self._loss.check(x, batch, rows, self._whole)
         self._shapes[self.first_signature] = shapes
         if isinstance(self._structure, WindowedModule):
+            exact = self._precision.parameters == torch.float64
+            tolerance = 0.02 if self._precision.compute is not None else 1e-7 if exact else 1e-5
             with self._autocast():
-                self._structure.verify(batch, rows, lambda output: self._loss(output, batch, rows)[0])
+                self._structure.verify(
+                    batch, rows, lambda output: self._loss(output, batch, rows)[0], tolerance
+                )
 
     def _whole(self, batch: Batch) -> Any:
         """Return the output of all layers in evaluation mode."""
@@ -369,7 +383,10 @@ class Model:
 
     def _check_output(self, index: int, output: object, rows: int) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
-        if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        # Before a first block that takes the batch itself, nothing is computed that a window could pass on.
+        if (not tensors and not self.needs_batch) or not all(
+            isinstance(tensor, Tensor) for tensor in tensors
+        ):
             raise TrainingError(
                 f"{self.layer_name(index)} must return a tensor or a tuple of tensors, not {type(output).__name__}"
             )

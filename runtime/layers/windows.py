@@ -17,7 +17,8 @@ of a block or other submodule requires a gradient. An argument that is the very 
 took, too, is *carried*: every block of the window takes it from what was received.
 
 The window's results are compared with those of the whole module (``WindowedModule.verify``), so a module whose
-code around the blocks keeps state of its own is refused and not trained wrongly.
+code around the blocks passes on more than the blocks' arguments, or keeps state of its own, is refused and not
+trained wrongly. Every run checks that the blocks run in their order, each once.
 """
 
 import inspect
@@ -38,6 +39,11 @@ from runtime.training import Batch, TrainingError
 WAYS_OUT = (
     "name the submodules to cut before with Training(split=[...]), in the order in which they run, "
     "or hand over a list with Training(layers=[...])"
+)
+
+CHOICES = (
+    "its forward chooses which blocks run (layer drop, an early exit, a condition on what it computed), "
+    "and every stage would choose by itself"
 )
 
 
@@ -85,6 +91,8 @@ class _Window:
     scopes: "Scopes"
     segment: int = 0
     """The layer that what runs now belongs to."""
+    due: int = 0
+    """The block that is to run next."""
     scope: AbstractContextManager[None] | None = None
     before: list[Any] | None = None
     """Leaves of the arguments of the block that ran before."""
@@ -123,13 +131,14 @@ class WindowedModule:
     ) -> None:
         self.root = root
         self._call = call
-        self._names = list(split) if split is not None else find_blocks(root)
+        names = list(split) if split is not None else find_blocks(root)
         if split is not None:
-            _check_split(root, self._names)
-        self._blocks = [root.get_submodule(name) for name in self._names]
+            _check_split(root, names)
+        self._names = names
+        self._blocks = [root.get_submodule(name) for name in names]
         self._ancestors = _ancestors(root, self._blocks)
         self._units = _units(root, self._ancestors, self._blocks)
-        self._layers_of_unit: dict[str, set[int]] = {name: set() for name in self._units}
+        self._layers_of_unit: dict[str, set[int]] = {}
         self._window: _Window | None = None
         self._cuts: list[_Cut] = []
         self._exit: list[int] = []
@@ -137,7 +146,13 @@ class WindowedModule:
         self._shapes: dict[Any, Any] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._balance = ExpertBalance.of(root)
-        self._record(batch, rows)
+        order = self._record(batch, rows)
+        if split is None and sorted(order) == list(range(len(names))) != order:
+            # A decoder that is registered before its encoder, say.
+            self._names = [names[number] for number in order]
+            self._blocks = [self._blocks[number] for number in order]
+            order = self._record(batch, rows)
+        self._check_order(order)
         self._patch()
 
     @property
@@ -207,19 +222,32 @@ class WindowedModule:
             self._switch(window, 0, 0)
         try:
             with self._balancing(window):
-                return self._call(self.root, batch)
+                output = self._call(self.root, batch)
         except _Stop as stop:
             return stop.tensors
         finally:
             self._leave(window)
             self._window = None
+        if window.due < len(self._blocks):
+            raise TrainingError(
+                f"{self._uncut}: {self._names[window.due]} did not run; {CHOICES}; {WAYS_OUT}"
+            )
+        return output
 
-    def verify(self, batch: Batch, rows: int, compare: Callable[[Any], Tensor]) -> None:
+    @property
+    def _uncut(self) -> str:
+        return f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}"
+
+    def verify(
+        self, batch: Batch, rows: int, compare: Callable[[Any], Tensor], tolerance: float = 1e-5
+    ) -> None:
         """Compare the layers run one by one with the whole module, in evaluation mode.
 
         :param compare: makes one tensor of the module's output.
+        :param tolerance: relative difference that is taken for rounding.
         :raises TrainingError: they differ.
         """
+        self._check_state(batch)
         was_training = self.root.training
         self.root.eval()
         try:
@@ -232,26 +260,62 @@ class WindowedModule:
                 found = compare(tensors)
         finally:
             self.root.train(was_training)
-        if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
+        found, wanted = found.double(), wanted.double()
+        if found.shape != wanted.shape or not torch.allclose(
+            found, wanted, rtol=tolerance, atol=tolerance / 100
+        ):
             raise TrainingError(
-                f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: run layer by "
-                f"layer it gives {_few(found)}, run as a whole {_few(wanted)}, so its code around the blocks passes "
-                f"on more than the blocks' arguments; {WAYS_OUT}"
+                f"{self._uncut}: run layer by layer it gives {_few(found)}, run as a whole {_few(wanted)}, so its "
+                "code around the blocks passes on more than the blocks' arguments, keeps state from one call to "
+                f"the next, or depends on the values of what it computes; {WAYS_OUT}"
             )
 
     def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
         try:
             return self.run(layer, layer + 1, batch, tensors, rows, Scopes())
+        except TrainingError:
+            raise
         except Exception as error:
             raise TrainingError(
-                f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: running "
-                f"{self.name(layer)} alone raised {type(error).__name__}: {error}; {WAYS_OUT}"
+                f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; {WAYS_OUT}"
             ) from error
+
+    def _check_state(self, batch: Batch) -> None:
+        """Refuse a module that changes buffers around its blocks when it trains.
+
+        That code runs in every window, on stand-ins in all but one.
+        """
+        own = {
+            f"{name}.{key}" if name else key: buffer
+            for name, module in self.root.named_modules()
+            if id(module) in self._ancestors
+            for key, buffer in module.named_buffers(recurse=False)
+        }
+        if not own:
+            return
+        saved = [(buffer, buffer.clone()) for buffer in self.root.buffers()]
+        before = {name: buffer.clone() for name, buffer in own.items()}
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                self._call(self.root, batch)
+            changed = [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]
+        finally:
+            for buffer, value in saved:
+                buffer.copy_(value)
+        if changed:
+            raise TrainingError(
+                f"{self._uncut}: its forward changes {', '.join(changed)} around the blocks; move such a buffer "
+                f"into a submodule of its own that changes it; {WAYS_OUT}"
+            )
 
     # --- recording -------------------------------------------------------------------------------
 
-    def _record(self, batch: Batch, rows: int) -> None:
-        """Run the whole module once and note in which order its parts run and what depends on what."""
+    def _record(self, batch: Batch, rows: int) -> list[int]:
+        """Run the whole module once and note in which order its parts run and what depends on what.
+
+        :returns: numbers of the blocks as they ran.
+        """
+        self._layers_of_unit = {name: set() for name in self._units}
         was_training = self.root.training
         trainable = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
         order: list[int] = []
@@ -323,10 +387,12 @@ class WindowedModule:
             for parameter in trainable:
                 parameter.requires_grad_(True)
             self.root.train(was_training)
-        self._check_order(order)
+        if sorted(order) != list(range(len(self._blocks))):
+            return order
         self._cuts = [found[number] for number in range(len(self._blocks))]
         self._exit = self._used_later(results[-1], output)
         self._exit_per_row = [_has_rows(results[-1][i], rows) for i in self._exit]
+        return order
 
     def _check_order(self, order: list[int]) -> None:
         if order == list(range(len(self._blocks))):
@@ -340,9 +406,7 @@ class WindowedModule:
                 problem = f"{self._names[missing]} did not run"
             else:
                 problem = "they run in the order " + ", ".join(self._names[n] for n in order)
-        raise TrainingError(
-            f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}: {problem}; {WAYS_OUT}"
-        )
+        raise TrainingError(f"{self._uncut}: {problem}; {WAYS_OUT}")
 
     def _used_later(self, leaves: list[Any], output: Any) -> list[int]:
         """Return the leaves of the last block's output that the module's output depends on."""
@@ -382,7 +446,17 @@ class WindowedModule:
     def _run_block(self, number: int, original: Any, arguments: Any, named: Any) -> Any:
         window, layer = self._window, number + 1
         if window is None:
+            if torch.is_grad_enabled() and self.root.training:
+                raise TrainingError(
+                    f"{self._names[number]} is run again in the backward pass by {type(self.root).__name__} itself "
+                    "(torch.utils.checkpoint around its blocks); leave that out, and let ftd do it: "
+                    'activation_checkpointing = "full"'
+                )
             return original(*arguments, **named)
+        if number != window.due:
+            ran, due = self._names[number], self._names[window.due]
+            raise TrainingError(f"{self._uncut}: {ran} ran where {due} was due; {CHOICES}; {WAYS_OUT}")
+        window.due += 1
         cut = self._cuts[number]
         leaves, structure = tree.tree_flatten((arguments, named))
         last = number == len(self._blocks) - 1
@@ -523,27 +597,37 @@ class WindowedModule:
 def find_blocks(root: nn.Module) -> list[str]:
     """Return the names of the blocks of the outermost lists of equal blocks, in model order.
 
-    Lists with less than a quarter of the largest one's parameters are no chains of blocks.
+    Lists with less than a quarter of the largest one's parameters are no chains of blocks. Without any such
+    list, the submodules of the largest ``nn.Sequential`` are the blocks.
 
     :raises TrainingError: there is no such list.
     """
-    lists: list[tuple[str, list[str], int]] = []
+    lists: list[tuple[str, nn.Module, int]] = []
+    chains: list[tuple[str, nn.Module, int]] = []
     for name, module in root.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
-        if any(name.startswith(outer + ".") for outer, _, _ in lists):
+        if any(not outer or name.startswith(outer + ".") for outer, _, _ in lists):
             continue
-        kinds = {type(block) for block in module}
         size = sum(parameter.numel() for parameter in module.parameters())
-        if len(kinds) == 1 and size and not any(isinstance(b, nn.ModuleList | nn.ModuleDict) for b in module):
-            lists.append((name, [f"{name}.{key}" for key, _ in module.named_children()], size))
-    if not lists:
+        if not size or any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in module):
+            continue
+        if len({type(block) for block in module}) == 1:
+            lists.append((name, module, size))
+        elif isinstance(module, nn.Sequential):
+            chains.append((name, module, size))
+    if not lists and not chains:
         raise TrainingError(
             f"{type(root).__name__} has no list of equal blocks (nn.ModuleList or nn.Sequential of one class) "
             f"at which it could be cut; {WAYS_OUT}"
         )
-    largest = max(size for _, _, size in lists)
-    return [block for _, blocks, size in lists if size >= largest / 4 for block in blocks]
+    largest = max(size for _, _, size in lists or chains)
+    chosen = (
+        [(n, m) for n, m, size in lists if size >= largest / 4]
+        if lists
+        else [max(chains, key=lambda c: c[2])[:2]]
+    )
+    return [f"{name}.{key}" if name else key for name, module in chosen for key, _ in module.named_children()]
 
 
 def _check_split(root: nn.Module, names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 Nothing of ``runtime`` is used here but the order of samples.
 """
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Collection
@@ -63,7 +64,7 @@ def plain_loop(
             samples = [training.dataset[index] for index in indices[start : start + rows]]
             batch = _cast((training.collate or _stacked)(samples), dtype)
             with torch.autocast("cpu", low) if low else nullcontext():
-                output = model(**batch) if training.layers is None else model(batch[0])
+                output = _called(model, batch)
                 value, weight = _loss(training, output, batch, rows)
             for name, (amount, count) in (training.metrics or _no_metrics)(output, batch).items():
                 before = counts.get(name, (0.0, 0.0))
@@ -100,6 +101,13 @@ def plain_loop(
 
 def _no_metrics(output: Any, batch: Any) -> dict[str, Any]:
     return {}
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, tuple):
+        return model(batch[0])
+    taken = inspect.signature(model.forward).parameters
+    return model(**{key: value for key, value in batch.items() if key in taken or "kwargs" in taken})
 
 
 def _loss(training: Training, output: Any, batch: Any, rows: int) -> tuple[Tensor, float]:

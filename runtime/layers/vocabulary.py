@@ -1,0 +1,73 @@
+"""Token ids and labels that a Hugging Face model has no row for.
+
+Without this check an id beyond the vocabulary ends a trainer with an ``IndexError`` that names nothing, or with
+an assertion on a GPU that leaves its device unusable.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.data.batches import Batch
+
+_INPUTS = ("input_ids", "decoder_input_ids")
+_IGNORED = -100
+
+
+class Vocabulary:
+    """Sizes of a model's tables: of its input embeddings, and of what it predicts."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kind = type(root).__name__
+        self._inputs = _rows(root, "get_input_embeddings")
+        self._outputs = _rows(root, "get_output_embeddings")
+
+    def problem(self, batch: Batch) -> tuple[int, str] | None:
+        """Return the first row of a batch with an id that is outside, and what is wrong with it."""
+        if not isinstance(batch, Mapping):
+            return None
+        for key in _INPUTS:
+            if self._inputs is not None and (found := _outside(batch.get(key), self._inputs, ())):
+                row, number = found
+                return row, (
+                    f"has the token id {number} in {key!r}, but the vocabulary of {self._kind} has {self._inputs} "
+                    f"ids, 0 to {self._inputs - 1}; use the tokenizer that belongs to the model, or enlarge the "
+                    "model's vocabulary (resize_token_embeddings)"
+                )
+        if self._outputs is not None and (found := _outside(batch.get("labels"), self._outputs, (_IGNORED,))):
+            row, number = found
+            return row, (
+                f"has the label {number}, but {self._kind} predicts one of {self._outputs} ids, 0 to "
+                f"{self._outputs - 1}; give positions that do not count the label {_IGNORED}"
+            )
+        return None
+
+
+def _rows(root: nn.Module, getter: str) -> int | None:
+    """Return how many ids an embedding or a head has a row for."""
+    get = getattr(root, getter, None)
+    if not callable(get):
+        return None
+    try:
+        table: Any = get()
+    except (NotImplementedError, AttributeError):
+        return None
+    if isinstance(table, nn.Embedding):
+        return table.num_embeddings
+    return table.out_features if isinstance(table, nn.Linear) else None
+
+
+def _outside(ids: object, size: int, allowed: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return row and value of the first id that is not below ``size``."""
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() < 2 or not ids.numel():
+        return None
+    low, high = torch.aminmax(ids)
+    if low >= 0 and high < size:
+        return None
+    wrong = (ids < 0) | (ids >= size)
+    for number in allowed:
+        wrong &= ids != number
+    places = wrong.nonzero()
+    return None if not len(places) else (int(places[0][0]), int(ids[tuple(places[0])]))

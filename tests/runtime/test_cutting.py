@@ -1,0 +1,547 @@
+"""Modules that are cut into layers: which are found, which are refused and why, and ids beyond the vocabulary."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from runtime.layers.model import Model
+from runtime.training import Training, TrainingError, load_training
+from tests.runtime.architectures import Samples
+from tests.runtime.fleet import Fleet
+from tests.runtime.harness import ROOT, pipeline
+from tests.runtime.plain_loop import plain_loop
+from tests.runtime.support import data_for, script
+from tests.runtime.test_architectures import alone, check, job_of
+
+WIDTH = 6
+
+
+class Points(Samples):
+    """Rows of numbers under the names of ``forward``'s arguments."""
+
+    def __init__(self) -> None:
+        super().__init__("points")
+
+    def _make(self, generator: torch.Generator) -> dict[str, Tensor]:
+        x = torch.randn(WIDTH, generator=generator)
+        return {"x": x, "y": x.sin()}
+
+
+def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(output, batch["y"])
+
+
+def training_of(model: nn.Module, **changes: Any) -> Training:
+    fields: dict[str, Any] = {
+        "model": model,
+        "loss": squares,
+        "dataset": Points(),
+        "optimizer": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+    }
+    return Training(**(fields | changes))
+
+
+def model_of(root: nn.Module, **changes: Any) -> Model:
+    return Model(training_of(root.double(), **changes), data_for("unused.py:build"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.linear(x).tanh()
+        return out
+
+
+class Chain(nn.Module):
+    """An input, four blocks and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.outer(x)
+        return out
+
+
+# --- what is found -----------------------------------------------------------------------------------
+
+
+class Around(Chain):
+    """Parameters of its own before, between and after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(WIDTH))
+        self.between = nn.Parameter(torch.ones(WIDTH))
+        self.after = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) + self.place
+        for block in self.blocks:
+            x = block(x) * self.between
+        out: Tensor = self.outer(x * self.after)
+        return out
+
+
+class Named(nn.Module):
+    """Takes and returns everything by name; a scalar is passed on from block to block."""
+
+    class Inner(Block):
+        def forward(self, *, state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:  # type: ignore[override]
+            hidden = super().forward(state["hidden"] * scale)
+            return {"hidden": hidden, "total": state["total"] + hidden.square().mean()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"hidden": self.inner(x), "total": x.new_zeros(())}
+        for block in self.blocks:
+            state = block(state=state, scale=0.5)
+        return state["hidden"] * state["total"]
+
+
+class Backwards(nn.Module):
+    """Its second list runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.ModuleList(Block() for _ in range(2))
+        self.early = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.early, *self.late):
+            x = block(x)
+        return x
+
+
+class Wrapped(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def unlike() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH), Block())
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]] = {
+    "parameters around": (Around, None, [f"blocks.{i}" for i in range(4)]),
+    "by name": (Named, None, [f"blocks.{i}" for i in range(3)]),
+    "in the order that they run": (Backwards, None, ["early.0", "early.1", "late.0", "late.1"]),
+    "a sequential": (lambda: Wrapped(unlike()), None, [f"net.{i}" for i in range(4)]),
+    "the blocks inside": (
+        lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()))),
+        None,
+        ["net.1.0", "net.1.1"],
+    ),
+    "split": (Chain, ["inner", "blocks.1", "outer"], ["inner", "blocks.1", "outer"]),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_module_is_cut_before_its_blocks(case: str) -> None:
+    make, split, names = FOUND[case]
+    model = model_of(make(), split=split)
+    found = [model.layer_name(layer).split(" ")[0] for layer in range(1, model.layer_count - 1)]
+    assert found == names
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {name: make for name, (make, _, _) in FOUND.items()}
+
+
+def build(case: str) -> Training:
+    return training_of(MAKERS[case](), split=FOUND[case][1])
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_pieces_train_as_the_whole(case: str) -> None:
+    """Each layer is a stage of its own beside a pipeline of one."""
+    steps = 4
+    job = msgspec.structs.replace(
+        job_of("", steps=steps), function="tests.runtime.test_cutting:build", arguments={"case": case}
+    )
+    expected = plain_loop(lambda: build(case), job, steps)
+    layers = len(FOUND[case][2]) + 2
+    with Fleet(job, layers + 1) as fleet:
+        stages = [(layer, layer + 1, [layer]) for layer in range(layers)]
+        fleet.enter(
+            fleet.engines,
+            (
+                pipeline(*stages, first_microbatch=0, microbatches=3),
+                pipeline((0, layers, [layers]), first_microbatch=3, microbatches=1),
+            ),
+        )
+        fleet.steps(steps)
+        check([fleet.votes[step] for step in range(1, steps + 1)], expected)
+
+
+def test_a_module_that_is_itself_a_sequential_has_its_own_names() -> None:
+    class Rows(Points):
+        def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+            return super().__getitem__(index)["x"]
+
+    model = model_of(
+        nn.Sequential(Block(), Block()),
+        dataset=Rows(),
+        loss=lambda output, batch: functional.mse_loss(output, batch.sin()),
+    )
+    assert list(model.parameter_layers)[:2] == ["0.linear.weight", "0.linear.bias"]
+    assert model.layer_name(2) == "1 (Block)"
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(self.one(x).tanh())
+        return out
+
+
+class Twice(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
+class Unused(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class EarlyExit(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            if x.abs().sum() > 0:
+                x = block(x)
+        return x
+
+
+class Collected(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return torch.stack(found).sum(0)
+
+
+class FaintShortcut(Chain):
+    """A difference of 1e-4 is none of rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + 1e-4 * first
+
+
+class Measured(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x) * x.max().item()
+        return x
+
+
+class Counting(Chain):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x)
+        return x * self.calls
+
+
+class Averaging(Chain):
+    """Changes a buffer of its own in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean(0))
+        for block in self.blocks:
+            x = block(x)
+        return x + self.average
+
+
+WAYS_OUT = r"Training\(split=\[\.\.\.\]\).*Training\(layers=\[\.\.\.\]\)"
+REFUSED = [
+    (NoBlocks, {}, rf"NoBlocks has no list of equal blocks .*{WAYS_OUT}"),
+    (Twice, {}, rf"Twice cannot be cut at blocks.0 … blocks.3: blocks.0 runs more than once.*{WAYS_OUT}"),
+    (Unused, {}, rf"Unused cannot be cut at .*: blocks.0 did not run; .*{WAYS_OUT}"),
+    (EarlyExit, {}, rf"EarlyExit cannot be cut .*: blocks.0 did not run; its forward chooses .*{WAYS_OUT}"),
+    (Collected, {}, rf"Collected cannot be cut .*passes on more than the blocks' arguments.*{WAYS_OUT}"),
+    (FaintShortcut, {}, r"FaintShortcut cannot be cut .*passes on more than"),
+    (Measured, {}, r"Measured cannot be cut .*depends on the values of what it computes"),
+    (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
+    (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
+    (
+        Chain,
+        {"split": ["blocks.0", "head"]},
+        r"split names 'head', which Chain does not have; .* inner, blocks",
+    ),
+    (Chain, {"split": []}, "Training.split is empty"),
+    (Chain, {"split": ["blocks", "blocks.1"]}, r"split names 'blocks.1', which is inside of 'blocks'"),
+    (Chain, {"split": ["inner", "inner"]}, "split names 'inner' twice"),
+    (Chain, {"split": ["outer", "inner"]}, r"Chain cannot be cut .*: they run in the order inner, outer"),
+    (Chain, {"loss": None}, r"Chain returned no loss; the samples have no 'labels'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+def test_a_module_that_cannot_be_cut_is_refused(
+    kind: type[nn.Module], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        model_of(kind(), **changes)
+
+
+class Random(Chain):
+    """Leaves out blocks by chance, once ``starts`` is set."""
+
+    starts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.starts:
+                x = block(x)
+        return x
+
+
+def test_a_module_that_leaves_out_blocks_later_ends_the_step() -> None:
+    root = Random()
+    model = model_of(root)
+    root.starts = True
+    batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64)}
+    with pytest.raises(TrainingError, match=r"Random cannot be cut .*: blocks.0 did not run; its forward"):
+        model.forward(0, 2, None, step=1, row=0, batch=batch)
+
+
+class OwnCheckpointing(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
+def test_a_module_that_checkpoints_its_blocks_itself_is_refused_in_the_first_step() -> None:
+    """Run again without its window, a block would not take what was received."""
+    model = model_of(OwnCheckpointing())
+    batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64), "y": torch.ones(4, WIDTH, dtype=torch.float64)}
+    output = model.forward(0, model.layer_count, None, step=1, row=0, batch=batch)
+    with pytest.raises(
+        TrainingError, match=r"torch.utils.checkpoint around its blocks.*activation_checkpoint"
+    ):
+        model.loss(output, batch, 4)[0].backward()
+
+
+MADE = """
+    def build(change="", **options):
+        from transformers import AutoConfig, AutoModelForCausalLM
+        config = AutoConfig.for_model(
+            "opt", hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=20,
+            max_position_embeddings=16, word_embed_proj_dim=8, **options)
+        model = AutoModelForCausalLM.from_config(config)
+        if change == "placed":
+            model.hf_device_map = {"": 0}
+        if change == "quantised":
+            model.is_quantized = True
+        if change == "checkpointing":
+            model.gradient_checkpointing_enable()
+        if change == "frozen":
+            model.requires_grad_(False)
+        if change == "none":
+            model = "facebook/opt-125m"
+        if change == "maker":
+            model = lambda: "facebook/opt-125m"
+        return Training(model=model, optimizer=sgd, dataset=Rows())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"change": "placed"}, "OPTForCausalLM was loaded with device_map.*load it without device_map"),
+        ({"change": "quantised"}, "OPTForCausalLM is quantised.*in full precision"),
+        (
+            {"change": "checkpointing"},
+            'has gradient checkpointing enabled.*activation_checkpointing = "full"',
+        ),
+        ({"change": "frozen"}, "OPTForCausalLM has no trainable parameter"),
+        ({"change": "none"}, "Training.model must be an nn.Module or a function that makes one, not a str"),
+        ({"change": "maker"}, "Training.model must make an nn.Module, not a str"),
+        ({"layerdrop": 0.1}, r"leaves out blocks by chance \(layerdrop\).*set layerdrop = 0"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    script(tmp_path, MADE)
+    with pytest.raises(TrainingError, match=message):
+        load_training(data_for("mine.py:build", tmp_path, arguments=arguments))
+
+
+# --- losses ------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A language model whose loss is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def mean_over_tokens(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def sum_over_tokens(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return sum_over_tokens(output, batch), (batch["labels"] != -100).sum()
+
+
+def wrongly_weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return mean_over_tokens(output, batch), len(output)
+
+
+def test_a_mean_over_unequal_numbers_of_tokens_is_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
+    ):
+        model_of(Tokens(), dataset=Samples("masked"), loss=mean_over_tokens)
+
+
+@pytest.mark.parametrize("loss", [sum_over_tokens, wrongly_weighed])
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_refused(loss: Any) -> None:
+    with pytest.raises(TrainingError, match=r"unequal numbers of|so it would depend on how rows are grouped"):
+        model_of(Tokens(), dataset=Samples("masked"), loss=loss)
+
+
+def test_a_sum_and_its_weight_are_taken() -> None:
+    model = model_of(Tokens(), dataset=Samples("masked"), loss=weighed)
+    assert model.nominal_weight > 1
+
+
+def test_masks_that_become_unequal_later_end_the_step() -> None:
+    """The first samples have equal numbers of labels."""
+
+    class Equal(Samples):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {key: value for key, value in super().__getitem__(index).items() if key != "labels"} | {
+                "labels": torch.arange(self.length)
+            }
+
+    model = model_of(Tokens(), dataset=Equal("masked"), loss=mean_over_tokens)
+    labels = torch.arange(20).view(2, 10)
+    labels[1, 3:] = -100
+    batch = {"input_ids": torch.zeros(2, 10, dtype=torch.int64), "labels": labels}
+    output = model.forward(0, model.layer_count, None, step=1, row=0, batch=batch)
+    with pytest.raises(
+        TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
+    ):
+        model.loss(output, batch, 2)
+
+
+# --- ids beyond the vocabulary -------------------------------------------------------------------------
+
+SPOILED = """
+    import sys
+    sys.path.insert(0, {root!r})
+    from tests.runtime.architectures import ARCHITECTURES, Samples
+
+    class Spoiled(Samples):
+        def __getitem__(self, index):
+            sample = {{key: value.clone() for key, value in super().__getitem__(index).items()}}
+            if index == self.spoiled:
+                sample[self.key][1] = self.number
+            return sample
+
+    def build(architecture, key, number, spoiled):
+        dataset = Spoiled(ARCHITECTURES[architecture].task)
+        dataset.key, dataset.number, dataset.spoiled = key, number, spoiled
+        return Training(model=ARCHITECTURES[architecture].make(), optimizer=sgd, dataset=dataset)
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "number", "message"),
+    [
+        (
+            "llama",
+            "input_ids",
+            64,
+            r"has the token id 64 in 'input_ids', but the vocabulary of Llama.* 64 ids",
+        ),
+        ("bert", "input_ids", -1, r"has the token id -1 in 'input_ids'"),
+        ("t5", "labels", 70, r"has the label 70, but T5.* predicts one of 64 ids"),
+        ("gpt2", "labels", -1, r"has the label -1, .* give positions that do not count the label -100"),
+    ],
+)
+def test_an_id_beyond_the_vocabulary_is_named_with_its_sample(
+    tmp_path: Path, architecture: str, key: str, number: int, message: str
+) -> None:
+    """In the first samples when the model is made, in later ones in their step."""
+    script(tmp_path, SPOILED.format(root=str(ROOT)))
+    arguments = {"architecture": architecture, "key": key, "number": number}
+    job = data_for("mine.py:build", tmp_path, arguments=arguments | {"spoiled": 1})
+    with pytest.raises(TrainingError, match=f"sample 1 of Training.dataset {message}"), Fleet(job, 1):
+        pass
+    job = msgspec.structs.replace(job, arguments=arguments | {"spoiled": 50})
+    with Fleet(job, 1) as fleet:
+        fleet.enter(fleet.engines, alone(fleet.engines[0].model.layer_count))
+        with pytest.raises(
+            TrainingError, match=rf"microbatch \d of step \d .*: sample 50 of Training.* {message}"
+        ):
+            fleet.steps(4)
