@@ -47,7 +47,7 @@ INSTEAD = (
     (r"(local examples/gpt.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 100000"),
     (r"(local examples/llama.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 3"),
     (r"stop llama", "stop gpt"),
-    (r"checkpoints/llama my-llama|checkpoints/gpt my-gpt --format huggingface", "checkpoints/gpt my-gpt"),
+    (r"checkpoints/llama my-llama --format huggingface", "checkpoints/gpt my-gpt --format torch"),
     (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
     (r"--seeds 50", "--seeds 2"),
     (r"(?<= )/checkpoints/", "checkpoints/"),
