@@ -180,7 +180,9 @@ def _saved_bytes(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return (
+            tensor.detach()
+        )  # An output that is saved for its own gradient would keep itself alive for ever.
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model.forward(layer, layer + 1, _as_received(x), step=1, row=0, batch=batch)

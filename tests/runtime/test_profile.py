@@ -1,5 +1,6 @@
 """Profiles: sizes are exact, times are positive, the model is left as it was; and the command line."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -45,6 +46,20 @@ def test_activation_bytes_are_what_autograd_keeps() -> None:
     profile = measure(Model(training_of(layers), data), data).profile
     one_tensor = 4 * 6 * 8
     assert [layer.activation_bytes for layer in profile.layers] == [one_tensor, 2 * one_tensor, one_tensor]
+
+
+def test_measuring_keeps_no_activations() -> None:
+    data = data_for("unused.py:build")
+    model = Model(training_of([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)]), data)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+    measure(model, data)
+    before = tensors()
+    measure(model, data)
+    assert tensors() == before
 
 
 def test_checkpointing_does_not_change_what_is_measured() -> None:
