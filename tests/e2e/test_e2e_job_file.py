@@ -112,6 +112,9 @@ def test_a_llama_goes_on_after_a_kill_with_the_losses_of_a_plain_loop(
     # Hugging Face computes the loss of a language model in float32, whatever the logits are.
     assert [run.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-6)
     assert expected[-1] < expected[0] / 2
+    evaluated = run.named("Evaluated")
+    assert [event["step"] for event in evaluated] == [10, 20, 30, 40]
+    assert evaluated[-1]["details"]["loss"] < evaluated[0]["details"]["loss"]
 
 
 def plain(job: JobData) -> Training:
