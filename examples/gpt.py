@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from runtime.training import Training
+from ftd import Training
 
 VOCABULARY = 256  # bytes
 

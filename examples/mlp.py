@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from runtime.training import Training
+from ftd import Training
 
 
 class Spirals(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
-from runtime.training import Training
+from ftd import Training
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from runtime.training import Training
+from ftd import Training
 
 
 def build(
