@@ -39,6 +39,8 @@ class Group:
         """Some rank's ballot of the present step asked for a snapshot."""
         self.votes: dict[int, bool] = {}
         """Ranks at the VOTE of the present step, with their stop flags."""
+        self.sums: dict[int, bool] = {}
+        """Ranks that have computed the present held-out batch, with their stop flags."""
         self.updated: dict[int, tuple[bool, bool]] = {}
         """Under ZeRO-1: ranks that have yet to gather the present step, with its stop and snapshot flags."""
         self.formed: dict[int, SimTrainer] = {}
@@ -71,6 +73,8 @@ class Group:
             del self.members[trainer.rank]
         if trainer.rank in self.votes and self.world.chance(0.5):
             del self.votes[trainer.rank]
+        if trainer.rank in self.sums and self.world.chance(0.5):
+            del self.sums[trainer.rank]
 
     def break_connection(self) -> None:
         """As TCP does after too long a cut; at least one rank notices, some time later."""
@@ -162,11 +166,25 @@ class Group:
         )
         if member.token != token:
             return
-        if member.committed >= member.steps:
-            member.phase = "done"
-            self.world.at(0.01, member._done, member.token, self.generation)
-        else:
-            member.start_step()
+        member.go_on()
+
+    def summed(self, trainer: SimTrainer, batch: int, stop: bool) -> None:
+        """A rank has computed a held-out batch of the state that it is at."""
+        self.sums[trainer.rank] = stop
+        if len(self.sums) == self.size:
+            self._pass_sum(trainer.committed, batch)
+
+    def _pass_sum(self, step: int, batch: int) -> None:
+        if len(self.sums) < self.size or self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._pass_sum, step, batch)
+            return
+        stop, self.sums = any(self.sums.values()), {}
+        for member in list(self.members.values()):
+            if member.phase == "sum" and member.committed == step:
+                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                self.world.at(delay, member.do, member.pass_sum, member.token, batch, stop)
 
     def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         self.votes[trainer.rank] = stop

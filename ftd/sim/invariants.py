@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ftd.sim import bugs, losses
+from ftd.sim.evaluations import EvaluationTruth
 from ftd.sim.group import Group
 from ftd.sim.kept import SnapshotTruth
 from ftd.sim.place import SimPlace
 from ftd.sim.telling import Telling
-from ftd.sim.trainers import SimTrainer, vote_of
-from ftd.sim.versions import Versions
+from ftd.sim.trainers import SimTrainer
+from ftd.sim.versions import Versions, vote_of
 from ftd.sim.world import World
 from ftd.wire.checking import problem_of_details
 from ftd.wire.public import encode_json
@@ -20,7 +21,7 @@ from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Leader
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
-from statemachine.values import Checkpoint, Vote
+from statemachine.values import Checkpoint, Job, Vote
 
 _OF_A_VOTE = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")
 
@@ -47,6 +48,7 @@ class Invariants(SnapshotTruth):
         self.out: dict[str, set[int]] = {}
         """Incarnations per node that obeyed a Fence."""
         self.telling = Telling(self)
+        self.evaluations = EvaluationTruth(self)
         self.reigned: dict[int, tuple[int, float]] = {}
         """Incarnation of who led first in each term, and since when."""
         self.told_after: dict[int, int] = {}
@@ -62,8 +64,9 @@ class Invariants(SnapshotTruth):
         self.trained: Group | None = None
         """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 
-    def new_job(self, begin: Checkpoint | None) -> None:
+    def new_job(self, begin: Checkpoint | None, job: Job | None) -> None:
         """:param begin: what it goes on from."""
+        self.evaluations.new_job(begin.step if begin is not None else 0, job.steps if job is not None else 0)
         self.told = {begin.step: int(begin.vote.loss)} if begin is not None else {}
         self.told_after.clear()
         self.newest_told = self.known = begin.step if begin is not None else 0
@@ -89,7 +92,7 @@ class Invariants(SnapshotTruth):
     def coordinator_stepped(self, machine: ClusterMachine) -> None:
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
-            self.new_job(machine.checkpoint)
+            self.new_job(machine.checkpoint, machine.job)
         step = machine.committed_step
         if step < self.known:
             self.broken(f"the committed step went back from {self.known} to {step}")
@@ -99,7 +102,7 @@ class Invariants(SnapshotTruth):
         """What the journal says now; a rollback is in it, or never was."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
-            self.new_job(machine.checkpoint)
+            self.new_job(machine.checkpoint, machine.job)
         self._keeps(machine)
         self.place.writing = machine.writing
         if machine.lineage == self.lineage:
@@ -117,6 +120,7 @@ class Invariants(SnapshotTruth):
         self.told = {number: version for number, version in self.told.items() if number <= step}
         self.newest_told = min(self.newest_told, step)
         self.next_to_tell = min(self.next_to_tell, step + 1)
+        self.evaluations.rolled_back(step)
 
     def commands(self, command: Command, journal: dict[str, Any] | None) -> None:
         if isinstance(command, KeepSnapshot):
@@ -183,8 +187,11 @@ class Invariants(SnapshotTruth):
                 self.announced.add(event.generation)
             case "StepCommitted":
                 self._told(event)
+            case "Evaluated":
+                self.evaluations.told(event)
             case "JobFinished":
                 self.finished_job = True
+                self.evaluations.finished()
                 if self.newest_told < self.known:
                     self.broken(f"finished, but the world heard of step {self.newest_told} of {self.known}")
             case "JobFailed":
@@ -227,6 +234,7 @@ class Invariants(SnapshotTruth):
             self.broken(f"step {step} was told with version {self.told[step]} and again with {version}")
         if step - 1 in self.told and self.told[step - 1] != self.versions.parent[version]:
             self.broken(f"told step {step} does not continue told step {step - 1}")
+        self.evaluations.step_told(step)
         self.told_after[step] = self.telling.losses
         self.newest_told = max(self.newest_told, step)
         self.next_to_tell = step + 1
@@ -279,6 +287,8 @@ class Invariants(SnapshotTruth):
             group = self.groups[resume.generation] = Group(world, resume, self)
         elif group.resume.plan != resume.plan or group.resume.step != resume.step:
             self.broken(f"generation {resume.generation} has two plans")
+        elif group.resume.evaluated != resume.evaluated:
+            self.broken(f"ranks of generation {resume.generation} do not agree what is evaluated")
         return group
 
     def forms(self, group: Group) -> None:

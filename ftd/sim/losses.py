@@ -17,6 +17,7 @@ class Written:
 
     def __init__(self, machine: ClusterMachine) -> None:
         self.job_id, self.snapshot, self.checkpoint = machine.job_id, machine.snapshot, machine.checkpoint
+        self.job = machine.job
         self.writing, self.lineage = machine.writing, machine.lineage
         self.committed_step, self.members = machine.committed_step, machine.members
         self.generation = machine.generation

@@ -338,7 +338,8 @@ class SimNode:
             self.fail_trainer(trainer.device, "unprepared")
             return
         sharded = effect.job.policy.zero1
-        trainer.build(len(self.profile.layers), effect.job.steps, sharded=sharded)
+        every = int(effect.job.training.get("evaluation_every_steps", 0))
+        trainer.build(len(self.profile.layers), effect.job.steps, evaluate_every=every, sharded=sharded)
         self.feed(
             TrainerPrepared(
                 at=self.world.now,

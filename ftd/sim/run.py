@@ -68,6 +68,8 @@ class Leaning:
     """Nodes go for good, and others come under new names."""
     late_wills: bool | None = None
     """Hosts lose power, and their last wills come when the keep-alive is over."""
+    evaluations: bool | None = None
+    """The state after every so many steps is evaluated."""
     rarer: bool | None = None
     """Faults that come more seldom, and two in one instant."""
     strikes: tuple[drawing.Strike, ...] = ()
@@ -158,6 +160,10 @@ class Simulation:
         self.jobs = 0
         self.versions = Versions()
         self.invariants = Invariants(world, self.versions, self.policy, self.profile)
+        own = Random(f"{seed} evaluations")  # The other seeds are as they are without.
+        every, some = own.choice((1, 2, 3, 7)), own.random() < 0.4
+        if some if leaning.evaluations is None else leaning.evaluations:
+            self.invariants.evaluations.every_steps = every
         self.network = Network(world)
         drawn = world.rng.choice((0.0, 0.0, 0.03))
         self.network.duplicates = drawn if leaning.duplicates is None else leaning.duplicates
@@ -250,6 +256,7 @@ class Simulation:
             policy=self.policy,
             snapshot=self.snapshot,
             checkpoint=self.checkpoint,
+            training={"evaluation_every_steps": self.invariants.evaluations.every_steps},
         )
         self.coordinator.submit(self.job, begin)
         self.world.at(1.0, self.look, self.job)

@@ -23,28 +23,19 @@ from statemachine.agent.events import (
     TrainerStepped,
 )
 from statemachine.messages import Resume
-from statemachine.values import DeviceReport, HeldSnapshot, QuiesceMode, Vote
+from statemachine.values import DeviceReport, Evaluation, HeldSnapshot, QuiesceMode
 
 if TYPE_CHECKING:
     from ftd.sim.group import Group
     from ftd.sim.node import SimNode
 
 Phase = Literal[
-    "idle", "quiesced", "joining", "moving", "compute", "vote", "commit", "gather", "stopped", "done"
-]
-STEPPING = frozenset({"compute", "vote", "commit", "gather"})
-
-
-def vote_of(version: int) -> Vote:
-    """Return the one vote of a version: whatever a survivor needs of it must arrive as it was said."""
-    return Vote(
-        loss=float(version),
-        gradient_norm=1.0,
-        weight=8.0 + version % 5,
-        loss_scale=2.0 ** (version % 7),
-        learning_rate=1.0 / (1 + version),
-        metrics={"version": float(version)},
-    )
+    "idle", "quiesced", "joining", "moving", "evaluate", "sum", "compute", "vote", "commit", "gather",
+    "stopped", "done",
+]  # fmt: skip
+EVALUATION_BATCHES = 2
+"""Held-out batches of one evaluation."""
+STEPPING = frozenset({"evaluate", "sum", "compute", "vote", "commit", "gather"})
 
 
 class SimTrainer:
@@ -58,6 +49,9 @@ class SimTrainer:
         "committed",
         "copy",
         "device",
+        "evaluate_every",
+        "evaluated",
+        "evaluation",
         "flag",
         "frozen",
         "generation",
@@ -89,6 +83,12 @@ class SimTrainer:
         """The main thread sleeps; the control thread beats."""
         self.built = False
         self.steps = 0
+        self.evaluate_every = 0
+        """Evaluate after every so many steps and after the last one; 0: never."""
+        self.evaluated = 0
+        """The newest step whose evaluation is known."""
+        self.evaluation: Evaluation | None = None
+        """Of the state after ``committed``, if the present group evaluated it."""
         self.phase: Phase = "idle"
         self.generation = 0
         self.committed = 0
@@ -116,8 +116,8 @@ class SimTrainer:
     def able(self) -> bool:
         return self.alive and not self.frozen and not self.asleep
 
-    def build(self, layers: int, steps: int, *, sharded: bool) -> None:
-        self.built, self.steps = True, steps
+    def build(self, layers: int, steps: int, *, evaluate_every: int, sharded: bool) -> None:
+        self.built, self.steps, self.evaluate_every = True, steps, evaluate_every
         self.layers = dict.fromkeys(range(layers), 0)
         self.parts = all_of(self.layers) if sharded else {}
 
@@ -175,7 +175,7 @@ class SimTrainer:
             return
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
-        vote = vote_of(self.version) if self.committed else None
+        vote = self.node.versions.vote(self.version) if self.committed else None
         report = DeviceReport(
             device=self.device,
             committed_step=self.committed,
@@ -184,6 +184,7 @@ class SimTrainer:
             held=held,
             lineage=self.lineage,
             parts=tuple(sorted(part for part, v in self.parts.items() if step_of[v] == self.committed)),
+            evaluation=self.evaluation,
         )
         node = self.node
         node.feed(
@@ -214,7 +215,8 @@ class SimTrainer:
             self._update(*self.gradients)
         elif self.committed != resume.step and rank >= 0:
             self._drop(resume)  # Stale: everything comes from others.
-        self.ready = None
+        self.ready = self.evaluation = None
+        self.evaluated = resume.evaluated
         self.rank, self.token = rank, self.token + 1
         if rank < 0:
             self.phase = "idle"
@@ -241,6 +243,59 @@ class SimTrainer:
         self.committed += 1
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Evaluate where that is due, else compute the next step, if there is one."""
+        assert self.group is not None
+        if self._evaluation_due:
+            self.evaluate(1)
+        elif self.committed >= self.steps:
+            self.phase = "done"
+            self._later(0.01, self._done, self.token, self.group.generation)
+        else:
+            self.start_step()
+
+    @property
+    def _evaluation_due(self) -> bool:
+        step, every = self.committed, self.evaluate_every
+        due = every > 0 and step > 0 and (step % every == 0 or step == self.steps)
+        return due and self.evaluated < step
+
+    def evaluate(self, batch: int) -> None:
+        """Compute held-out batch ``batch`` (from 1)."""
+        self.phase = "evaluate"
+        self.progress += 1
+        world, pace = self.node.world, self.node.pace
+        computing_s = pace.step_s * world.between(0.2, 0.5) * self.node.slowness
+        self._later(computing_s, self._computed_batch, self.token, batch)
+
+    def _computed_batch(self, token: int, batch: int) -> None:
+        if token == self.token and self.able and self.group is not None:
+            self.phase = "sum"
+            self.group.summed(self, batch, self.flag is not None)
+
+    def pass_sum(self, token: int, batch: int, stop: bool) -> None:
+        """Every rank has computed the batch."""
+        if token != self.token or not self.able or self.group is None:
+            return
+        last = batch == EVALUATION_BATCHES
+        if last:
+            self.evaluated = self.committed
+            self.evaluation = self.node.versions.evaluation(self.version, self.group.generation)
+        if stop:
+            self._stop()
+        elif last:
+            self.go_on()
+        else:
+            self.evaluate(batch + 1)
+
+    def _stop(self) -> None:
+        """Somebody wants everybody to stop; the order itself may come a little later."""
+        self._leave()
+        self.phase = "stopped"
+        if self.flag is not None:
+            generation, self.flag = self.flag, None
+            self.quiesce(generation, "boundary")
 
     def start_step(self) -> None:
         self.phase = "compute"
@@ -290,21 +345,14 @@ class SimTrainer:
         if snap:
             self._begin_copy(group)
         if stop:
-            self._leave()
-            self.phase = "stopped"
-            if self.flag is not None:
-                generation, self.flag = self.flag, None
-                self.quiesce(generation, "boundary")
-        elif self.committed >= self.steps:
-            self.phase = "done"
-            self._later(0.01, self._done, self.token, group.generation)
+            self._stop()
         else:
-            self.start_step()
+            self.go_on()
 
     def _apply(self, group: "Group") -> None:
         # The first commit of a generation also drops what was kept for the sake of another failure.
         self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
-        self.ready = None
+        self.ready = self.evaluation = None
         self.phase = "compute"
         self.node.invariants.commits(self, group)
 
@@ -318,7 +366,7 @@ class SimTrainer:
                 device=self.device,
                 generation=group.generation,
                 step=self.committed,
-                vote=vote_of(self.version),
+                vote=node.versions.vote(self.version),
                 step_s=node.pace.step_s,
                 microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )
@@ -398,6 +446,7 @@ class SimTrainer:
                 generation=generation,
                 step=self.committed,
                 digests=digests,
+                evaluation=self.evaluation,
             )
         )
 

@@ -15,12 +15,23 @@ from ftd.sim.coordinator import SimCoordinator
 from ftd.sim.disk import Copy, Disk, power_cut
 from ftd.sim.network import Network
 from ftd.sim.run import Leaning, Simulation, run_seed
+from ftd.sim.trainers import SimTrainer
 from ftd.sim.voice import Voice
 from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.agent.events import TrainerSnapped
-from statemachine.cluster import forgetting, jobs, raising, recovery, rollback, rules, signals, timeouts
+from statemachine.cluster import (
+    forgetting,
+    jobs,
+    ledger,
+    raising,
+    recovery,
+    rollback,
+    rules,
+    signals,
+    timeouts,
+)
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.promises import promised
 from statemachine.cluster.durable.untold import UNTOLD
@@ -33,8 +44,8 @@ from statemachine.election import machine as election
 from statemachine.election.leadership import SeatTaken
 from statemachine.election.machine import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
-from statemachine.messages import Prepare
-from statemachine.values import CommittedStep, QuiesceMode, Snapshot
+from statemachine.messages import Prepare, Resume
+from statemachine.values import CommittedStep, Evaluation, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import BEHIND_A_SAVE
 
 SEEDS = 200
@@ -445,6 +456,48 @@ def test_a_coordinator_that_forgets_whom_it_needs_or_nobody_is_found(
 ) -> None:
     monkeypatch.setattr(module, name, mutant)
     found(expected, leaning=Leaning(churn=True))
+
+
+# --- evaluations ------------------------------------------------------------------------------------
+
+
+EVALUATED = Leaning(
+    evaluations=True,
+    strikes=tuple(
+        (name, faults.exit_trainer, passed) for name in ("Evaluated", "StepCommitted") for passed in (1, 3)
+    ),
+    at_commits=EXITS,
+)
+
+
+def test_an_evaluation_that_counts_as_reported_before_it_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
+        c.ledger.evaluated = max(c.ledger.evaluated, step)
+
+    monkeypatch.setattr(recovery, "learn_evaluation", learn)
+    found("came, and Evaluated", leaning=EVALUATED)
+
+
+def test_an_evaluation_whose_report_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(c: Cluster) -> None:
+        real(c)
+        c.ledger.evaluated = 0
+
+    real = ledger._tell_evaluation
+    monkeypatch.setattr(ledger, "_tell_evaluation", tell)
+    found("came twice", leaning=EVALUATED)
+
+
+def test_ranks_that_go_on_without_the_end_of_an_evaluation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stops everybody in the middle of it has its result lost, and the next group does not begin again."""
+
+    def resume(self: SimTrainer, command: Resume, staged: dict[int, int] | None = None) -> None:
+        real(self, command, staged)
+        self.evaluated = max(self.evaluated, command.step)
+
+    real = SimTrainer.resume
+    monkeypatch.setattr(SimTrainer, "resume", resume)
+    found("came, and Evaluated", leaning=EVALUATED)
 
 
 # --- ZeRO-1 --------------------------------------------------------------------------------------
