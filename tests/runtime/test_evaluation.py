@@ -4,9 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from runtime.data.reading import Key
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
+from runtime.training import TrainingError
+from runtime.watch.pace import Pace
 from runtime.wire import protocol as p
-from tests.runtime.fleet import Fleet
+from tests.runtime.fleet import CPU, Fleet, report_of
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_evaluation, reference_run
 from tests.runtime.support import EXAMPLES, data_for, script
@@ -83,3 +89,242 @@ def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
         assert found.weight == weight == (32 if batches else 37)
         assert 0 < found.metrics["right"] < 0.5
         assert found.took_s > 0
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+def die(fleet: Fleet, victim: Engine, in_batch: int) -> None:
+    """The victim ends when it comes to a held-out batch; the others wait for it until they are told to stop."""
+    evaluator = victim._evaluator
+    assert evaluator is not None
+    real = evaluator.run
+
+    def run(step: int, batch: int) -> Any:
+        if batch < in_batch:
+            return real(step, batch)
+        fleet.abort()
+        raise Aborted
+
+    evaluator.run = run  # type: ignore[method-assign]
+
+
+def broken_evaluation(fleet: Fleet) -> None:
+    def run(rank: int, engine: Engine) -> bool:
+        try:
+            engine.evaluate(lambda: False)
+        except Aborted:
+            return True
+        return False
+
+    assert all(fleet.each(run))
+
+
+@pytest.mark.parametrize("in_batch", [0, 2])
+def test_an_evaluation_that_a_failure_ends_is_made_again_by_who_is_left(
+    tmp_path: Path, in_batch: int
+) -> None:
+    """Under ZeRO-1, with another layout afterwards; the committed state and the losses are as without it."""
+    job = gpt_job(tmp_path, zero1=True)
+    training = load(job)
+    losses, model = reference_run(training, job, 5)
+    expected = {5: reference_evaluation(model, training, job)}
+    training = load(job)
+    _, model = reference_run(training, job, 2)
+    expected[2] = reference_evaluation(model, training, job)
+    with Fleet(job, 4) as fleet:
+        fleet.enter(fleet.engines, TWO_AND_TWO)
+        fleet.steps(2)
+        survivors, victim = fleet.engines[:3], fleet.engines[3]
+        before = [engine.digests() for engine in survivors]
+        die(fleet, victim, in_batch)
+        broken_evaluation(fleet)
+        assert [engine.digests() for engine in survivors] == before
+        assert [(r.committed_step, r.ready_step, r.evaluation) for r in map(report_of, survivors)] == 3 * [
+            (2, None, None)
+        ]
+        assert fleet.enter(survivors, TWO_AND_ONE) == 2
+        assert all(engine.evaluation_due for engine in survivors)
+        fleet.steps(3)
+        fleet.evaluate()
+        assert [fleet.losses[step] for step in range(1, 6)] == pytest.approx(losses, rel=1e-9)
+    assert sorted(fleet.evaluations) == [2, 4, 5]
+    for step, (loss, weight) in expected.items():
+        assert fleet.evaluations[step].loss == pytest.approx(loss, rel=1e-9)
+        assert fleet.evaluations[step].weight == weight
+
+
+def test_a_wish_to_stop_is_honoured_after_the_batch_under_way(tmp_path: Path) -> None:
+    with Fleet(gpt_job(tmp_path), 4) as fleet:
+        fleet.enter(fleet.engines, TWO_AND_TWO)
+        fleet.steps(2)
+        asked: list[int] = []
+
+        def second() -> bool:
+            asked.append(1)
+            return len(asked) > 4  # Each of four ranks is asked once for each batch.
+
+        assert fleet.evaluate(second) and len(asked) == 8
+        assert fleet.evaluations == {} and all(engine.evaluation_due for engine in fleet.engines)
+        assert not fleet.evaluate()
+        assert fleet.evaluations[2] == report_of(fleet.engines[0]).evaluation
+        assert not any(engine.evaluation_due for engine in fleet.engines)
+
+
+def test_a_wish_to_stop_in_the_last_batch_leaves_the_result(tmp_path: Path) -> None:
+    with Fleet(gpt_job(tmp_path, evaluation_batches=1), 1) as fleet:
+        fleet.enter(fleet.engines, ALONE)
+        fleet.steps(2)
+        assert fleet.evaluate(lambda: True)
+        assert report_of(fleet.engines[0]).evaluation is not None
+
+
+def test_a_vote_carries_the_evaluation_before_it_and_what_is_known_is_not_evaluated(tmp_path: Path) -> None:
+    with Fleet(gpt_job(tmp_path), 1) as fleet:
+        fleet.enter(fleet.engines, ALONE)
+        fleet.steps(2)
+        fleet.evaluate()
+        (third,) = fleet.steps(1)
+        assert third.vote.evaluation == fleet.evaluations[2]
+        assert fleet.steps(1)[0].vote.evaluation is None
+        fleet.evaluated = 4
+        fleet.enter(fleet.engines, ALONE)
+        assert not fleet.engines[0].evaluation_due
+        assert fleet.steps(1)[0].vote.evaluation is None
+
+
+# --- what training must not notice ------------------------------------------------------------------
+
+
+def test_buffers_and_generators_are_as_before(tmp_path: Path) -> None:
+    text = """
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+            self.norm = nn.BatchNorm1d(3)
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(self.norm(x) + torch.rand_like(x))
+
+    def build():
+        return Training(
+            layers=[Noisy()], loss=functional.mse_loss, optimizer=sgd, dataset=Rows(), evaluation=Rows()
+        )
+    """
+    script(tmp_path, text)
+    job = data_for("mine.py:build", tmp_path, evaluation_every_steps=1)
+    whole = (pipeline((0, 1, [0]), first_microbatch=0, microbatches=4),)
+    with Fleet(job, 1) as fleet:
+        fleet.enter(fleet.engines, whole)
+        engine = fleet.engines[0]
+        engine.step(lambda: False)
+        before = {t.name: t.value.clone() for t in engine.model.tensors_of(0)}
+        state = torch.get_rng_state()
+        fleet.evaluate()
+        first = fleet.evaluations[1]
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(t.value, before[t.name]) for t in engine.model.tensors_of(0))
+        engine._evaluated = 0
+        fleet.evaluate()
+        assert fleet.evaluations[1].loss == first.loss  # Its random numbers follow from the batch.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_read_held_out_batches_ahead(tmp_path: Path, workers: int) -> None:
+    job = gpt_job(tmp_path, data_workers=workers)
+    with Fleet(job, 2) as fleet:
+        two = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+        fleet.enter(fleet.engines, two)
+        keys = fleet.engines[1]._keys(fleet.engines[1]._seat(_resume(two)))
+        found = [next(keys) for _ in range(20)]
+        fleet.steps(5)
+        fleet.evaluate()
+        for engine in fleet.engines:
+            engine._loader.close()
+    steps = [Key(step, 0, number) for step in (1, 2) for number in range(4)]
+    held_out = [Key(2, batch, number) for batch in (1, 2) for number in range(4)] + [
+        Key(2, 3, number) for number in range(2)
+    ]
+    assert found == [*steps, *held_out, Key(3, 0, 0), Key(3, 0, 1)]
+    assert sorted(fleet.evaluations) == [2, 4, 5]
+
+
+def _resume(pipelines: tuple[p.PipelineData, ...]) -> p.Resume:
+    world = p.WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * 2)
+    return p.Resume(
+        generation=1, step=0, vote=None, rank=1, world=world, rendezvous_host="", rendezvous_port=0, token=""
+    )
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+BAD = """
+    class Held(Rows):
+        def __init__(self, length=8, width=3, bad=None):
+            self.length, self.width, self.bad = length, width, bad
+        def __len__(self): return self.length
+        def __getitem__(self, index):
+            if index == self.bad:
+                raise OSError("shard 7 is corrupt")
+            return torch.full((self.width,), index / 40), torch.tensor([0.0])
+
+    def build(**held):
+        evaluation = None if held.get("length") == 0 else Held(**held) if held else [1, 2]
+        return Training(
+            layers=[nn.Linear(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows(), evaluation=evaluation
+        )
+
+    def unequal():
+        from pathlib import Path
+        made = Path(__file__).parent / "made"
+        length = 9 if made.exists() else 8
+        made.touch()
+        return Training(
+            layers=[nn.Linear(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows(),
+            evaluation=Held(length=length),
+        )
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "says"),
+    [
+        ({"length": 0}, {}, "every 2 steps, but Training.evaluation is missing"),
+        ({}, {}, r"Training.evaluation\[0\] must be a pair"),
+        ({"width": 4}, {}, r"Training.evaluation have other shapes .*\(4, 4\)"),
+        ({"length": 8}, {"evaluation_every_steps": -1}, "evaluation_every_steps must be at least 0, not -1"),
+        ({"length": 8}, {"evaluation_batches": -1}, "evaluation_batches must be at least 0, not -1"),
+    ],
+)
+def test_a_held_out_set_that_cannot_be_used_is_refused_at_once(
+    tmp_path: Path, arguments: dict[str, Any], fields: dict[str, int], says: str
+) -> None:
+    script(tmp_path, BAD)
+    job = data_for("mine.py:build", tmp_path, **({"evaluation_every_steps": 2} | fields), arguments=arguments)
+    with torch.random.fork_rng(devices=[]), pytest.raises(TrainingError, match=says):
+        Engine(job, CPU, Pace())
+
+
+def test_a_held_out_sample_that_raises_is_named(tmp_path: Path) -> None:
+    script(tmp_path, BAD)
+    job = data_for("mine.py:build", tmp_path, evaluation_every_steps=1, arguments={"length": 20, "bad": 17})
+    with Fleet(job, 1) as fleet:
+        fleet.enter(fleet.engines, (pipeline((0, 1, [0]), first_microbatch=0, microbatches=4),))
+        fleet.engines[0].step(lambda: False)
+        says = r"Training.evaluation raised for index 17 \(row 1 of held-out batch 1\): OSError: shard 7 is corrupt"
+        with pytest.raises(TrainingError, match=says):
+            fleet.evaluate()
+
+
+def test_held_out_sets_of_unequal_lengths_are_noticed(tmp_path: Path) -> None:
+    script(tmp_path, BAD)
+    job = data_for("mine.py:unequal", tmp_path, evaluation_every_steps=1)
+    with Fleet(job, 2) as fleet:
+        whole = [pipeline((0, 1, [rank]), first_microbatch=2 * rank, microbatches=2) for rank in range(2)]
+        fleet.enter(fleet.engines, tuple(whole))
+        fleet.steps(1)
+        with pytest.raises(TrainingError, match="another number elsewhere"):
+            fleet.evaluate()

@@ -1,4 +1,4 @@
-"""1F1B as data: complete, executable without deadlock, within its memory bound."""
+"""Schedules as data: complete, executable without deadlock, within their memory bounds."""
 
 import itertools
 
@@ -7,13 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.engine.schedule import (
+    SENT_AHEAD,
+    AwaitSent,
     Backward,
     Forward,
+    ForwardOperation,
     Operation,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    forward_only,
     one_f_one_b,
 )
 
@@ -132,3 +136,61 @@ def test_neighbours_send_and_receive_in_the_same_order(stages: int, microbatches
 def test_nonsense_is_refused(stage: int, stages: int, microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"stage|microbatches"):
         one_f_one_b(stage, stages, microbatches)
+
+
+# --- forward only --------------------------------------------------------------------------------
+
+
+def test_forward_only_waits_until_the_next_stage_has_taken_what_was_sent() -> None:
+    assert forward_only(1, 3, [4, 5, 7]) == (
+        ReceiveActivation(4),
+        Forward(4),
+        SendActivation(4),
+        ReceiveActivation(5),
+        Forward(5),
+        SendActivation(5),
+        AwaitSent(4),
+        ReceiveActivation(7),
+        Forward(7),
+        SendActivation(7),
+    )
+    assert forward_only(0, 1, range(3)) == (Forward(0), Forward(1), Forward(2))
+    assert set(map(type, forward_only(2, 3, range(9)))) == {ReceiveActivation, Forward}
+    assert forward_only(1, 3, ()) == ()
+
+
+@given(STAGES, MICROBATCHES, st.data())
+def test_forward_only_ends_in_any_order_of_events_within_its_memory(
+    stages: int, microbatches: int, data: st.DataObject
+) -> None:
+    """Whichever stage goes on next: what is on its way to a stage never becomes more than is allowed."""
+    lists: list[list[ForwardOperation]] = [
+        list(forward_only(stage, stages, range(microbatches))) for stage in range(stages)
+    ]
+    on_the_way: list[list[int]] = [[] for _ in range(stages)]
+    """By receiving stage."""
+
+    def ready(stage: int) -> bool:
+        match lists[stage][:1]:
+            case [ReceiveActivation()]:
+                return bool(on_the_way[stage])
+            case [AwaitSent(microbatch)]:
+                return microbatch not in on_the_way[stage + 1]
+            case other:
+                return bool(other)
+
+    while any(lists):
+        able = [stage for stage in range(stages) if ready(stage)]
+        assert able, f"deadlock; left: {lists}"
+        stage = data.draw(st.sampled_from(able))
+        match lists[stage].pop(0):
+            case ReceiveActivation(microbatch):
+                assert on_the_way[stage].pop(0) == microbatch
+            case SendActivation(microbatch):
+                on_the_way[stage + 1].append(microbatch)
+                assert len(on_the_way[stage + 1]) <= SENT_AHEAD
+
+
+def test_forward_only_of_no_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="stage 2 of a pipeline of 2 stages"):
+        forward_only(2, 2, [0])
