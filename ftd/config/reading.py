@@ -26,8 +26,9 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at 
 _OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
 _TYPES = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 _RANGE = re.compile(
-    r"Expected `(?:int|float)` (?P<compared>[<>]=?) (?P<bound>\S+?)(?: - at `\$(?P<path>[^`]*)`)?"
+    r"Expected `(?:int|float)` (?P<compared>[<>]=?) (?P<bound>\S+?)(?: - at `\$\[(?P<index>\d+)\]`)?"
 )
+"""A number, or one of a list of numbers, that is out of its range."""
 _RANGES = {">": "above", ">=": "of at least", "<": "below", "<=": "of at most"}
 _LENGTH = re.compile(r"Expected `array` of length (?P<wanted>\d+), got (?P<got>\d+)")
 _WANTED = {
@@ -123,8 +124,9 @@ class _Sieve:
                 self.mistakes.add_misfit(mistake, field)
             elif match := _RANGE.fullmatch(str(error)):
                 remedy = f"write a number {_RANGES[match['compared']]} {float(match['bound']):g}"
-                place = f"{field}{match['path'] or ''}"
-                self.mistakes.add(ConfigurationError(f"{value} is not allowed", field=place, remedy=remedy))
+                index = match["index"]
+                wrong, place = (value, field) if index is None else (value[int(index)], f"{field}[{index}]")
+                self.mistakes.add(ConfigurationError(f"{wrong} is not allowed", field=place, remedy=remedy))
             else:
                 self.misfit(str(error), path)
             return False
