@@ -96,39 +96,24 @@ class Split:
         return (2 * number + 1) * len(self._dataset) // (2 * self._count)
 
 
-class CheckedSamples:
-    """Samples whose token ids and classes are all known to the model."""
+class CheckedClasses:
+    """Samples of a classifier whose labels are all classes of the model."""
 
-    def __init__(self, dataset: Any, model: HuggingFaceModel) -> None:
+    def __init__(self, dataset: Any, classes: int) -> None:
         """Check samples as they are read."""
-        self._dataset = dataset
-        self._vocabulary, self._classes = model.vocabulary, model.classes
+        self._dataset, self._classes = dataset, classes
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
         sample = self._dataset[index]
-        if self._vocabulary is not None and "input_ids" in sample:
-            tokens = sample["input_ids"]
-            outside = ((tokens < 0) | (tokens >= self._vocabulary)).nonzero()
-            if len(outside):
-                position = int(outside[0])
-                raise DataError(
-                    f"sample {index}, token {position}: the token id {int(tokens[position])} is outside the "
-                    f"model's vocabulary of {self._vocabulary} entries; use the tokenizer and the token type "
-                    "that the data was made with, or a larger vocabulary"
-                )
-        if self._classes is not None and "labels" in sample:
-            label = sample["labels"]
-            if (
-                not label.is_floating_point()
-                and not 0 <= int(label.min()) <= int(label.max()) < self._classes
-            ):
-                raise DataError(
-                    f"sample {index}: the label {label.tolist()} is none of the model's {self._classes} classes; "
-                    "write as many as there are: num_labels in [model.overrides]"
-                )
+        label = sample["labels"]
+        if not label.is_floating_point() and not 0 <= int(label.min()) <= int(label.max()) < self._classes:
+            raise DataError(
+                f"sample {index}: the label {label.tolist()} is none of the model's {self._classes} classes; "
+                "write as many as there are: num_labels in [model.overrides]"
+            )
         return sample
 
 
@@ -168,15 +153,18 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
 
 
 def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
-    """Return the data set so that no unknown token id or class reaches the model.
+    """Return the data set so that no unknown class reaches the model.
 
-    :raises DataError: one is found right away.
+    The engine checks the token ids of every batch; those of a small data set are checked before training.
+
+    :raises DataError: a token id is outside of the model's vocabulary.
     """
-    if model.classes is None and hasattr(dataset, "check_vocabulary") and len(dataset) <= _SCANNED_SAMPLES:
-        if model.vocabulary is not None:
-            dataset.check_vocabulary(model.vocabulary)
-        return dataset
-    return CheckedSamples(dataset, model)
+    if model.classes is not None:
+        return CheckedClasses(dataset, model.classes)
+    searched = hasattr(dataset, "check_vocabulary") and len(dataset) <= _SCANNED_SAMPLES
+    if searched and model.vocabulary is not None:
+        dataset.check_vocabulary(model.vocabulary)
+    return dataset
 
 
 def _collate(
