@@ -79,13 +79,17 @@ class StepResult:
 
 
 class Engine:
-    """:raises TrainingError: the user's training function or what it returns is at fault."""
+    """:param verified: another trainer compares the model's parts with the whole.
+    :raises TrainingError: the user's training function or what it returns is at fault.
+    """
 
-    def __init__(self, data: TrainingData, device: torch.device, pace: Pace) -> None:
+    def __init__(
+        self, data: TrainingData, device: torch.device, pace: Pace, *, verified: bool = False
+    ) -> None:
         training = load_training(data)
         self.data = data
         self.pace = pace
-        self.model = Model(training, data, device)
+        self.model = Model(training, data, device, verified=verified)
         pace.tick()
         if data.zero1:
             self.model.make_contiguous()

@@ -79,15 +79,26 @@ class Loss:
                 metrics[str(name)] = (float(value) * rows, float(rows))
         return metrics
 
-    def check(self, output: Any, batch: Batch, rows: int, whole: Callable[[Batch], Any]) -> None:
+    def check(
+        self,
+        output: Any,
+        batch: Batch,
+        rows: int,
+        *,
+        whole: Callable[[Batch], Any],
+        last: Callable[[Batch], Any],
+        verified: bool = False,
+    ) -> None:
         """Find out what the model's own loss is a mean over, and compare a microbatch's with those of its parts.
 
         :param output: the model's output for all rows.
         :param whole: runs the model in evaluation mode on some rows.
+        :param last: runs the last layer in evaluation mode on all rows, with other labels in the batch.
+        :param verified: leave the comparison out: another trainer makes it.
         :raises TrainingError: the loss fails, or is no mean over rows.
         """
         if self._function is None:
-            self._shifts = self._found_shift(batch, whole)
+            self._shifts = self._found_shift(batch, last)
         try:
             total, weight = self(output, batch, rows)
         except TrainingError:
@@ -96,7 +107,7 @@ class Loss:
             raise TrainingError(f"the loss raised {type(error).__name__}: {error}") from error
         self.nominal_weight = max(float(weight), 1.0) / rows
         self.metric_names = _names(self.metrics(output, batch, rows))
-        if rows < 2 or self._couples_rows:
+        if rows < 2 or self._couples_rows or verified:
             return
         cuts = [(0, 1), (1, rows)]
         parts = [slice_rows(batch, start, end, rows) for start, end in cuts]
@@ -166,7 +177,7 @@ class Loss:
             return rows
         return int((labels != IGNORED).sum())
 
-    def _found_shift(self, batch: Batch, whole: Callable[[Batch], Any]) -> bool:
+    def _found_shift(self, batch: Batch, last: Callable[[Batch], Any]) -> bool:
         """Return whether the model's own loss leaves out the first label of each row.
 
         Names of classes do not say (a ``T5ForConditionalGeneration`` does not, a
@@ -189,7 +200,7 @@ class Loss:
         if callable(made) and given.get("decoder_input_ids") is None:
             given["decoder_input_ids"] = made(labels=labels)
         try:
-            one, other = (own_loss(whole({**given, "labels": tried})) for tried in (few, fewer))
+            one, other = (own_loss(last({**given, "labels": tried})) for tried in (few, fewer))
         except Exception:
             return False  # These labels mean something else to this model.
         return one is not None and other is not None and bool(torch.equal(one, other))

@@ -69,10 +69,13 @@ class Model:
     """Built from what the training function returned; runs it on a microbatch to learn its shapes.
 
     :param data: seed, microbatch rows, precision and activation checkpointing are taken from it.
+    :param verified: leave out what compares parts with the whole: another trainer does.
     :raises TrainingError: the layers do not fit each other, the data set or the loss.
     """
 
-    def __init__(self, training: Training, data: TrainingData, device: torch.device = CPU) -> None:
+    def __init__(
+        self, training: Training, data: TrainingData, device: torch.device = CPU, *, verified: bool = False
+    ) -> None:
         self.training = training
         self.device = device
         self._seed = data.seed
@@ -119,7 +122,7 @@ class Model:
         self.first_signature = self._structure.signature(batch)
         """Signature of the first samples, whose shapes every trainer knows."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
-        self._probe(batch, rows)
+        self._probe(batch, rows, verified=verified)
 
     def _check_ids(self, vocabulary: Vocabulary, batch: Batch) -> None:
         self.find_problem = vocabulary.problem
@@ -344,7 +347,7 @@ class Model:
             return output
         return scopes.block(index, layer, x)
 
-    def _probe(self, batch: Batch, rows: int) -> None:
+    def _probe(self, batch: Batch, rows: int, *, verified: bool) -> None:
         """Run a microbatch layer by layer: shapes, whether layers use dropout, and clear errors."""
         batch = to_device(batch, self.device)
         x: Any = None
@@ -367,9 +370,14 @@ class Model:
                 if index < self.layer_count - 1 or isinstance(self._structure, LayerChain):
                     self._check_output(index, x, rows)
                     shapes[index] = shape_of(x)
-            self._loss.check(x, batch, rows, self._whole)
+            end, received = self.layer_count, given
+
+            def last(changed: Batch) -> Any:
+                return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
+
+            self._loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
         self._shapes[self.first_signature] = shapes
-        if isinstance(self._structure, WindowedModule):
+        if isinstance(self._structure, WindowedModule) and not verified:
             exact = self._precision.parameters == torch.float64
             tolerance = 0.02 if self._precision.compute is not None else 1e-7 if exact else 1e-5
             with self._autocast():

@@ -40,6 +40,9 @@ _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
 _SHORT_S = 0.03
 """A layer is measured again, up to the most repeats, while it has taken less than this."""
+_ENOUGH_S = 0.1
+"""A layer that has taken this long is measured a few times only: noise is small against it."""
+_FEW_REPEATS = 3
 _LONG_S = 0.5
 """A layer that has taken this long is not measured again: noise is small against it."""
 
@@ -156,7 +159,8 @@ def _time_layer(model: Model, layer: int, x: Activation | None, batch: Batch, ro
         if repeat >= _WARM_UPS or spent_s > _LONG_S:
             forwards.append(middle - start)
             backwards.append(end - middle)
-        if spent_s > _LONG_S or (len(forwards) >= _FEWEST_REPEATS and spent_s > _SHORT_S):
+        enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
+        if spent_s > _LONG_S or (len(forwards) >= enough and spent_s > _SHORT_S):
             break
     return RowsMeasured(rows=rows, forward=spread_of(forwards), backward=spread_of(backwards))
 

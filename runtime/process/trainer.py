@@ -99,7 +99,9 @@ class Trainer:
     def _prepare(self, prepare: Prepare) -> None:
         self._pace.tick()
         data = prepare.training
-        engine = Engine(data, torch_device(data.backend, self._device), self._pace)
+        device = torch_device(data.backend, self._device)
+        # One trainer of the cluster measures the model, and verifies it; the others start without waiting for that.
+        engine = Engine(data, device, self._pace, verified=not prepare.profile)
         self._pace.tick()
         engine.warm_up()
         self._keep_snapshots(engine, prepare)
