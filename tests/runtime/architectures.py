@@ -71,6 +71,34 @@ def _causal(kind: str, *, relative: float = 1e-9, **options: Any) -> Architectur
     return Architecture(make=made, task="causal", relative=relative)
 
 
+def take_out_casts(replace: Callable[[Any, str, Any], None]) -> None:
+    """Take out the casts to float32 that models make in norms, softmax, routers and losses.
+
+    With them a float64 model is one that rounds to float32 in the middle, so that two orders of the same
+    sums differ by a last bit of float32 now and then.
+
+    :param replace: sets an attribute, as ``setattr`` does.
+    """
+    plain = {name: getattr(Tensor, name) for name in ("float", "to", "type")}
+    softmax = functional.softmax
+
+    def kept(name: str) -> Any:
+        def cast(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+            down = name == "float" or torch.float32 in (*arguments, *named.values())
+            if tensor.dtype is torch.float64 and down:
+                return tensor
+            return plain[name](tensor, *arguments, **named)
+
+        return cast
+
+    def whole(tensor: Tensor, dim: int | None = None, *, dtype: Any = None, **named: Any) -> Tensor:
+        return softmax(tensor, dim, dtype=None if tensor.dtype is torch.float64 else dtype, **named)
+
+    for name in plain:
+        replace(Tensor, name, kept(name))
+    replace(functional, "softmax", whole)
+
+
 class Residual(nn.Module):
     """Two convolutions beside a shortcut."""
 

@@ -6,15 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor
-from torch.nn import functional
 
 from runtime.data.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
 from runtime.wire.protocol import TrainingData, VoteData
-from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build, build_layers
+from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build, build_layers, take_out_casts
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import ROOT, pipeline
 from tests.runtime.plain_loop import PlainStep, plain_loop
@@ -91,32 +88,7 @@ def check(found: list[VoteData], expected: list[PlainStep], relative: float = 1e
 
 @pytest.fixture
 def wholly_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take out the casts to float32 that models make in norms, softmax, routers and losses.
-
-    With them a float64 model is one that rounds to float32 in the middle, so that two orders of the same
-    sums differ by a last bit of float32 now and then.
-    """
-    plain = {name: getattr(Tensor, name) for name in ("float", "to", "type")}
-    softmax = functional.softmax
-
-    def kept(name: str) -> Any:
-        def cast(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-            down = name == "float" or torch.float32 in (*arguments, *named.values())
-            if tensor.dtype is torch.float64 and down:
-                return tensor
-            return plain[name](tensor, *arguments, **named)
-
-        return cast
-
-    for name in plain:
-        monkeypatch.setattr(Tensor, name, kept(name))
-
-    def whole(
-        tensor: Tensor, dim: int | None = None, *, dtype: torch.dtype | None = None, **named: Any
-    ) -> Tensor:
-        return softmax(tensor, dim, dtype=None if tensor.dtype is torch.float64 else dtype, **named)
-
-    monkeypatch.setattr(functional, "softmax", whole)
+    take_out_casts(monkeypatch.setattr)
 
 
 @pytest.mark.usefixtures("wholly_float64")
