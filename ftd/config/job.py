@@ -308,7 +308,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             device_memory_bytes=data.policy.device_memory_bytes,
             zero1=training.zero1,
         ),
-        training=data.training,
+        training={**data.training, "profile_given": data.profile is not None},
         horizon_s=data.horizon_s,
         snapshot=snapshot,
         checkpoint=checkpoint_policy(data.checkpoint, snapshot),

@@ -1,6 +1,7 @@
 """Measures a model layer by layer on a microbatch: what the planner cuts stages by.
 
-Times are medians after a warm-up. Memory is what autograd really saves, not an estimate. Activation
+Times are medians after a warm-up; layers that do the same work share theirs. Memory is what autograd really
+saves, not an estimate. Activation
 checkpointing is not applied here: the planner knows whether the job uses it. The devices of a stage split a
 microbatch by rows, so a stage of d devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
 
@@ -11,9 +12,11 @@ said on stderr, with exit code 2.
 
 import argparse
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -45,6 +48,34 @@ _ENOUGH_S = 0.1
 _FEW_REPEATS = 3
 _LONG_S = 0.5
 """A layer that has taken this long is not measured again: noise is small against it."""
+_EQUAL_WITHIN = 1.5
+"""A layer that looks like an earlier one is measured by itself when its time differs by more than this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of the repeats of one layer on so many rows, or of several layers that do the same work."""
+
+    rows: int
+    forwards: list[float]
+    backwards: list[float]
+
+    def agrees(self, other: "_Times") -> bool:
+        """Return whether a repeat takes about as long as one of ``other``."""
+        own_s, other_s = (
+            statistics.median(map(sum, zip(times.forwards, times.backwards, strict=True)))
+            for times in (self, other)
+        )
+        return max(own_s, other_s) <= _EQUAL_WITHIN * min(own_s, other_s)
+
+    def add(self, other: "_Times") -> None:
+        self.forwards.extend(other.forwards)
+        self.backwards.extend(other.backwards)
+
+    def measured(self) -> RowsMeasured:
+        return RowsMeasured(
+            rows=self.rows, forward=spread_of(self.forwards), backward=spread_of(self.backwards)
+        )
 
 
 def measure(
@@ -63,32 +94,38 @@ def measure(
     batch = to_device(batch, model.device)
     activation: Activation | None = None
     optimizer_bytes = _optimizer_bytes(training, model)
-    layers: list[LayerProfileData] = []
-    measured: list[tuple[RowsMeasured, ...]] = []
+    sizes: list[LayerProfileData] = []
+    times: list[dict[int, _Times]] = []
+    looks: dict[Hashable, dict[int, _Times]] = {}
     unmeasured: list[str] = []
     fullest = _rows_of_fullest(rows, devices_per_node, coupled=model.couples_rows)
     with model.buffers_kept(), model.without_checkpointing():
         for layer in range(model.layer_count):
-            whole = _time_layer(model, layer, activation, batch, rows)
-            parts, problem = _time_parts(model, layer, activation, batch, rows, sorted(set(fullest.values())))
+            equal = looks.setdefault(_look(model, layer, activation), {})
+            whole = _time_layer(model, layer, activation, batch, rows, equal.get(rows))
+            counts = sorted({*fullest.values()} - {rows})
+            parts, problem = _time_parts(model, layer, activation, batch, rows, counts, equal)
             unmeasured += [problem] if problem else []
+            times.append({**parts, rows: whole})
+            for count, found in times[-1].items():
+                equal.setdefault(count, found)
             saved_bytes, activation, output_bytes = _saved_bytes(model, layer, activation, batch, rows)
-            tensors = model.tensors_of(layer)
-            sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
-            layers.append(
-                LayerProfileData(
-                    forward_ms=whole.forward.median_ms,
-                    backward_ms=whole.backward.median_ms,
-                    parameter_bytes=sum(sizes.values()),
-                    gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
-                    optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
-                    activation_bytes=saved_bytes,
-                    output_bytes=output_bytes,
-                    split=_split_times(fullest, parts),
-                )
-            )
-            measured.append((whole, *sorted(parts.values(), key=lambda part: -part.rows)))
+            sizes.append(_sizes(model, layer, optimizer_bytes, saved_bytes, output_bytes))
             progress(layer + 1, model.layer_count)
+    layers: list[LayerProfileData] = []
+    measured: list[tuple[RowsMeasured, ...]] = []
+    for size, by_rows in zip(sizes, times, strict=True):
+        found_by_rows = {count: by_rows[count].measured() for count in sorted(by_rows, reverse=True)}
+        whole_time = found_by_rows[rows]
+        layers.append(
+            msgspec.structs.replace(
+                size,
+                forward_ms=whole_time.forward.median_ms,
+                backward_ms=whole_time.backward.median_ms,
+                split=_split_times(fullest, found_by_rows),
+            )
+        )
+        measured.append(tuple(found_by_rows.values()))
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
     return LayersMeasured(
@@ -112,41 +149,89 @@ def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict
     }
 
 
-def _split_times(fullest: dict[int, int], parts: dict[int, RowsMeasured]) -> tuple[SplitTimeData, ...]:
+def _split_times(fullest: dict[int, int], measured: dict[int, RowsMeasured]) -> tuple[SplitTimeData, ...]:
     return tuple(
         SplitTimeData(
             devices=devices,
-            forward_ms=parts[rows].forward.median_ms,
-            backward_ms=parts[rows].backward.median_ms,
+            forward_ms=measured[rows].forward.median_ms,
+            backward_ms=measured[rows].backward.median_ms,
         )
         for devices, rows in fullest.items()
-        if rows in parts
+        if rows in measured
+    )
+
+
+def _look(model: Model, layer: int, x: Activation | None) -> Hashable:
+    """Return what layers have in common that probably do the same work: kind, tensors, and shapes of inputs."""
+    tensors = tuple((t.value.shape, t.value.dtype, t.trainable) for t in model.tensors_of(layer))
+    inputs = () if x is None else tuple((t.shape, t.dtype) for t in flatten(x))
+    ends = (layer == 0, layer == model.layer_count - 1)
+    return model.layer_kind(layer), tensors, inputs, ends
+
+
+def _sizes(
+    model: Model, layer: int, optimizer_bytes: dict[str, int], saved_bytes: int, output_bytes: int
+) -> LayerProfileData:
+    """Return the layer's bytes; its times are not known yet."""
+    tensors = model.tensors_of(layer)
+    sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
+    return LayerProfileData(
+        forward_ms=0.0,
+        backward_ms=0.0,
+        parameter_bytes=sum(sizes.values()),
+        gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
+        optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
+        activation_bytes=saved_bytes,
+        output_bytes=output_bytes,
     )
 
 
 def _time_parts(
-    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, counts: list[int]
-) -> tuple[dict[int, RowsMeasured], str | None]:
+    model: Model,
+    layer: int,
+    x: Activation | None,
+    batch: Batch,
+    rows: int,
+    counts: list[int],
+    equal: dict[int, _Times],
+) -> tuple[dict[int, _Times], str | None]:
     """The layer on the first rows of the microbatch, for each count; and what went wrong, if it did.
 
     Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
     """
-    parts: dict[int, RowsMeasured] = {}
+    parts: dict[int, _Times] = {}
     for count in reversed(counts):
         part = None if x is None else tuple(t[:count] for t in x) if isinstance(x, tuple) else x[:count]
+        given = slice_rows(batch, 0, count, rows)
         try:
-            parts[count] = _time_layer(model, layer, part, slice_rows(batch, 0, count, rows), count)
+            parts[count] = _time_layer(model, layer, part, given, count, equal.get(count))
         except (RuntimeError, ValueError) as error:
             return parts, f"layer {layer} raised {type(error).__name__} on {count} rows: {error}"
     return parts, None
 
 
-def _time_layer(model: Model, layer: int, x: Activation | None, batch: Batch, rows: int) -> RowsMeasured:
-    """The forward and the backward pass, several times."""
+def _time_layer(
+    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, equal: _Times | None
+) -> _Times:
+    """Time the forward and the backward pass.
+
+    :param equal: times of an earlier layer that looks the same: a repeat that agrees with them is added to them.
+    """
+    if equal is not None:
+        few = _repeat(model, layer, x, batch, rows, warm_ups=0, most=1)
+        if few.agrees(equal):
+            equal.add(few)
+            return equal
+    return _repeat(model, layer, x, batch, rows, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
+
+
+def _repeat(
+    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, *, warm_ups: int, most: int
+) -> _Times:
     forwards: list[float] = []
     backwards: list[float] = []
     began = time.perf_counter()
-    for repeat in range(_WARM_UPS + _MOST_REPEATS):
+    for repeat in range(warm_ups + most):
         given = _as_received(x)
         start = device_now(model.device)
         outputs = _outputs(model, layer, given, batch, rows)
@@ -156,13 +241,13 @@ def _time_layer(model: Model, layer: int, x: Activation | None, batch: Batch, ro
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         end = device_now(model.device)
         spent_s = end - began
-        if repeat >= _WARM_UPS or spent_s > _LONG_S:
+        if repeat >= warm_ups or spent_s > _LONG_S:
             forwards.append(middle - start)
             backwards.append(end - middle)
         enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
         if spent_s > _LONG_S or (len(forwards) >= enough and spent_s > _SHORT_S):
             break
-    return RowsMeasured(rows=rows, forward=spread_of(forwards), backward=spread_of(backwards))
+    return _Times(rows, forwards, backwards)
 
 
 def _outputs(model: Model, layer: int, x: Activation | None, batch: Batch, rows: int) -> tuple[Tensor, ...]:

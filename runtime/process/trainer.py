@@ -101,7 +101,8 @@ class Trainer:
         data = prepare.training
         device = torch_device(data.backend, self._device)
         # One trainer of the cluster measures the model, and verifies it; the others start without waiting for that.
-        engine = Engine(data, device, self._pace, verified=not prepare.profile)
+        verified = not prepare.profile and not data.profile_given
+        engine = Engine(data, device, self._pace, verified=verified)
         self._pace.tick()
         engine.warm_up()
         self._keep_snapshots(engine, prepare)

@@ -133,6 +133,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``float32``, ``tf32``, ``bfloat16``, ``float16`` or ``float64`` (``runtime.precision``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
+    profile_given: bool = False
+    """The user has measured the model before: no trainer of the cluster does, and each one verifies it."""
     data_workers: int = 0
     """Processes per trainer that read samples ahead; 0: the trainer reads them itself."""
     evaluation_every_steps: int = 0

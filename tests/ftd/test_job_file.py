@@ -171,7 +171,12 @@ def test_a_profile_beside_the_job_file_is_submitted_with_it(tmp_path: Path) -> N
     profile = saved_profile(tmp_path)
     data = decode_json(encode_json(load_job_data(path)), JobData)
     assert profile_from_data(data) == profile, "to the last bit"
-    assert profile_from_data(load_job_data(write(tmp_path, GOOD))) is None
+    assert job_from_data(data, job_id="j", devices_per_node=1).training["profile_given"], (
+        "trainers verify what nobody measures"
+    )
+    without = load_job_data(write(tmp_path, GOOD))
+    assert profile_from_data(without) is None
+    assert not job_from_data(without, job_id="j", devices_per_node=1).training["profile_given"]
 
 
 def test_a_profile_too_large_to_submit_is_refused_before_it_is_sent(tmp_path: Path) -> None:

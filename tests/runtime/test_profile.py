@@ -119,14 +119,15 @@ def test_a_spread_is_that_of_the_numbers() -> None:
 class RowsSeen(nn.Module):
     """Takes a time that its rows decide, and remembers on how many it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_row_s: float = 0.004) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
+        self.per_row_s = per_row_s
         self.seen: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(len(x))
-        time.sleep(0.004 * len(x))
+        time.sleep(self.per_row_s * len(x))
         result: torch.Tensor = self.linear(x)
         return result
 
@@ -150,6 +151,22 @@ def test_short_layers_are_measured_more_often_than_long_ones() -> None:
     found = measure(Model(training_of([nn.Linear(6, 6), RowsSeen(), nn.Linear(6, 1)]), data), data)
     repeats = [whole.forward.repeats for (whole,) in found.rows]
     assert repeats[0] > repeats[1] == 3
+
+
+def test_layers_that_do_the_same_work_share_their_times() -> None:
+    data = data_for("unused.py:build", microbatch_rows=8)
+    layers: list[nn.Module] = [nn.Linear(6, 6), *(RowsSeen(0.01) for _ in range(3)), nn.Linear(6, 1)]
+    found = measure(Model(training_of(layers), data), data)
+    first, second, third = (found.profile.layers[index].forward_ms for index in (1, 2, 3))
+    assert first == second == third
+    assert [entry.forward.repeats for (entry,) in found.rows][1:4] == [5, 5, 5], "3, and one for each other"
+
+
+def test_a_layer_that_only_looks_like_another_one_is_measured_by_itself() -> None:
+    slow, slower = RowsSeen(0.01), RowsSeen(0.03)
+    data = data_for("unused.py:build", microbatch_rows=8)
+    found = measure(Model(training_of([nn.Linear(6, 6), slow, slower, nn.Linear(6, 1)]), data), data)
+    assert found.profile.layers[2].forward_ms > 2 * found.profile.layers[1].forward_ms
 
 
 def test_no_more_devices_are_measured_than_there_are_rows() -> None:
