@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -402,6 +401,8 @@ def build_layers(unlabelled: Sequence[int] = ()) -> Training:
 
 def lora(model: nn.Module, rank: int = 4) -> nn.Module:
     """Return the model with all else than adapters of its linear layers frozen."""
+    import peft  # Here, because half a second of it would come on top of the start of each trainer.
+
     adapted: nn.Module = peft.get_peft_model(
         model, peft.LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
     )
