@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.preview import Preview
 from planner.stages.costs import StageCosts
 from planner.timeline import Timeline, timeline
-from planner.values import Policy, Template
+from planner.values import Policy, Recompute, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class StageRow:
     end_layer: int
     node_offset: int
     devices: int
+    recompute: Recompute
     memory_bytes: int
     forward_ms: float
     backward_ms: float
@@ -139,6 +140,7 @@ def timeline_of(template: TemplateRow, microbatches: int) -> Timeline:
 def _template_row(costs: StageCosts, template: Template, microbatches: int) -> TemplateRow:
     """One template, with what each of its stages needs."""
     sizes = costs.memory.template_bytes(template.stages)
+    forwards_ms, backwards_ms, links_ms = costs.pipeline_ms(template.stages)
     return TemplateRow(
         nodes=template.nodes,
         objective_ms=template.objective_ms,
@@ -146,7 +148,7 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
         proved_optimal=template.proved_optimal,
         microbatches=microbatches,
         memory_bytes=max(sizes),
-        link_ms=tuple(float(costs.link_ms[stage.end_layer]) for stage in template.stages[:-1]),
+        link_ms=tuple(links_ms),
         stages=tuple(
             StageRow(
                 first_layer=stage.first_layer,
@@ -154,10 +156,13 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
                 node_offset=stage.node_offset,
                 devices=stage.devices,
                 memory_bytes=size,
-                forward_ms=float(costs.forward_ms[stage.devices, stage.first_layer, stage.end_layer]),
-                backward_ms=float(costs.backward_ms[stage.devices, stage.first_layer, stage.end_layer]),
+                recompute=stage.recompute,
+                forward_ms=forward_ms,
+                backward_ms=backward_ms,
             )
-            for stage, size in zip(template.stages, sizes, strict=True)
+            for stage, size, forward_ms, backward_ms in zip(
+                template.stages, sizes, forwards_ms, backwards_ms, strict=True
+            )
         ),
     )
 

@@ -17,6 +17,12 @@ from planner.stages.memory import in_flight
 from planner.values import ModelProfile, Policy, Template
 
 GIB = 1 << 30
+_KEPT = {
+    "none": "activations",
+    "selective": "selected activations",
+    "full": "layers' inputs",
+}
+"""What stays alive between forward and backward, by the stage's recomputation."""
 
 
 class Templates:
@@ -34,9 +40,12 @@ class Templates:
         self.n0 = smallest_pipeline(costs)
         """Fewest nodes that hold one replica."""
         if nodes < self.n0:
+            recomputing = _with_recomputation(costs)
+            fits = recomputing is not None and recomputing <= nodes
             raise InfeasibleError(
                 f"one replica of the model needs {self.n0} nodes of {policy.devices_per_node} devices, and "
                 f"there are {nodes}: {_tightest(costs, nodes)}; start {self.n0} nodes or more"
+                + (", or use activation_checkpointing = auto" if fits else "")
             )
         self.by_nodes: dict[int, Template]
         if templates is not None:
@@ -78,11 +87,23 @@ def smallest_pipeline(costs: StageCosts) -> int:
     fewest = fewest_nodes(costs)
     if fewest is not None:
         return fewest
+    recomputing = _with_recomputation(costs)
+    remedy = "smaller layers"
+    if recomputing is not None:
+        remedy = f"activation_checkpointing = auto, which fits on {_nodes(recomputing)} or more"
     raise InfeasibleError(
         f"the model does not fit into devices of {_size(costs.memory.limit_bytes or 0)} on any number of "
-        f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch"
-        + (" or smaller layers" if costs.policy.checkpoint_activations else " or checkpoint_activations")
+        f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch or "
+        f"{remedy}"
     )
+
+
+def _with_recomputation(costs: StageCosts) -> int | None:
+    """Return the fewest nodes that hold one replica where stages may recompute; ``None`` if none do, or if the
+    job has them recompute already."""
+    if costs.policy.activation_checkpointing == "auto":
+        return None
+    return fewest_nodes(StageCosts(costs.profile, replace(costs.policy, activation_checkpointing="auto")))
 
 
 def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
@@ -132,7 +153,7 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
     alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
         f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters, gradients, optimizer, "
-        f"activations of {alive} microbatches in flight) and a device has "
+        f"{_KEPT[stage.recompute]} of {alive} microbatches in flight) and a device has "
         f"{_size(costs.memory.limit_bytes or 0)}"
     )
 

@@ -9,6 +9,13 @@ the same numbers in seconds would not. What a plan says to the rest of ftd is in
 from dataclasses import dataclass, field
 from typing import Literal
 
+Recompute = Literal["none", "selective", "full"]
+"""How a stage gets the activations that its backward pass needs: ``none`` keeps all of them; ``selective``
+keeps the outputs of matrix products and attention and computes the rest again; ``full`` keeps the layers'
+inputs and computes each layer again."""
+ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
+"""One ``Recompute`` for all stages; or ``auto``: for each stage the quickest one that fits into memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTime:
@@ -17,6 +24,20 @@ class SplitTime:
     devices: int
     forward_ms: float
     backward_ms: float
+    activation_bytes: int | None = None
+    """What autograd keeps on the fullest of them. ``None``: its share by rows of what one device keeps, which
+    is too little where a part does not depend on the rows (low-precision copies of parameters) or where rows
+    are not split. What recomputation keeps changes in proportion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """One microbatch of one layer on one device that recomputes."""
+
+    activation_bytes: int
+    """What is kept between the forward and the backward pass."""
+    recompute_ms: float
+    """How much longer the two take together than without recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +53,11 @@ class LayerProfile:
     """What autograd keeps between the forward and the backward pass of one microbatch."""
     output_bytes: int
     """What crosses to the next stage in one direction for one microbatch."""
+    full: Recomputation | None = None
+    """``None``: the layer keeps its input, which is the output of the layer before, and takes its forward pass
+    again."""
+    selective: Recomputation | None = None
+    """``None``: not measured, or the layer cannot be recomputed selectively."""
     split: tuple[SplitTime, ...] = ()
     """Measured on more than one device. For other numbers the model is: a microbatch is split by rows, so
     d devices take ⌈rows / d⌉ / rows of the time of one."""
@@ -89,7 +115,7 @@ class Policy:
     stage of d devices starting at a multiple of d in its node."""
     batch_objective: Literal["minmax", "variance"] = "minmax"
     """What the shares of the pipelines minimise: the slowest pipeline's time, or the variance (Eq. 6)."""
-    checkpoint_activations: bool = False
+    activation_checkpointing: ActivationCheckpointing = "none"
     device_memory_bytes: int | None = None
     """Overrides what the profile says about one device."""
     zero1: bool = False
@@ -127,6 +153,7 @@ class StageTemplate:
     end_layer: int
     node_offset: int
     devices: int
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +177,7 @@ class StagePlacement:
     first_layer: int
     end_layer: int
     devices: tuple[Device, ...]
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,7 +265,7 @@ def _made(model: Any, function: str) -> nn.Module:
     if any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules()):
         raise TrainingError(
             f"{function}: {type(model).__name__} has gradient checkpointing enabled; leave that to ftd: "
-            "checkpoint_activations = true in the job file"
+            'activation_checkpointing = "auto" in the job file'
         )
     dropped = [key for key, value in vars(config).items() if "layerdrop" in key and value] if config else []
     if dropped:

@@ -199,7 +199,7 @@ class DeviceReport:
     """Of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 

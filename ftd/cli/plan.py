@@ -43,6 +43,15 @@ class BatchObjective(StrEnum):
     variance = "variance"
 
 
+class ActivationCheckpointing(StrEnum):
+    """What stages keep for the backward pass."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+    auto = "auto"
+
+
 class Split(StrEnum):
     """How the devices of a node are split into stages."""
 
@@ -109,8 +118,12 @@ TolerateOption = Annotated[
 MemoryOption = Annotated[
     str | None, typer.Option(help="Of one device: 80GiB, or bytes.", show_default="the profile's")
 ]
-CheckpointOption = Annotated[
-    bool, typer.Option("--checkpoint-activations", help="Keep the inputs of layers alone, compute twice.")
+CheckpointingOption = Annotated[
+    ActivationCheckpointing | None,
+    typer.Option(
+        help="What is kept for the backward pass: everything, matrix products, inputs; auto: what fits.",
+        show_default="the job's, or none",
+    ),
 ]
 CompareOption = Annotated[
     bool | None,
@@ -150,7 +163,7 @@ def plan(
     batch_objective: BatchObjectiveOption = None,
     tolerate: TolerateOption = None,
     memory: MemoryOption = None,
-    checkpoint_activations: CheckpointOption = False,
+    activation_checkpointing: CheckpointingOption = None,
     compare: CompareOption = None,
     check: CheckOption = False,
     protection: ProtectionOption = None,
@@ -183,7 +196,9 @@ def plan(
             batch_objective=None if batch_objective is None else batch_objective.value,
             tolerate=tolerate,
             memory=memory,
-            checkpoint_activations=checkpoint_activations,
+            activation_checkpointing=(
+                None if activation_checkpointing is None else activation_checkpointing.value
+            ),
             protection=protection,
         )
     )
@@ -256,6 +271,7 @@ def _as_json(
         "microbatches": policy.microbatches,
         "microbatch_rows": policy.microbatch_rows,
         "memory_limit_bytes": told.memory_limit_bytes,
+        "activation_checkpointing": policy.activation_checkpointing,
         "templates": [_template_json(row) for row in told.templates],
         "instantiation": {
             "iteration_ms": told.iteration_ms,
@@ -288,6 +304,7 @@ def _template_json(row: "TemplateRow") -> dict[str, Any]:
         "stage_costs": [
             {
                 "node": stage.node_offset,
+                "recompute": stage.recompute,
                 "forward_ms": stage.forward_ms,
                 "backward_ms": stage.backward_ms,
                 "memory_bytes": stage.memory_bytes,

@@ -42,7 +42,7 @@ class PlanOptions:
     batch_objective: Literal["minmax", "variance"] | None = None
     tolerate: int | None = None
     memory: str | None = None
-    checkpoint_activations: bool = False
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] | None = None
     protection: str | None = None
 
 
@@ -161,7 +161,7 @@ _OPTIONS = {
     "policy.device_memory_bytes": "--memory",
     "split = aligned": "--split aligned",
     "split = any": "--split any",
-    " or checkpoint_activations": " or --checkpoint-activations",
+    "activation_checkpointing =": "--activation-checkpointing",
 }
 
 
@@ -198,7 +198,7 @@ def requested(options: PlanOptions) -> PlanRequest:
         batch_objective=options.batch_objective or policy.batch_objective,
         tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
         device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
-        checkpoint_activations=policy.checkpoint_activations or options.checkpoint_activations,
+        activation_checkpointing=options.activation_checkpointing or policy.activation_checkpointing,
     )
     file = options.job or options.profile
     assert file is not None, "one of the two was given"
@@ -233,7 +233,8 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
     from ftd.view.progress import late_progress
 
     with late_progress("measuring layers") as told:
-        return measured_profile(job, told)
+        way = options.activation_checkpointing or job.policy.activation_checkpointing
+        return measured_profile(job, told, activation_checkpointing=way)
 
 
 def _policy_of_job(job: "Job", options: PlanOptions) -> "Policy":

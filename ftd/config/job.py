@@ -69,8 +69,10 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Compile each layer with ``torch.compile``."""
     clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
     """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
-    checkpoint_activations: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    """Recompute activations in the backward pass to save memory: all that follows from a layer's input
+    (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
+    not fit otherwise."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """What carries tensors between trainers; nccl for CUDA devices."""
     zero1: bool = False
@@ -161,7 +163,7 @@ def load_job_data(
         global_batch=file.training.global_batch,
         microbatch_rows=file.training.microbatch,
         clip_gradient_norm=clip or None,
-        checkpoint_activations=file.training.checkpoint_activations,
+        activation_checkpointing=file.training.activation_checkpointing,
         precision=file.training.precision,
         compile=file.training.compile,
         data_workers=file.data.workers,
@@ -186,7 +188,7 @@ def load_job_data(
             objective=file.planner.objective,
             split=file.planner.split,
             batch_objective=file.planner.batch_objective,
-            checkpoint_activations=file.training.checkpoint_activations,
+            activation_checkpointing=file.training.activation_checkpointing,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
         ),
         training=msgspec.to_builtins(training),
@@ -287,6 +289,12 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     agreed = (training.steps, training.global_batch, training.microbatch_rows)
     if agreed != (data.steps, data.policy.global_batch, data.policy.microbatch_rows):
         raise ConfigurationError("training and policy name different steps or batches", field="training")
+    if training.activation_checkpointing != data.policy.activation_checkpointing:
+        raise ConfigurationError(
+            f"training says {training.activation_checkpointing}, and policy "
+            f"{data.policy.activation_checkpointing}",
+            field="training.activation_checkpointing",
+        )
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
@@ -304,7 +312,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             objective=data.policy.objective,
             split=data.policy.split,
             batch_objective=data.policy.batch_objective,
-            checkpoint_activations=data.policy.checkpoint_activations,
+            activation_checkpointing=data.policy.activation_checkpointing,
             device_memory_bytes=data.policy.device_memory_bytes,
             zero1=training.zero1,
         ),

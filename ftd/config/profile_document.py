@@ -58,6 +58,17 @@ class SplitEntry(_Entry, frozen=True, kw_only=True):
     devices: Annotated[int, msgspec.Meta(ge=2, le=MAX_DEVICES)]
     forward_ms: TimeMs
     backward_ms: TimeMs
+    activation_bytes: SizeBytes | None = None
+    """What autograd keeps on the fullest of them; null: its share by rows of what one device keeps."""
+
+
+class RecomputationEntry(_Entry, frozen=True, kw_only=True):
+    """One microbatch of one layer on one device that recomputes activations."""
+
+    activation_bytes: SizeBytes
+    """What is kept between the forward and the backward pass."""
+    recompute_ms: TimeMs
+    """How much longer the two take together than without recomputation."""
 
 
 class LayerEntry(_Entry, frozen=True, kw_only=True):
@@ -74,6 +85,10 @@ class LayerEntry(_Entry, frozen=True, kw_only=True):
     """What autograd keeps between the forward and the backward pass of one microbatch."""
     output_bytes: SizeBytes
     """What crosses to the next stage in one direction for one microbatch."""
+    full: RecomputationEntry | None = None
+    """null: the layer keeps its input, and its forward pass is done again."""
+    selective: RecomputationEntry | None = None
+    """null: not measured, or the layer cannot be recomputed so."""
     split: tuple[SplitEntry, ...] = ()
     """For a number of devices that is missing the model is ⌈rows / d⌉ / rows of the time of one."""
     measured: tuple[RowsEntry, ...] = ()

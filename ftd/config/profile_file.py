@@ -28,12 +28,13 @@ from ftd.config.profile_document import (
     LayerEntry,
     LinkEntry,
     ProfileDocument,
+    RecomputationEntry,
     TimedLayer,
     TimedLayers,
 )
 from ftd.config.reading import convert
 from ftd.errors import ConfigurationError
-from planner.values import LayerProfile, Link, ModelProfile, SplitTime
+from planner.values import LayerProfile, Link, ModelProfile, Recomputation, SplitTime
 
 T = TypeVar("T")
 
@@ -148,11 +149,24 @@ def _layer(entry: LayerEntry) -> LayerProfile:
         optimizer_bytes=entry.optimizer_bytes,
         activation_bytes=entry.activation_bytes,
         output_bytes=entry.output_bytes,
+        full=_recomputation(entry.full),
+        selective=_recomputation(entry.selective),
         split=tuple(
-            SplitTime(devices=s.devices, forward_ms=s.forward_ms, backward_ms=s.backward_ms)
+            SplitTime(
+                devices=s.devices,
+                forward_ms=s.forward_ms,
+                backward_ms=s.backward_ms,
+                activation_bytes=s.activation_bytes,
+            )
             for s in entry.split
         ),
     )
+
+
+def _recomputation(entry: RecomputationEntry | None) -> Recomputation | None:
+    if entry is None:
+        return None
+    return Recomputation(activation_bytes=entry.activation_bytes, recompute_ms=entry.recompute_ms)
 
 
 def _link(entry: LinkEntry) -> Link:

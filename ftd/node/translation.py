@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import msgspec
 
 from ftd.wire.profiles import problem_of_profile
-from planner.values import Device, LayerProfile, ModelProfile, Plan, SplitTime, StatePart
+from planner.values import Device, LayerProfile, ModelProfile, Plan, Recomputation, SplitTime, StatePart
 from runtime.wire import protocol
 from statemachine import messages
 from statemachine.agent.events import (
@@ -44,6 +44,7 @@ def world_data(
                         first_layer=stage.first_layer,
                         end_layer=stage.end_layer,
                         ranks=tuple(ranks[device] for device in stage.devices),
+                        recompute=stage.recompute,
                     )
                     for stage in pipeline.stages
                 ),
@@ -318,6 +319,12 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
     )
 
 
+def _recomputation(data: protocol.RecomputationData | None) -> Recomputation | None:
+    if data is None:
+        return None
+    return Recomputation(activation_bytes=data.activation_bytes, recompute_ms=data.recompute_ms)
+
+
 def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
     if data is None:
         return None
@@ -331,9 +338,14 @@ def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
                 optimizer_bytes=layer.optimizer_bytes,
                 activation_bytes=layer.activation_bytes,
                 output_bytes=layer.output_bytes,
+                full=_recomputation(layer.full),
+                selective=_recomputation(layer.selective),
                 split=tuple(
                     SplitTime(
-                        devices=split.devices, forward_ms=split.forward_ms, backward_ms=split.backward_ms
+                        devices=split.devices,
+                        forward_ms=split.forward_ms,
+                        backward_ms=split.backward_ms,
+                        activation_bytes=split.activation_bytes,
                     )
                     for split in layer.split
                 ),

@@ -65,6 +65,12 @@ def _measured(layers: LayersMeasured, network: NetworkEntry | None) -> tuple[str
         f"the passes of each layer on one device, on {_listed(counts)} rows: medians behind a warm-up",
         "bytes of parameters, gradients, optimizer state, what autograd keeps, what goes to the next layer",
     ]
+    ways = {
+        "fully": all(layer.full is not None for layer in layers.profile.layers),
+        "selectively": all(layer.selective is not None for layer in layers.profile.layers),
+    }
+    if known := " and ".join(way for way, there in ways.items() if there):
+        said.append(f"what each layer keeps and how much longer it takes where it recomputes {known}")
     if network is not None:
         said.append(f"point to point and all-reduce between {network.where}; link and ring are fitted to it")
     return tuple(said)
@@ -81,6 +87,7 @@ def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_no
         behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
         said.append(f"a stage of {behind} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
     said += [f"not measured, so the model ⌈rows / d⌉ / rows stands: {why[:500]}" for why in layers.unmeasured]
+    said += [f"no layer is recomputed selectively: {why[:500]}" for why in layers.unselectable]
     if network is None:
         said.append("nothing was measured of the network: ftd's default, 0.1 ms and 1e9 bytes a second")
     else:

@@ -148,6 +148,7 @@ def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_s
             text.append(" │ " if position else "", style="dim")
             text.append(device_names(stage["devices"], short=short), style=colours.of(stage_node(stage)))
             text.append(f" {layer_range(stage['first_layer'], stage['end_layer'])}")
+            text.append(" recomputing" if stage.get("recompute", "none") != "none" else "", style="dim")
         if with_shares:
             text.append(f"  × {pipeline['microbatches']}", style="dim")
     return text

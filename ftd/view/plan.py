@@ -180,6 +180,11 @@ def _pipeline_table(told: Description) -> RenderableType:
     return Group(table, Text(f"… and {plural(hidden, 'more kind', 'more kinds')}", style="dim"))
 
 
+def recomputes(template: TemplateRow) -> bool:
+    """Return whether any stage computes activations again in its backward pass."""
+    return any(stage.recompute != "none" for stage in template.stages)
+
+
 def _template_line(template: TemplateRow) -> str:
     nodes = plural(template.nodes, "node")
     optimal = "proved optimal" if template.proved_optimal else f"within {proof(template)} of the optimum"
@@ -201,7 +206,9 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
     table = _table()
     table.add_column("node", justify="right", no_wrap=True)
     table.add_column("layers", no_wrap=True)
-    for column in ("stages×GPUs" if deep else "GPUs", "forward", "backward"):
+    recomputing = recomputes(template)
+    columns = ("stages×GPUs" if deep else "GPUs", *(("recompute",) if recomputing else ()))
+    for column in (*columns, "forward", "backward"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("load", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
@@ -213,13 +220,19 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
             if index == half:
                 table.add_row("⋮", f"{plural(len(groups) - 2 * half, 'more node')}", style="dim")
             continue
-        _add_stages(table, devices, stages, slowest_ms, limit_bytes)
+        _add_stages(table, devices, stages, slowest_ms, limit_bytes, recomputing=recomputing)
     note = "slowest stage and fullest device of each node; times of one microbatch"
     return Group(table, Text(note if deep else "times of one microbatch", style="dim"))
 
 
 def _add_stages(
-    table: Table, devices: str, stages: Sequence[StageRow], slowest_ms: float, limit_bytes: int | None
+    table: Table,
+    devices: str,
+    stages: Sequence[StageRow],
+    slowest_ms: float,
+    limit_bytes: int | None,
+    *,
+    recomputing: bool,
 ) -> None:
     slow = max(stages, key=lambda stage: stage.time_ms)
     fullest = max(stage.memory_bytes for stage in stages)
@@ -228,6 +241,7 @@ def _add_stages(
         str(stages[0].node_offset + 1),
         layer_range(stages[0].first_layer, stages[-1].end_layer),
         devices,
+        *((", ".join(dict.fromkeys(stage.recompute for stage in stages)),) if recomputing else ()),
         elapsed(slow.forward_ms),
         elapsed(slow.backward_ms),
         Text.assemble((_bar(load), "#5fafff"), f" {load:4.0%}"),

@@ -30,6 +30,8 @@ class StageData(Details, frozen=True, kw_only=True):
     """One behind the last."""
     devices: list[str]
     """``node/index``."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations are computed again in the backward pass: none, all but matrix products, or all."""
 
 
 class PipelineData(Details, frozen=True, kw_only=True):

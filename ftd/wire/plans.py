@@ -17,6 +17,7 @@ from planner.values import (
     Method,
     PipelinePlacement,
     Plan,
+    Recompute,
     StagePlacement,
     Transfer,
 )
@@ -34,6 +35,7 @@ class _Stage(msgspec.Struct, array_like=True, frozen=True):
     first_layer: int
     end_layer: int
     devices: list[int]
+    recompute: Recompute
 
 
 class _Pipeline(msgspec.Struct, array_like=True, frozen=True):
@@ -109,7 +111,10 @@ def _small(plan: Plan) -> _Plan:
 
     pipelines = [
         _Pipeline(
-            [_Stage(s.first_layer, s.end_layer, [number(d) for d in s.devices]) for s in pipeline.stages],
+            [
+                _Stage(s.first_layer, s.end_layer, [number(d) for d in s.devices], s.recompute)
+                for s in pipeline.stages
+            ],
             pipeline.first_microbatch,
             pipeline.microbatches,
             pipeline.estimated_s,
@@ -144,6 +149,7 @@ def _whole(small: _Plan) -> Plan:
                             first_layer=stage.first_layer,
                             end_layer=stage.end_layer,
                             devices=tuple([_at(devices, number) for number in stage.devices]),
+                            recompute=stage.recompute,
                         )
                         for stage in pipeline.stages
                     ),

@@ -63,7 +63,13 @@ def _of_layer(where: str, layer: LayerProfile) -> Iterator[Bounded]:
         yield f"{where}.{name}", getattr(layer, name), 0, MOST_MS
     for name in _SIZES:
         yield f"{where}.{name}", getattr(layer, name), 0, MOST_BYTES
+    for name, again in (("full", layer.full), ("selective", layer.selective)):
+        if again is not None:
+            yield f"{where}.{name}.activation_bytes", again.activation_bytes, 0, MOST_BYTES
+            yield f"{where}.{name}.recompute_ms", again.recompute_ms, 0, MOST_MS
     for place, split in enumerate(layer.split):
+        if split.activation_bytes is not None:
+            yield f"{where}.split[{place}].activation_bytes", split.activation_bytes, 0, MOST_BYTES
         yield f"{where}.split[{place}].devices", split.devices, 2, MAX_DEVICES
         for name in _TIMES:
             yield f"{where}.split[{place}].{name}", getattr(split, name), 0, MOST_MS

@@ -56,6 +56,7 @@ def _on_devices(
                 first_layer=stage.first_layer,
                 end_layer=stage.end_layer,
                 devices=tuple(Device(node=nodes[offset], index=index) for index in taken),
+                recompute=stage.recompute,
             )
         )
     return tuple(stages)

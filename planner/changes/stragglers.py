@@ -45,11 +45,11 @@ def slowness(stages: Sequence[StagePlacement], speeds: Speeds) -> list[float]:
 def scaled_clock(costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds) -> PipelineClock:
     """The clock of a pipeline on these very nodes."""
     factors = slowness(stages, speeds)
-    spans = [(len(stage.devices), stage.first_layer, stage.end_layer) for stage in stages]
+    forward_ms, backward_ms, link_ms = costs.pipeline_ms(tuple(map(_unplaced, stages)))
     return PipelineClock(
-        [float(costs.forward_ms[span]) * factor for span, factor in zip(spans, factors, strict=True)],
-        [float(costs.backward_ms[span]) * factor for span, factor in zip(spans, factors, strict=True)],
-        [float(costs.link_ms[stage.end_layer]) for stage in stages[:-1]],
+        [time_ms * factor for time_ms, factor in zip(forward_ms, factors, strict=True)],
+        [time_ms * factor for time_ms, factor in zip(backward_ms, factors, strict=True)],
+        link_ms,
     )
 
 
@@ -158,7 +158,7 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
         return placement
     cuts = recut(costs, [_unplaced(stage) for stage in placement.stages], factors, placement.microbatches)
     stages = tuple(
-        replace(stage, first_layer=cut.first_layer, end_layer=cut.end_layer)
+        replace(stage, first_layer=cut.first_layer, end_layer=cut.end_layer, recompute=cut.recompute)
         for stage, cut in zip(placement.stages, cuts, strict=True)
     )
     return replace(placement, stages=stages)
@@ -232,5 +232,9 @@ def _shape(placement: PipelinePlacement) -> tuple[tuple[int, int, int], ...]:
 
 def _unplaced(stage: StagePlacement) -> StageTemplate:
     return StageTemplate(
-        first_layer=stage.first_layer, end_layer=stage.end_layer, node_offset=0, devices=len(stage.devices)
+        first_layer=stage.first_layer,
+        end_layer=stage.end_layer,
+        node_offset=0,
+        devices=len(stage.devices),
+        recompute=stage.recompute,
     )

@@ -12,6 +12,9 @@ A stage's time is a difference of prefix sums, and the ends v that a stage [u, v
 run of layers, as are those that fit into memory. So one step of the program is a minimum over a window,
 read off two overlapping power-of-two windows, and an evaluation costs O(devices · layers · log layers) for
 each allowed number of devices (design §6). Several intervals are evaluated side by side in one array.
+
+Where the planner chooses how a stage recomputes, a stage has that many *options* on each number of devices: a
+time for each and its own run of ends that fit.
 """
 
 from collections.abc import Sequence
@@ -46,8 +49,12 @@ class AdditiveMapping:
 
     def __init__(self, costs: StageCosts, nodes: int, *, loose: bool = False) -> None:
         self.costs, self.nodes = costs, nodes
-        self.sizes: Ints = np.array(costs.stage_devices, dtype=np.int64)
-        table_ms = costs.time_ms[self.sizes]
+        count = len(costs.modes)
+        self.sizes: Ints = np.repeat(np.array(costs.stage_devices, dtype=np.int64), count)
+        """Devices of each option of a stage, ascending."""
+        self.modes: Ints = np.tile(np.arange(count), len(costs.stage_devices))
+        """How each option recomputes, as a number in ``costs.modes``."""
+        table_ms = costs.time_ms[self.modes, self.sizes]
         real = np.isfinite(table_ms)
         times, places = np.unique(table_ms[real], return_inverse=True)
         self.times_ms: Floats = times
@@ -56,11 +63,13 @@ class AdditiveMapping:
         ranks[:, :, :-1][real] = places
         self._ranks = ranks
         self.prefix_ms: Floats = np.concatenate((np.zeros((len(self.sizes), 1)), table_ms[:, 0, 1:]), axis=1)
-        """Time of layers [0, v) on each number of devices, shape (D, L + 1)."""
+        """Time of layers [0, v) in each option, shape (D, L + 1) with D options."""
         self.rounding_ms = 4 * np.finfo(float).eps * costs.layers * float(self.prefix_ms[:, -1].max())
         """How much of a sum may be lost where other numbers of devices take far longer."""
-        self.allowed = sizes_allowed(costs)
-        self.memory_ends = memory_ends(costs, nodes)
+        self.allowed = [count * sizes for sizes in sizes_allowed(costs)]
+        """How many of the options a stage has that is the first of the last g devices, by g modulo a node's."""
+        by_size = memory_ends(costs, nodes)
+        self.memory_ends: Ints = by_size.reshape(len(by_size), len(self.sizes), costs.layers + 1)
         self.loose = loose
         self.rows = 1 if loose else len(self.memory_ends)
         """Numbers of stages behind a stage that are told apart."""
@@ -155,12 +164,45 @@ class _Run:
         last[:, AFTER] = mapping.ends(high - (low == high))[:, :, None, :]
         if not mapping.loose:
             np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
+            single = (low == high).nonzero()[0]
+            if len(mapping.costs.modes) > 1 and len(single):
+                first[:, AT, single], last[:, AT, single] = self._quickest_at(
+                    first[:, AT, single], last[:, AT, single]
+                )
         return first, last
+
+    def _quickest_at(self, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+        """Leave stages out that would be the slowest only because another option, which fits, is quicker.
+
+        Elsewhere the minimum takes the quicker option by itself. Times of stages in such a window, which has
+        shape (D, K, rows, L + 1), are equal, so those to leave out are at its ends.
+        """
+        for edge, other, step in ((first, last, 1), (last, first, -1)):
+            while True:
+                wrong = ((other - edge) * step >= 0) & self._is_slower(edge)
+                if not wrong.any():
+                    break
+                edge[wrong] += step
+        return first, last
+
+    def _is_slower(self, ends: Ints) -> NDArray[np.bool_]:
+        """Return whether another option on as many devices fits and takes less time, for stages [u, end)."""
+        mapping, costs = self.mapping, self.mapping.costs
+        starts, inside = np.arange(self._width), np.minimum(ends, costs.layers)
+        slower = np.zeros(ends.shape, dtype=np.bool_)
+        for option, (mode, size) in enumerate(zip(mapping.modes, mapping.sizes, strict=True)):
+            own_ms = costs.time_ms[mode, size][starts, inside[option]]
+            for other in range(option - mode, option - mode + len(costs.modes)):
+                if other != option:
+                    other_ms = costs.time_ms[mapping.modes[other], size][starts, inside[option]]
+                    fits = inside[option] <= mapping.memory_ends[:, other]
+                    slower[option] |= fits & (other_ms < own_ms)
+        return slower
 
     def _fitting(self, g: int, allowed: int) -> Ints:
         """Last end of each stage that may be first of the last ``g`` devices, by the fewest stages behind it.
 
-        Shape (allowed sizes, L + 1).
+        Shape (allowed options, L + 1).
         """
         sizes = self.mapping.sizes[:allowed]
         ends: Ints = self.mapping.memory_ends[self.mapping.least_behind[g - sizes], np.arange(allowed)]
@@ -232,14 +274,22 @@ class _Run:
         row, first, kind = int(self.best[left, DONE, interval, :, 0].argmin()), 0, DONE
         stages: list[StageTemplate] = []
         while first < costs.layers:
-            size, kind, row, end = self._step(interval, left, kind, row, first)
-            offset = (total - left) // costs.devices_per_node
-            stages.append(StageTemplate(first_layer=first, end_layer=end, node_offset=offset, devices=size))
+            option, kind, row, end = self._step(interval, left, kind, row, first)
+            size = int(self.mapping.sizes[option])
+            stages.append(
+                StageTemplate(
+                    first_layer=first,
+                    end_layer=end,
+                    node_offset=(total - left) // costs.devices_per_node,
+                    devices=size,
+                    recompute=costs.modes[self.mapping.modes[option]],
+                )
+            )
             first, left = end, left - size
         return tuple(stages)
 
     def _step(self, k: int, left: int, state: int, row: int, first: int) -> tuple[int, int, int, int]:
-        """The stage that gave a minimum: its devices, its kind as what follows it, the row there, its end.
+        """The stage that gave a minimum: its option, its kind as what follows it, the row there, its end.
 
         The same additions in the same order give the same sum to the last bit.
         """
@@ -262,7 +312,7 @@ class _Run:
                     )
                     end = int(sums.argmin())
                     if sums[end] + self._start_ms[index, kind, k, first] == wanted:
-                        return size, DONE if kind == DONE else AFTER, rest, int(low) + end
+                        return index, DONE if kind == DONE else AFTER, rest, int(low) + end
         raise AssertionError("every minimum came from a stage")
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.mapping.enumeration import Ints, quickest
-from planner.stages.costs import StageCosts
+from planner.mapping.enumeration import quickest
+from planner.stages.costs import Ints, StageCosts
 from planner.values import StageTemplate
 
 LONGEST_SHIFT = 8

@@ -5,13 +5,11 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.stages.costs import StageCosts
+from planner.stages.costs import Ints, StageCosts
 from planner.stages.makespan import Floats, makespans, path_bounds
 from planner.values import StageTemplate
 
-Ints = NDArray[np.int64]
 CHUNK = 256
 """Mappings simulated at a time: enough to outweigh numpy's cost per call, few enough to stop early."""
 
@@ -51,17 +49,19 @@ def all_mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[Ints, Ints]]:
         yield np.tile(cuts, (len(devices), 1)), np.repeat(devices, len(cuts), axis=0)
 
 
-def feasible(costs: StageCosts, cuts: Ints, devices: Ints) -> NDArray[np.bool_]:
-    """Which mappings fit into memory, shape (C,)."""
-    fits = np.ones(len(cuts), dtype=np.bool_)
+def quickest_modes(costs: StageCosts, cuts: Ints, devices: Ints) -> Ints:
+    """Return for each stage of mappings the number of its way to recompute, shape (C, S); -1 where it does not
+    fit into memory."""
+    modes: Ints = np.zeros(devices.shape, dtype=np.int64)
     if costs.memory.limit_bytes is None:
-        return fits
+        return modes
     stages = devices.shape[1]
     for stage in range(stages):
-        tables = {d: costs.fits(d, stages - 1 - stage) for d in costs.stage_devices}
-        for d, table in tables.items():
-            fits &= (devices[:, stage] != d) | table[cuts[:, stage], cuts[:, stage + 1]]
-    return fits
+        begins, ends, here = cuts[:, stage], cuts[:, stage + 1], devices[:, stage]
+        for d in costs.stage_devices:
+            table = costs.quickest_modes(d, stages - 1 - stage)
+            np.copyto(modes[:, stage], table[begins, ends], where=here == d)
+    return modes
 
 
 def quickest(
@@ -80,12 +80,13 @@ def quickest(
     :param below_ms: ``None`` is the answer where no makespan is below it.
     :param slowness: how many times as long as the profile says each stage takes, shape (S,).
     """
-    kept = feasible(costs, cuts, devices)
-    cuts, devices = cuts[kept], devices[kept]
+    modes = quickest_modes(costs, cuts, devices)
+    kept = (modes >= 0).all(axis=1)
+    cuts, devices, modes = cuts[kept], devices[kept], modes[kept]
     if not len(cuts):
         return None
     forward_ms = costs.forward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
-    backward_ms = costs.backward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
+    backward_ms = costs.backward_ms[modes, devices, cuts[:, :-1], cuts[:, 1:]]
     if slowness is not None:
         forward_ms, backward_ms = forward_ms * slowness, backward_ms * slowness
     link_ms: Floats = costs.link_ms[cuts[:, 1:-1]]
@@ -102,18 +103,4 @@ def quickest(
             best_ms, best = float(spans[least]), int(chunk[least])
     if best < 0:
         return None
-    return best_ms, as_stages(cuts[best], devices[best], costs.devices_per_node)
-
-
-def as_stages(cuts: Ints, devices: Ints, devices_per_node: int) -> tuple[StageTemplate, ...]:
-    """One row of (cuts, devices) as values."""
-    used = np.concatenate(([0], np.cumsum(devices)[:-1]))
-    return tuple(
-        StageTemplate(
-            first_layer=int(cuts[stage]),
-            end_layer=int(cuts[stage + 1]),
-            node_offset=int(used[stage]) // devices_per_node,
-            devices=int(devices[stage]),
-        )
-        for stage in range(len(devices))
-    )
+    return best_ms, costs.stages(cuts[best].tolist(), devices[best].tolist())

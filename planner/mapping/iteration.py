@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from planner.mapping.descent import Row, as_row, descend, quickest_of
 from planner.mapping.enumeration import all_mappings, mapping_count, quickest
-from planner.mapping.paths import PathTables, PathWeights, join, round_trips, through_slowest
+from planner.mapping.paths import Option, PathTables, PathWeights, join, round_trips, through_slowest
 from planner.mapping.stagebounds import StageBounds
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import ROUNDING, Floats
@@ -92,8 +92,10 @@ class _Search:
     best_ms: float = np.inf
     stages: tuple[StageTemplate, ...] = ()
     bound_ms: float = 0.0
-    _stage_bounds: Mapping[tuple[int, int], Floats] | None = None
+    _stage_bounds: Mapping[tuple[Option, int], Floats] | None = None
     _most_stages: int = 0
+    _possible: NDArray[np.bool_] | None = None
+    """Options that some mapping can take, as the tables of costs; ``None``: all of them."""
 
     def template(self) -> Template | None:
         if not self.stages:
@@ -124,7 +126,10 @@ class _Search:
         """Bound, improve, and prove as far as the budgets go."""
         costs, none = self.costs, np.zeros(1)
         trips = round_trips(1, 0, none)
-        everything = np.ones(costs.time_ms.shape, dtype=np.bool_)
+        if len(costs.modes) == 1:
+            everything = np.ones(costs.time_ms.shape, dtype=np.bool_)
+        else:
+            everything = self._possible = _possible(costs)
         sums = PathTables(
             costs, self.nodes, everything, trips, none, none + np.inf, costs.layers, costs.layers
         )
@@ -166,7 +171,7 @@ class _Search:
         path_ms = round_ms + (turns - 1) * np.maximum(costs.forward_ms, costs.backward_ms)
         longest_ms = np.maximum(busy_ms, path_ms)
         allowed: NDArray[np.bool_] = longest_ms < self.best_ms * (1 - ROUNDING)
-        return allowed
+        return allowed if self._possible is None else allowed & self._possible
 
     def _branch(self, parts: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
         """Cut intervals into parts until none is open, or for some rounds; the open ones."""
@@ -224,7 +229,8 @@ class _Search:
         """What the longer of forward and backward of some stage takes at least: were all devices as busy."""
         costs, devices = self.costs, self.nodes * self.costs.devices_per_node
         sizes, firsts = np.array(costs.stage_devices)[:, None], np.arange(costs.layers)
-        one_layer = [table[sizes, firsts, firsts + 1] for table in (costs.forward_ms, costs.backward_ms)]
+        backward_ms = costs.backward_ms.min(axis=0) if len(costs.modes) > 1 else costs.backward_ms[0]
+        one_layer = [table[sizes, firsts, firsts + 1] for table in (costs.forward_ms, backward_ms)]
         return max(float((layer_ms * sizes).min(axis=0).sum()) / devices for layer_ms in one_layer)
 
     def _turns(self) -> int:
@@ -305,3 +311,15 @@ class _Search:
                 stack.append((spent_ms + step_ms, left - d, slowest, (*cuts, end), (*devices, d)))
         self.offer(complete)
         return budget
+
+
+def _possible(costs: StageCosts) -> NDArray[np.bool_]:
+    """Return the options that a stage can take: it fits as the last one, and recomputes only where it would
+    not fit without with the most stages behind it."""
+    possible = np.zeros(costs.time_ms.shape, dtype=np.bool_)
+    for d in costs.stage_devices:
+        for mode in range(len(costs.modes)):
+            possible[mode, d] = costs.mode_fits(mode, d, 0)
+            if mode:
+                possible[mode, d] &= ~costs.mode_fits(0, d, costs.layers - 1)
+    return possible

@@ -69,7 +69,8 @@ class _Search:
         self._additive, self._loose = additive, loose
         # Some stage has the layer that is slowest even on the devices that suit it best.
         layers = np.arange(additive.costs.layers)
-        alone_ms = additive.costs.time_ms[additive.sizes][:, layers, layers + 1].min(axis=0).max()
+        one_layer_ms = additive.costs.time_ms[additive.modes, additive.sizes][:, layers, layers + 1]
+        alone_ms = one_layer_ms.min(axis=0).max()
         first = int(np.searchsorted(additive.times_ms, alone_ms))
         self._open: list[tuple[float, Range, bool]] = [(0.0, (first, len(additive.times_ms) - 1), True)]
         """Lower bounds, the intervals they are for, and whether they are not to be improved; a heap."""
@@ -95,7 +96,7 @@ class _Search:
                 break
             if number == 0 or part[0] == part[1]:
                 stages = self._loose.stages(part, self.nodes)
-                self._keep(bound_ms, part, stages if self._fits(stages) else None)
+                self._keep(bound_ms, part, stages if self._attains(stages) else None)
             else:
                 self._keep(bound_ms, part, None)
 
@@ -108,6 +109,7 @@ class _Search:
     def _keep(self, bound_ms: float, part: Range, stages: tuple[StageTemplate, ...] | None) -> None:
         """:param stages: what attains the bound, if that is known and fits."""
         if stages is not None:
+            stages = self._quickest(stages)
             objective_ms = self._additive.costs.paper_ms(stages)
             if objective_ms < self.best_ms:
                 self.best_ms, self.stages = objective_ms, stages
@@ -115,10 +117,24 @@ class _Search:
             tight = stages is not None or self._loose is self._additive
             heapq.heappush(self._open, (bound_ms, part, tight))
 
-    def _fits(self, stages: tuple[StageTemplate, ...]) -> bool:
+    def _quickest(self, stages: tuple[StageTemplate, ...]) -> tuple[StageTemplate, ...]:
+        """Have each stage recompute in the quickest way that fits, where there is a choice.
+
+        Another option may have made a stage the slowest of an interval.
+        """
+        costs = self._additive.costs
+        if len(costs.modes) == 1:
+            return stages
+        return costs.stages([0, *(stage.end_layer for stage in stages)], [stage.devices for stage in stages])
+
+    def _attains(self, stages: tuple[StageTemplate, ...]) -> bool:
+        """Return whether what the looser program found is what the exact one would find."""
+        if self._loose is self._additive:
+            return True
         memory = self._additive.costs.memory
         limit = memory.limit_bytes
-        return limit is None or max(memory.template_bytes(stages)) <= limit
+        fits = limit is None or max(memory.template_bytes(stages)) <= limit
+        return fits and self._quickest(stages) == stages
 
     def _may_hold_better(self, bound_ms: float) -> bool:
         if bound_ms == inf:

@@ -12,6 +12,9 @@ between the first two in any proportion is a bound too. With an interval [low, h
 as the cap on stage times and low in the sums, the minimum is a lower bound for every mapping whose slowest
 stage is in the interval.
 
+A stage whose recomputation is chosen has one time for each way that may be the quickest one that fits: with the
+fewest stages behind it that there can be it fits, and without recomputation it does not with the most.
+
 The first two need N − 2 stages behind k* at most. So k* is the slowest of the stages that surely have no more
 behind them; others may be slower, as far as a mapping better than the best one known can have them.
 """
@@ -26,6 +29,14 @@ from numpy.typing import NDArray
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import Floats
 from planner.values import StageTemplate
+
+Option = tuple[int, int]
+"""How a stage recomputes, as a number in ``costs.modes``, and its devices."""
+
+
+def options(costs: StageCosts) -> list[Option]:
+    """Return all options of a stage, the same devices together."""
+    return [(mode, d) for d in costs.stage_devices for mode in range(len(costs.modes))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +107,11 @@ class PathTables:
         high_ms: Floats,
         most_behind: int,
         most_stages: int,
-        bounds: Mapping[tuple[int, int], Floats] | None = None,
+        bounds: Mapping[tuple[Option, int], Floats] | None = None,
         below_ms: float = np.inf,
     ) -> None:
         """
-        :param allowed: stages to choose from, shape as the tables of ``costs``.
+        :param allowed: stages to choose from, shape as ``costs.time_ms``.
         :param low_ms, high_ms: the intervals, shape (Q,).
         :param most_behind: stages that the slowest may have behind it.
         :param most_stages: of a mapping that is looked for.
@@ -108,15 +119,16 @@ class PathTables:
         """
         self._costs, self._most_behind, self._most_stages = costs, most_behind, most_stages
         self.devices = nodes * costs.devices_per_node
-        self._sure: dict[int, _StageSums] = {}
-        self._unsure: dict[int, _StageSums] = {}
-        for d in costs.stage_devices:
-            time_ms = np.where(allowed[d], costs.time_ms[d], np.inf)
+        self._sure: dict[Option, _StageSums] = {}
+        self._unsure: dict[Option, _StageSums] = {}
+        for option in options(costs):
+            mode, d = option
+            time_ms = np.where(allowed[mode, d], costs.time_ms[mode, d], np.inf)
             band = Band(costs, time_ms, float(high_ms.max()))
-            self._sure[d] = band.sums(weights, low_ms, high_ms, None)
+            self._sure[option] = band.sums(weights, low_ms, high_ms, None)
             if min(self.devices - d, most_stages - 1) > most_behind:
                 band = Band(costs, time_ms, np.inf)
-                self._unsure[d] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
+                self._unsure[option] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
         widest = max(len(sums.at) for sums in (*self._sure.values(), *self._unsure.values()))
         shape = (self.devices + 1, len(low_ms), costs.layers + 1 + widest)
         self.after, self.done = np.full(shape, np.inf), np.full(shape, np.inf)
@@ -140,15 +152,18 @@ class PathTables:
         """
         kinds: list[tuple[Floats, int, bool]] = []
         for d in self.splits_before(devices):
-            left, sums = devices - d, self._sums(devices, d)
-            near = slice(first + 1, first + 1 + len(sums.at))
-            mask = self._mask(d, left, len(sums.at))[:, 0, first]
-            after, done = self.after[left, q, near] + mask, self.done[left, q, near] + mask
-            if found:
-                kinds.append((sums.after[:, q, first] + after, d, True))
-            else:
-                kinds.append((sums.at[:, q, first] + after, d, True))
-                kinds.append((sums.before[:, q, first] + done, d, False))
+            in_front, behind = [], []
+            for mode in range(len(self._costs.modes)):
+                left, sums = devices - d, self._sums(devices, (mode, d))
+                near = slice(first + 1, first + 1 + len(sums.at))
+                mask = self._mask((mode, d), left, len(sums.at))[:, 0, first]
+                after, done = self.after[left, q, near] + mask, self.done[left, q, near] + mask
+                behind.append((sums.after if found else sums.at)[:, q, first] + after)
+                if not found:
+                    in_front.append(sums.before[:, q, first] + done)
+            kinds.append((_least(behind), d, True))
+            if not found:
+                kinds.append((_least(in_front), d, False))
         return kinds
 
     def stages(self, q: int) -> tuple[StageTemplate, ...]:
@@ -169,28 +184,31 @@ class PathTables:
         position = -devices % self._costs.devices_per_node
         return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
 
-    def _sums(self, devices: int, d: int) -> "_StageSums":
+    def _sums(self, devices: int, option: Option) -> "_StageSums":
+        _, d = option
         most = most_behind(self._costs, self.devices, d, devices - d, self._most_stages)
-        return self._unsure.get(d, self._sure[d]) if most > self._most_behind else self._sure[d]
+        sure = self._sure[option]
+        return self._unsure.get(option, sure) if most > self._most_behind else sure
 
-    def _mask(self, d: int, left: int, longest: int) -> Floats:
+    def _mask(self, option: Option, left: int, longest: int) -> Floats:
         """0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
-        mask = self._memory.mask(d, left)[:longest]
+        mask = self._memory.mask(option, left)[:longest]
         if self._bounds is None:
             return mask
-        return np.where(self._bounds[d, left][:longest, None, :] < self._below_ms, mask, np.inf)
+        return np.where(self._bounds[option, left][:longest, None, :] < self._below_ms, mask, np.inf)
 
     def _extend(self, devices: int) -> None:
         layers = self._costs.layers
         after, done = self.after[devices, :, : layers + 1], self.done[devices, :, : layers + 1]
         for d in self.splits_before(devices):
-            sums = self._sums(devices, d)
-            mask = self._mask(d, devices - d, len(sums.at))
-            rest = _windows(self.after[devices - d], sums.at.shape) + mask
-            rest_done = _windows(self.done[devices - d], sums.at.shape) + mask
-            np.minimum(after, (sums.after + rest).min(axis=0), out=after)
-            np.minimum(done, (sums.at + rest).min(axis=0), out=done)
-            np.minimum(done, (sums.before + rest_done).min(axis=0), out=done)
+            for mode in range(len(self._costs.modes)):
+                sums = self._sums(devices, (mode, d))
+                mask = self._mask((mode, d), devices - d, len(sums.at))
+                rest = _windows(self.after[devices - d], sums.at.shape) + mask
+                rest_done = _windows(self.done[devices - d], sums.at.shape) + mask
+                np.minimum(after, (sums.after + rest).min(axis=0), out=after)
+                np.minimum(done, (sums.at + rest).min(axis=0), out=done)
+                np.minimum(done, (sums.before + rest_done).min(axis=0), out=done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +225,10 @@ class Band:
 
     def __init__(self, costs: StageCosts, time_ms: Floats, cap_ms: float) -> None:
         layers = costs.layers
-        longest = max(1, int((np.isfinite(time_ms) & (time_ms <= cap_ms)).sum(axis=1).max()))
         starts = np.arange(layers + 1)
+        # Short stages may be ruled out as well, where they would fit without recomputing.
+        firsts, ends = (np.isfinite(time_ms) & (time_ms <= cap_ms)).nonzero()
+        longest = int((ends - firsts).max(initial=1))
         self.layers = layers
         self._ends = starts + 1 + np.arange(longest)[:, None]
         self.inside = np.minimum(self._ends, layers)
@@ -246,7 +266,8 @@ class Band:
 
 
 class _MemoryMasks:
-    """0 where a stage fits with the fewest stages that can be behind it, else ``inf``."""
+    """0 where an option may be what a stage takes, else ``inf``: it fits with the fewest stages that can be
+    behind it, and no stage recomputes that would fit without with the most."""
 
     def __init__(self, costs: StageCosts, widest: int) -> None:
         self._costs = costs
@@ -254,21 +275,36 @@ class _MemoryMasks:
         starts = np.arange(costs.layers + 1)
         self._starts = starts
         self._ends = np.minimum(starts + 1 + np.arange(widest)[:, None], costs.layers)
-        self._known: dict[tuple[int, int], Floats] = {}
+        self._known: dict[tuple[Option, int, int], Floats] = {}
         self._fewest = _fewest_stages(costs)
         self._none = np.zeros((widest, 1, costs.layers + 1))
 
-    def mask(self, d: int, left: int) -> Floats:
-        """Shape (W, 1, L + 1), for a stage on d devices with ``left`` devices behind it."""
+    def mask(self, option: Option, left: int) -> Floats:
+        """Shape (W, 1, L + 1), for a stage with ``left`` devices behind it."""
         if not self._limited:
             return self._none
-        full, rest = divmod(left, self._costs.devices_per_node)
-        behind = full * self._fewest[-1] + self._fewest[rest]
-        known = self._known.get((d, behind))
+        costs, (mode, d) = self._costs, option
+        full, rest = divmod(left, costs.devices_per_node)
+        fewest = full * self._fewest[-1] + self._fewest[rest]
+        most = min(left, costs.layers - 1) if mode else 0
+        known = self._known.get((option, fewest, most))
         if known is None:
-            fits = self._costs.fits(d, behind)[self._starts, self._ends]
-            known = self._known[d, behind] = np.where(fits, 0.0, np.inf)[:, None, :]
+            taken = costs.mode_fits(mode, d, fewest)
+            if mode:
+                taken = taken & ~costs.mode_fits(0, d, most)
+            taken = taken[self._starts, self._ends]
+            known = self._known[option, fewest, most] = np.where(taken, 0.0, np.inf)[:, None, :]
         return known
+
+
+def _least(sums: list[Floats]) -> Floats:
+    """Return the least of each place; a shorter array has nothing at the places behind its end."""
+    if len(sums) == 1:
+        return sums[0]
+    least = np.full(max(map(len, sums)), np.inf)
+    for one in sums:
+        np.minimum(least[: len(one)], one, out=least[: len(one)])
+    return least
 
 
 def most_behind(costs: StageCosts, devices: int, d: int, left: int, most_stages: int) -> int:

@@ -5,6 +5,7 @@ candidates, and a local search goes on from the best one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import comb, isfinite
 
@@ -12,8 +13,8 @@ import numpy as np
 
 from planner.errors import InfeasibleError
 from planner.mapping.descent import shifted
-from planner.mapping.enumeration import Ints, quickest
-from planner.stages.costs import StageCosts
+from planner.mapping.enumeration import quickest
+from planner.stages.costs import Ints, StageCosts
 from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
@@ -42,8 +43,13 @@ def recut(
     search = _Recut(costs, stages, slowness, microbatches)
     cuts = search.best()
     return tuple(
-        StageTemplate(first_layer=first, end_layer=end, node_offset=stage.node_offset, devices=stage.devices)
-        for (first, end), stage in zip(pairwise(cuts), stages, strict=True)
+        replace(
+            stage,
+            first_layer=first,
+            end_layer=end,
+            recompute=costs.recompute(first, end, stage.devices, len(stages) - 1 - number),
+        )
+        for number, ((first, end), stage) in enumerate(zip(pairwise(cuts), stages, strict=True))
     )
 
 
@@ -89,10 +95,12 @@ class _Recut:
         The path of ``path_bounds`` for a slowest stage k in time B: Σ t + Σ_{j>k} (t_j − B) + (N − 1)·B.
         """
         stages = len(self._devices)
-        time_ms = self._costs.time_ms[self._devices] * self._slowness[:, None, None]
-        for stage, devices in enumerate(self._devices):
-            fits = self._costs.fits(int(devices), stages - 1 - stage)
-            time_ms[stage] = np.where(fits, time_ms[stage], np.inf)
+        time_ms = np.array(
+            [
+                self._costs.quickest_ms(int(devices), stages - 1 - stage) * slowness
+                for stage, (devices, slowness) in enumerate(zip(self._devices, self._slowness, strict=True))
+            ]
+        )
         least = _least(time_ms, np.maximum)
         if least is None:
             return []

@@ -9,7 +9,7 @@ least sums are needed for every t and μ, and are taken at the next higher value
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.mapping.paths import Band, PathTables, PathWeights, most_behind
+from planner.mapping.paths import Band, Option, PathTables, PathWeights, most_behind, options
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import Floats
 
@@ -18,7 +18,7 @@ GRID = 24
 
 
 class StageBounds:
-    """``of[d, g]`` has shape (W, L + 1): a bound for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
+    """``of[option, g]`` has shape (W, L + 1): a bound for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class StageBounds:
         most_stages: int,
     ) -> None:
         """
-        :param allowed: stages to choose from, shape as the tables of ``costs``.
+        :param allowed: stages to choose from, shape as ``costs.time_ms``.
         :param most_stages: of a mapping that is looked for.
         """
         self._microbatches = microbatches
@@ -53,17 +53,18 @@ class StageBounds:
             costs, nodes, allowed, weights, none, none + np.inf, costs.layers, costs.layers
         )
         self._in_front = _fronts(costs, self._devices, allowed)
-        self.of: dict[tuple[int, int], Floats] = {}
-        for d in costs.stage_devices:
-            band = Band(costs, np.where(allowed[d], costs.time_ms[d], np.inf), np.inf)
-            shorter = shorter_ms[d][np.arange(costs.layers + 1), band.inside]
+        self.of: dict[tuple[Option, int], Floats] = {}
+        for option in options(costs):
+            _, d = option
+            band = Band(costs, np.where(allowed[option], costs.time_ms[option], np.inf), np.inf)
+            shorter = shorter_ms[option][np.arange(costs.layers + 1), band.inside]
             for left in range(self._devices - d + 1):
                 if d in self._behind.splits_before(left + d):
                     most = most_behind(costs, self._devices, d, left, most_stages)
                     if most >= 0:
-                        self.of[d, left] = self._place(band, shorter, d, left, most)
+                        self.of[option, left] = self._place(band, shorter, d, left, most)
                     else:
-                        self.of[d, left] = np.full_like(band.time_ms, np.inf)
+                        self.of[option, left] = np.full_like(band.time_ms, np.inf)
 
     def _place(self, band: Band, shorter_ms: Floats, d: int, left: int, most_behind: int) -> Floats:
         turns, ends = self._microbatches, band.inside
@@ -85,7 +86,7 @@ def _fronts(costs: StageCosts, devices: int, allowed: NDArray[np.bool_]) -> Floa
     """The least sum of trips of layers [0, v) on the first g devices, shape (G + 1, L + 1)."""
     fronts = np.full((devices + 1, costs.layers + 1), np.inf)
     fronts[0, 0] = 0.0
-    trips = np.where(allowed, costs.time_ms + 2 * costs.link_ms, np.inf)
+    trips = np.where(allowed, costs.time_ms + 2 * costs.link_ms, np.inf).min(axis=0)
     for g in range(1, devices + 1):
         for d in costs.stage_devices:
             if d <= g and costs.can_start((g - d) % costs.devices_per_node, d):

@@ -1,6 +1,7 @@
 """What every possible stage and pipeline of one model costs, from its profile."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -11,20 +12,34 @@ from numpy.typing import NDArray
 from planner.errors import InfeasibleError
 from planner.stages.layers import layer_ms
 from planner.stages.makespan import Floats, PipelineClock, paper_objective_ms
-from planner.stages.memory import MemoryModel
-from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, StageTemplate
+from planner.stages.memory import MemoryModel, in_flight
+from planner.values import (
+    LayerProfile,
+    ModelProfile,
+    Policy,
+    Recomputation,
+    Recompute,
+    SplitTime,
+    StageTemplate,
+)
+
+Ints = NDArray[np.int64]
 
 MOST_DEVICES = 256
 """Of a node: tables grow with them, and a typing error should not fill the memory."""
 
 
 class StageCosts:
-    """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``; infinite where v ≤ u, and where
-    no stage can have d devices.
+    """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``, or ``[k, d, u, v]`` where
+    ``modes[k]`` is how the stage recomputes; infinite where v ≤ u, and where no stage can have d devices.
 
     A layer on d devices takes what was measured, or else the time of the fullest device when the rows of a
-    microbatch are split: ⌈rows / d⌉ / rows of one device's time. With activation checkpointing a backward
-    includes a second forward.
+    microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation makes the backward pass longer.
+
+    With ``auto`` a stage recomputes in the quickest way that fits, which depends on its layers, its devices
+    and the number of stages after it. A step is never quicker where a stage takes longer, and a stage's memory
+    depends on its own recomputation alone, so no other choice makes a step quicker. (The paper's objective may
+    fall where an earlier stage becomes the slowest; nothing is recomputed for that.)
     """
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
@@ -38,17 +53,26 @@ class StageCosts:
         """How many devices a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         self.memory = MemoryModel(profile, policy)
-        self._fits: dict[tuple[int, int], NDArray[np.bool_]] = {}
+        self.modes = _modes(profile, policy, self.memory.limit_bytes)
+        """Ways to recompute that a stage can have; of equally quick ones the first is taken."""
+        self._mode_numbers = {mode: number for number, mode in enumerate(self.modes)}
+        self._fits: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
+        self._quickest: dict[tuple[int, int], Ints] = {}
         self._scale = policy.microbatch_rows / profile.microbatch_rows
         shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
-        self.forward_ms, self.backward_ms, self.time_ms = (np.full(shape, np.inf) for _ in range(3))
+        self.forward_ms = np.full(shape, np.inf)
+        self.backward_ms, self.time_ms = (np.full((len(self.modes), *shape), np.inf) for _ in range(2))
         for devices in self.stage_devices:
-            times = [layer_ms(profile, policy, layer, devices) for layer in profile.layers]
-            if not math.isfinite(sum(forward + backward for forward, backward in times)):
-                raise InfeasibleError("the times of profile.layers add up to more than a number can hold")
-            _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
-            _sum_ranges(self.backward_ms[devices], [backward for _, backward in times])
-            _sum_ranges(self.time_ms[devices], [forward + backward for forward, backward in times])
+            for number, mode in enumerate(self.modes):
+                times = [layer_ms(profile, policy, layer, devices, mode) for layer in profile.layers]
+                if not math.isfinite(sum(forward + backward for forward, backward in times)):
+                    raise InfeasibleError("the times of profile.layers add up to more than a number can hold")
+                if not number:
+                    _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
+                _sum_ranges(self.backward_ms[number, devices], [backward for _, backward in times])
+                _sum_ranges(
+                    self.time_ms[number, devices], [forward + backward for forward, backward in times]
+                )
         outputs = [layer.output_bytes * self._scale for layer in profile.layers]
         crossing = [profile.link.time_ms(size) for size in outputs]
         self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
@@ -95,23 +119,87 @@ class StageCosts:
         return self.layers // self.fewest_stages
 
     def fits(self, devices: int, stages_after: int) -> NDArray[np.bool_]:
-        """Which stages fit into a device's memory, shape (L + 1, L + 1)."""
+        """Return which stages fit into a device's memory in some way, shape (L + 1, L + 1)."""
+        fitting = self.mode_fits(0, devices, stages_after)
+        for mode in range(1, len(self.modes)):
+            fitting = fitting | self.mode_fits(mode, devices, stages_after)
+        return fitting
+
+    def mode_fits(self, mode: int, devices: int, stages_after: int) -> NDArray[np.bool_]:
+        """Return which stages fit that recompute as ``modes[mode]`` says, shape (L + 1, L + 1)."""
         limit = self.memory.limit_bytes
         if limit is None:
             return np.ones((self.layers + 1, self.layers + 1), dtype=np.bool_)
-        known = self._fits.get((devices, stages_after))
+        key = mode, devices, in_flight(stages_after, self.policy.microbatches)
+        known = self._fits.get(key)
         if known is None:
-            known = self._fits[devices, stages_after] = self.memory.table(devices, stages_after) <= limit
+            table = self.memory.table(devices, stages_after, self.modes[mode])
+            known = self._fits[key] = table <= limit
         return known
 
+    def quickest_modes(self, devices: int, stages_after: int) -> Ints:
+        """Return for each stage the number in ``modes`` of the quickest one that fits, shape (L + 1, L + 1).
+
+        -1 where none fits.
+        """
+        key = devices, in_flight(stages_after, self.policy.microbatches)
+        known = self._quickest.get(key)
+        if known is None:
+            fitting = [self.mode_fits(mode, devices, stages_after) for mode in range(len(self.modes))]
+            if len(self.modes) == 1:
+                known = np.where(fitting[0], 0, -1)
+            else:
+                times = np.where(fitting, self.time_ms[:, devices], np.inf)
+                known = np.where(np.logical_or.reduce(fitting), times.argmin(axis=0), -1)
+            self._quickest[key] = known
+        return known
+
+    def quickest_ms(self, devices: int, stages_after: int) -> Floats:
+        """Return the time of each stage as it would recompute, infinite where it does not fit, shape
+        (L + 1, L + 1)."""
+        fitting = [self.mode_fits(mode, devices, stages_after) for mode in range(len(self.modes))]
+        times: Floats = np.where(fitting, self.time_ms[:, devices], np.inf).min(axis=0)
+        return times
+
+    def recompute(self, first_layer: int, end_layer: int, devices: int, stages_after: int) -> Recompute:
+        """Return how a stage recomputes: in the quickest way that fits, or if none does, in the smallest."""
+        if len(self.modes) == 1:
+            return self.modes[0]
+        mode = int(self.quickest_modes(devices, stages_after)[first_layer, end_layer])
+        if mode >= 0:
+            return self.modes[mode]
+        return min(
+            self.modes,
+            key=lambda mode: self.memory.stage_bytes(first_layer, end_layer, devices, stages_after, mode),
+        )
+
+    def stages(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[StageTemplate, ...]:
+        """Return the stages between ``cuts`` (from 0 to L) on these numbers of devices."""
+        used = [0, *accumulate(devices)]
+        last = len(devices) - 1
+        return tuple(
+            StageTemplate(
+                first_layer=first,
+                end_layer=end,
+                node_offset=used[number] // self.devices_per_node,
+                devices=d,
+                recompute=self.recompute(first, end, d, last - number),
+            )
+            for number, ((first, end), d) in enumerate(zip(pairwise(cuts), devices, strict=True))
+        )
+
+    def spans(self, stages: Iterable[StageTemplate]) -> list[tuple[int, int, int, int]]:
+        """Return each stage's place in the tables."""
+        return [(self._mode_numbers[s.recompute], s.devices, s.first_layer, s.end_layer) for s in stages]
+
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
-        return [float(self.time_ms[s.devices, s.first_layer, s.end_layer]) for s in stages]
+        return [float(self.time_ms[span]) for span in self.spans(stages)]
 
     def pipeline_ms(self, stages: tuple[StageTemplate, ...]) -> tuple[list[float], list[float], list[float]]:
         """Forward and backward of each stage, and the link from each to the next."""
-        spans = [(s.devices, s.first_layer, s.end_layer) for s in stages]
+        spans = self.spans(stages)
         return (
-            [float(self.forward_ms[span]) for span in spans],
+            [float(self.forward_ms[span[1:]]) for span in spans],
             [float(self.backward_ms[span]) for span in spans],
             [float(self.link_ms[s.end_layer]) for s in stages[:-1]],
         )
@@ -149,6 +237,25 @@ def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
     for first in range(len(times_ms)):
         # Summed afresh from each start: equal layers give equal stages to the last bit.
         table[first, first + 1 :] = np.cumsum(times_ms[first:])
+
+
+def _modes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tuple[Recompute, ...]:
+    """Return the ways to recompute among which a stage's is chosen, the quickest first where that is known.
+
+    :raises InfeasibleError: ``selective`` is asked for, and the profile does not say what it takes.
+    """
+    wanted = policy.activation_checkpointing
+    missing = [number for number, layer in enumerate(profile.layers) if layer.selective is None]
+    if wanted == "auto":
+        if limit_bytes is None:
+            return ("none",)
+        return ("none", "full") if missing else ("none", "selective", "full")
+    if wanted == "selective" and missing:
+        raise InfeasibleError(
+            f"activation_checkpointing = selective, and profile.layers[{missing[0]}].selective is missing: "
+            "the layer was not measured so, or cannot be recomputed so; measure the model again, or use full"
+        )
+    return (wanted,)
 
 
 def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
@@ -222,13 +329,17 @@ def check_profile(profile: ModelProfile) -> None:
 
 def _check_layer(name: str, layer: LayerProfile) -> None:
     for field in fields(LayerProfile):
-        if field.name != "split":
+        if field.name not in ("split", "full", "selective"):
             _check_amount(f"{name}.{field.name}", getattr(layer, field.name))
+    for mode, again in (("full", layer.full), ("selective", layer.selective)):
+        for field in fields(Recomputation) if again is not None else ():
+            _check_amount(f"{name}.{mode}.{field.name}", getattr(again, field.name))
     for number, split in enumerate(layer.split):
         entry = f"{name}.split[{number}]"
         _check_least(f"{entry}.devices", split.devices, 2)
         for field in fields(SplitTime):
-            _check_amount(f"{entry}.{field.name}", getattr(split, field.name))
+            if getattr(split, field.name) is not None:
+                _check_amount(f"{entry}.{field.name}", getattr(split, field.name))
         if any(split.devices == other.devices for other in layer.split[:number]):
             raise InfeasibleError(f"{entry}.devices is {split.devices}, and so is that of an entry before it")
 

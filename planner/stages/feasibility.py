@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
 from planner.stages.memory import Sizes
+from planner.values import Recompute
 
 Ints = NDArray[np.int64]
 
@@ -22,6 +23,7 @@ class Fullest:
     end_layer: int
     stages_after: int
     size_bytes: int
+    recompute: Recompute
 
 
 def sizes_allowed(costs: StageCosts) -> list[int]:
@@ -36,24 +38,29 @@ def sizes_allowed(costs: StageCosts) -> list[int]:
 
 
 def memory_ends(costs: StageCosts, nodes: int) -> Ints:
-    """Last end of a stage from layer u that fits, ``u`` if none; for pipelines of up to ``nodes`` nodes.
+    """Return the last end of a stage from layer u that fits, ``u`` if none; for pipelines of up to ``nodes``
+    nodes.
 
-    Shape (rows, sizes of a stage, L + 1). Row r has r stages behind it; the last row that or more, so there
-    are as many rows as make a difference.
+    Shape (rows, sizes of a stage, ways to recompute, L + 1). Row r has r stages after it; the last row that
+    or more, so there are as many rows as make a difference.
     """
     starts = np.arange(costs.layers + 1)
+    sizes, modes = costs.stage_devices, range(len(costs.modes))
     if costs.memory.limit_bytes is None:
-        return np.full((1, len(costs.stage_devices), costs.layers + 1), costs.layers, dtype=np.int64)
+        return np.full((1, len(sizes), len(modes), costs.layers + 1), costs.layers, dtype=np.int64)
     longer = starts[None, :] > starts[:, None]
     depths = min(nodes * costs.devices_per_node, costs.layers, costs.policy.microbatches)
     ends: Ints = np.array(
         [
             # A longer stage needs no less memory, so the ends that fit are a run.
-            [starts + (costs.fits(d, depth) & longer).sum(axis=1) for d in costs.stage_devices]
+            [
+                [starts + (costs.mode_fits(mode, d, depth) & longer).sum(axis=1) for mode in modes]
+                for d in sizes
+            ]
             for depth in range(depths)
         ]
     )
-    changes = (ends[1:] != ends[:-1]).any(axis=(1, 2)).nonzero()[0]
+    changes = (ends[1:] != ends[:-1]).any(axis=(1, 2, 3)).nonzero()[0]
     return ends[: int(changes[-1]) + 2 if len(changes) else 1]
 
 
@@ -61,9 +68,9 @@ def fewest_nodes(costs: StageCosts) -> int | None:
     """Nodes of the smallest pipeline that fits into memory, ``None`` if not even the largest does."""
     if costs.memory.limit_bytes is None or not costs.most_nodes:
         return 1 if costs.most_nodes else None
-    ends = memory_ends(costs, costs.most_nodes)
+    ends = memory_ends(costs, costs.most_nodes).max(axis=2)
     rows, starts = np.arange(len(ends))[:, None], np.arange(costs.layers + 1)
-    if (ends[0, -1, :-1] == starts[:-1]).any():
+    if (ends[0, :, :-1].max(axis=0) == starts[:-1]).any():
         return None  # a layer that fits nowhere, and there are quicker ways to see that
     allowed = sizes_allowed(costs)
     nothing = np.zeros((len(ends), costs.layers + 1), dtype=np.bool_)
@@ -108,7 +115,8 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     choices: list[Ints] = []
     found: list[Fullest] = []
     for after in range(max(counts)):
-        table = np.where(longer, costs.memory.table(devices, after), never)
+        least = np.min([costs.memory.table(devices, after, mode) for mode in costs.modes], axis=0)
+        table = np.where(longer, least, never)
         both = np.maximum(table, fullest[None, :])
         choices.append(both.argmin(axis=1))
         fullest = both.min(axis=1)
@@ -123,7 +131,19 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> Fullest:
     first = 0
     for after in reversed(range(len(choices))):
         end = int(choices[after][first])
-        size = costs.memory.stage_bytes(first, end, devices, after)
-        stages.append(Fullest(first_layer=first, end_layer=end, stages_after=after, size_bytes=size))
+        least = [
+            (costs.memory.stage_bytes(first, end, devices, after, mode), number)
+            for number, mode in enumerate(costs.modes)
+        ]
+        size, number = min(least)
+        stages.append(
+            Fullest(
+                first_layer=first,
+                end_layer=end,
+                stages_after=after,
+                size_bytes=size,
+                recompute=costs.modes[number],
+            )
+        )
         first = end
     return max(stages, key=lambda stage: stage.size_bytes)

@@ -257,6 +257,7 @@ class Engine:
             groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
             self.snapshots.enter(groups, resume.step)
         self._communicator = communicator
+        self.model.set_recompute(seat.recompute)
         self._gradients = Gradients(self.model, buckets, communicator)
         links = StageLinks(self.model, communicator, self.pace)
         self._executor = StageExecutor(

@@ -45,7 +45,7 @@ def explain_out_of_memory(
         f"{trained / _MIB:.0f} MiB, optimizer state {states / _MIB:.0f} MiB"
         + ("" if states else f" so far (Adam keeps {2 * trained / _MIB:.0f} MiB)")
         + f", the rest are activations of microbatches of {rows} rows. To make it fit: a smaller "
-        "training.microbatch, training.checkpoint_activations, training.precision, "
+        "training.microbatch, training.activation_checkpointing, training.precision, "
         "training.zero1, or more nodes with a smaller planner.device_memory_mib, so that a stage holds fewer "
         f"layers. The allocation that failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     )

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from runtime.data.batches import (
     cast_floating,
@@ -25,6 +24,7 @@ from runtime.data.batches import (
     signature,
     to_device,
 )
+from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
@@ -34,7 +34,7 @@ from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import Scopes, WindowedModule, caller
 from runtime.precision import PRECISIONS, lacking
 from runtime.training import Batch, Training, TrainingError
-from runtime.wire.protocol import TrainingData
+from runtime.wire.protocol import Recompute, TrainingData
 from storage.buckets import ParameterSize
 
 CPU = torch.device("cpu")
@@ -79,7 +79,9 @@ class Model:
         self.training = training
         self.device = device
         self._seed = data.seed
-        self._checkpoint = data.checkpoint_activations
+        choice = data.activation_checkpointing
+        self._recompute: Recompute = "none" if choice == "auto" else choice
+        self._on_kept: Callable[[Tensor], None] | None = None
         self._compile = data.compile
         self._compiled: dict[int, CompiledLayer] = {}
         self._precision = PRECISIONS[data.precision]
@@ -336,7 +338,11 @@ class Model:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         compute = self._precision.compute
-        return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
+        if compute is None:
+            return nullcontext()
+        # Were weights cast once for all layers of a stage, then gradients of a weight that two layers share would
+        # be rounded as the layout has it, and a layer that runs again alone would differ.
+        return torch.autocast(self.device.type, compute, cache_enabled=False)
 
     def _run(self, index: int, x: Activation, step: int, row: int) -> Any:
         assert isinstance(self._structure, LayerChain)
@@ -444,13 +450,33 @@ class Model:
                 tensor.value.copy_(value)
 
     @contextmanager
-    def without_checkpointing(self) -> Iterator[None]:
-        """Keep activations inside, whatever the job says: a profile measures the plain passes."""
-        checkpointing, self._checkpoint = self._checkpoint, False
+    def _buffers_aside(self, layer: int) -> Iterator[None]:
+        """Let copies of the layer's persistent buffers change inside: a layer that runs again for its backward
+        pass must not count a microbatch twice in its running statistics."""
+        buffers = [(t, t.value) for t in self._of_layer[layer] if t.kind == "buffer"]
+        for tensor, value in buffers:
+            tensor.replace(value.clone())
         try:
             yield
         finally:
-            self._checkpoint = checkpointing
+            for tensor, value in buffers:
+                tensor.replace(value)
+
+    def set_recompute(self, mode: Recompute) -> None:
+        """Have layers recompute in this way from now on, as the plan says of this rank's stage."""
+        self._recompute = mode
+
+    @contextmanager
+    def recomputing(self, mode: Recompute, on_kept: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+        """Recompute in this way inside, whatever the plan says: a profile measures all of them.
+
+        :param on_kept: called with every output that ``selective`` keeps.
+        """
+        before, self._recompute, self._on_kept = self._recompute, mode, on_kept
+        try:
+            yield
+        finally:
+            self._recompute, self._on_kept = before, None
 
 
 class _LayerScopes(Scopes):
@@ -479,14 +505,22 @@ class _LayerScopes(Scopes):
     def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         function = self._model._faster(layer, function)
 
-        def run(*given: Any) -> Any:
+        def run(*given: Any, **given_by_name: Any) -> Any:
             with self._seeded(layer, layer):
-                return function(*given, **named)
+                return function(*given, **given_by_name)
 
-        if self._model._checkpoint and torch.is_grad_enabled():
-            # ``run`` reseeds for itself, also when it runs again in the backward pass.
-            return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return run(*arguments)
+        mode = self._model._recompute
+        if mode == "selective" and isinstance(function, CompiledLayer):
+            mode = "full"  # Compiled code uses the memory of its results again, so no single one can be kept.
+        # ``run`` reseeds for itself, also when it runs again in the backward pass.
+        return recompute.run(
+            mode,
+            run,
+            arguments,
+            named,
+            again=lambda: self._model._buffers_aside(layer),
+            on_kept=self._model._on_kept,
+        )
 
 
 def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:

@@ -450,7 +450,7 @@ class WindowedModule:
                 raise TrainingError(
                     f"{self._names[number]} is run again in the backward pass by {type(self.root).__name__} itself "
                     "(torch.utils.checkpoint around its blocks); leave that out, and let ftd do it: "
-                    "checkpoint_activations = true"
+                    'activation_checkpointing = "auto"'
                 )
             return original(*arguments, **named)
         if number != window.due:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from runtime.groups.communicator import Talk
-from runtime.wire.protocol import StageData, WorldData
+from runtime.wire.protocol import Recompute, StageData, WorldData
 
 
 class WorldError(ValueError):
@@ -44,6 +44,8 @@ class Seat:
     """Where activations come from and their gradients go; empty on the first stage."""
     following: tuple[Route, ...]
     """Where activations go; empty on the last stage."""
+    recompute: Recompute = "none"
+    """How its layers get their activations in the backward pass."""
 
     @property
     def layers(self) -> range:
@@ -90,6 +92,7 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
                 microbatch_rows=microbatch_rows,
                 previous=_routes(before, start, end, microbatch_rows, coupled=coupled),
                 following=_routes(behind, start, end, microbatch_rows, coupled=coupled),
+                recompute=stage.recompute,
             )
     raise WorldError(f"rank {rank} has no place in the plan")
 

@@ -1,9 +1,9 @@
 """Measures a model layer by layer on a microbatch: what the planner cuts stages by.
 
 Times are medians after a warm-up; layers that do the same work share theirs. Memory is what autograd really
-saves, not an estimate. Activation
-checkpointing is not applied here: the planner knows whether the job uses it. The devices of a stage split a
-microbatch by rows, so a stage of d devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
+saves, not an estimate. Each layer is measured without recomputation and, where the job may use them, with the ways
+to recompute (``runtime.layers.recompute``). The devices of a stage split a microbatch by rows, so a stage of d
+devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
 
 ``python -m runtime.measuring.profile --parent PID [--devices-per-node M]`` reads a ``TrainingData`` (msgpack
 or JSON) on stdin and writes lines of ``runtime.wire.measurement`` on stdout; what the user has to change is
@@ -16,12 +16,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 
 from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
@@ -37,7 +39,15 @@ from runtime.wire.measurement import (
     answers_on_stdout,
     spread_of,
 )
-from runtime.wire.protocol import LayerProfileData, ProfileData, SplitTimeData, TrainingData
+from runtime.wire.protocol import (
+    ActivationCheckpointing,
+    LayerProfileData,
+    ProfileData,
+    RecomputationData,
+    Recompute,
+    SplitTimeData,
+    TrainingData,
+)
 
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
@@ -50,6 +60,15 @@ _LONG_S = 0.5
 """A layer that has taken this long is not measured again: noise is small against it."""
 _EQUAL_WITHIN = 1.5
 """A layer that looks like an earlier one is measured by itself when its time differs by more than this factor."""
+_WAYS: dict[ActivationCheckpointing, tuple[Recompute, ...]] = {
+    "none": (),
+    "full": ("full",),
+    "selective": ("full", "selective"),
+    "auto": ("full", "selective"),
+}
+"""Ways to recompute that are measured. What ``full`` keeps says how much is computed again under either."""
+_Case = tuple[int, Recompute]
+"""On how many rows a layer is measured, and how it recomputes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,43 @@ class _Times:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """One layer and what it is run on."""
+
+    model: Model
+    layer: int
+    x: Activation | None
+    batch: Batch
+    rows: int
+
+    def first_rows(self, count: int) -> "_Given":
+        """Return the same with copies of the first rows: a view would keep the memory of all of them."""
+        part: Any = self.x
+        if part is not None:
+            part = tuple(t[:count] for t in part) if isinstance(part, tuple) else part[:count]
+        part, batch = tree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf,
+            (part, slice_rows(self.batch, 0, count, self.rows)),
+        )
+        return replace(self, x=part, batch=batch, rows=count)
+
+    def outputs(self, x: Activation | None) -> tuple[Tensor, ...]:
+        """Return what the layer passes on; the loss where it is the last one."""
+        output = self.model.forward(self.layer, self.layer + 1, x, step=1, row=0, batch=self.batch)
+        if self.layer < self.model.layer_count - 1:
+            return flatten(output)
+        return (self.model.loss(output, self.batch, self.rows)[0],)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Measurements of one layer in one case."""
+
+    times: _Times
+    kept_bytes: int
+
+
 def measure(
     model: Model,
     data: TrainingData,
@@ -88,6 +144,7 @@ def measure(
     """Profile all layers of a model that is held completely. Leaves parameters and buffers as they were.
 
     :param progress: called with the number of layers that are done, and of all.
+    :raises TrainingError: the job recomputes selectively, and a layer cannot.
     """
     training, rows = model.training, data.microbatch_rows
     batch = first_batch(training, rows, PRECISIONS[data.precision].parameters)
@@ -95,46 +152,47 @@ def measure(
     activation: Activation | None = None
     optimizer_bytes = _optimizer_bytes(training, model)
     sizes: list[LayerProfileData] = []
-    times: list[dict[int, _Times]] = []
-    looks: dict[Hashable, dict[int, _Times]] = {}
+    cases: list[dict[_Case, _Measured]] = []
+    looks: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
+    unselectable: list[str] = []
     fullest = _rows_of_fullest(rows, devices_per_node, coupled=model.couples_rows)
-    with model.buffers_kept(), model.without_checkpointing():
+    counts = sorted({*fullest.values()} - {rows})
+    with model.buffers_kept(), model.recomputing("none"):
         for layer in range(model.layer_count):
-            equal = looks.setdefault(_look(model, layer, activation), {})
-            whole = _time_layer(model, layer, activation, batch, rows, equal.get(rows))
-            counts = sorted({*fullest.values()} - {rows})
-            parts, problem = _time_parts(model, layer, activation, batch, rows, counts, equal)
+            given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
+            equal = looks.setdefault(_look(given), {})
+            times = _time_layer(given, "none", equal)
+            parts, problem = _measure_parts(given, counts, equal)
             unmeasured += [problem] if problem else []
-            times.append({**parts, rows: whole})
-            for count, found in times[-1].items():
-                equal.setdefault(count, found)
-            saved_bytes, activation, output_bytes = _saved_bytes(model, layer, activation, batch, rows)
-            sizes.append(_sizes(model, layer, optimizer_bytes, saved_bytes, output_bytes))
+            kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
+            again, problem = _measure_recomputation(given, _WAYS[data.activation_checkpointing], equal)
+            if problem and data.activation_checkpointing == "selective":
+                raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
+            unselectable += [problem] if problem else []
+            cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
+            for case, found in cases[-1].items():
+                equal.setdefault(case, found.times)
+            sizes.append(_sizes(model, layer, optimizer_bytes, output_bytes))
             progress(layer + 1, model.layer_count)
-    layers: list[LayerProfileData] = []
-    measured: list[tuple[RowsMeasured, ...]] = []
-    for size, by_rows in zip(sizes, times, strict=True):
-        found_by_rows = {count: by_rows[count].measured() for count in sorted(by_rows, reverse=True)}
-        whole_time = found_by_rows[rows]
-        layers.append(
-            msgspec.structs.replace(
-                size,
-                forward_ms=whole_time.forward.median_ms,
-                backward_ms=whole_time.backward.median_ms,
-                split=_split_times(fullest, found_by_rows),
-            )
-        )
-        measured.append(tuple(found_by_rows.values()))
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
     return LayersMeasured(
         profile=ProfileData(
-            layers=tuple(layers), microbatch_rows=rows, device_memory_bytes=_device_memory_bytes(model.device)
+            layers=tuple(
+                _with_measurements(size, found, rows, fullest)
+                for size, found in zip(sizes, cases, strict=True)
+            ),
+            microbatch_rows=rows,
+            device_memory_bytes=_device_memory_bytes(model.device),
         ),
         names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
-        rows=tuple(measured),
+        rows=tuple(
+            tuple(found[case].times.measured() for case in sorted(found, reverse=True) if case[1] == "none")
+            for found in cases
+        ),
         unmeasured=tuple(unmeasured),
+        unselectable=tuple(unselectable),
         device=_device_name(model.device),
         torch_version=str(torch.__version__),
     )
@@ -149,30 +207,17 @@ def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict
     }
 
 
-def _split_times(fullest: dict[int, int], measured: dict[int, RowsMeasured]) -> tuple[SplitTimeData, ...]:
-    return tuple(
-        SplitTimeData(
-            devices=devices,
-            forward_ms=measured[rows].forward.median_ms,
-            backward_ms=measured[rows].backward.median_ms,
-        )
-        for devices, rows in fullest.items()
-        if rows in measured
-    )
-
-
-def _look(model: Model, layer: int, x: Activation | None) -> Hashable:
+def _look(given: _Given) -> Hashable:
     """Return what layers have in common that probably do the same work: kind, tensors, and shapes of inputs."""
+    model, layer = given.model, given.layer
     tensors = tuple((t.value.shape, t.value.dtype, t.trainable) for t in model.tensors_of(layer))
-    inputs = () if x is None else tuple((t.shape, t.dtype) for t in flatten(x))
+    inputs = () if given.x is None else tuple((t.shape, t.dtype) for t in flatten(given.x))
     ends = (layer == 0, layer == model.layer_count - 1)
     return model.layer_kind(layer), tensors, inputs, ends
 
 
-def _sizes(
-    model: Model, layer: int, optimizer_bytes: dict[str, int], saved_bytes: int, output_bytes: int
-) -> LayerProfileData:
-    """Return the layer's bytes; its times are not known yet."""
+def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfileData:
+    """Return the layer's bytes that do not depend on the case; its times are not known yet."""
     tensors = model.tensors_of(layer)
     sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
     return LayerProfileData(
@@ -181,65 +226,112 @@ def _sizes(
         parameter_bytes=sum(sizes.values()),
         gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
         optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
-        activation_bytes=saved_bytes,
+        activation_bytes=0,
         output_bytes=output_bytes,
     )
 
 
-def _time_parts(
-    model: Model,
-    layer: int,
-    x: Activation | None,
-    batch: Batch,
-    rows: int,
-    counts: list[int],
-    equal: dict[int, _Times],
-) -> tuple[dict[int, _Times], str | None]:
-    """The layer on the first rows of the microbatch, for each count; and what went wrong, if it did.
+def _with_measurements(
+    sizes: LayerProfileData, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
+) -> LayerProfileData:
+    """Return the profile of a layer once all layers that share its times are measured."""
+    times = {case: measured.times.measured() for case, measured in found.items()}
+    whole = times[rows, "none"]
+    whole_ms = whole.forward.median_ms + whole.backward.median_ms
+
+    def recomputation(way: Recompute) -> RecomputationData | None:
+        if (rows, way) not in found:
+            return None
+        again = times[rows, way]
+        longer_ms = again.forward.median_ms + again.backward.median_ms - whole_ms
+        return RecomputationData(
+            activation_bytes=found[rows, way].kept_bytes, recompute_ms=max(longer_ms, 0.0)
+        )
+
+    return msgspec.structs.replace(
+        sizes,
+        forward_ms=whole.forward.median_ms,
+        backward_ms=whole.backward.median_ms,
+        activation_bytes=found[rows, "none"].kept_bytes,
+        full=recomputation("full"),
+        selective=recomputation("selective"),
+        split=tuple(
+            SplitTimeData(
+                devices=devices,
+                forward_ms=times[count, "none"].forward.median_ms,
+                backward_ms=times[count, "none"].backward.median_ms,
+                activation_bytes=found[count, "none"].kept_bytes,
+            )
+            for devices, count in fullest.items()
+            if (count, "none") in found
+        ),
+    )
+
+
+def _measure_parts(
+    given: _Given, counts: list[int], equal: dict[_Case, _Times]
+) -> tuple[dict[_Case, _Measured], str | None]:
+    """Measure the layer on the first rows of the microbatch, for each count; return also what went wrong.
 
     Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
     """
-    parts: dict[int, _Times] = {}
+    parts: dict[_Case, _Measured] = {}
     for count in reversed(counts):
-        part = None if x is None else tuple(t[:count] for t in x) if isinstance(x, tuple) else x[:count]
-        given = slice_rows(batch, 0, count, rows)
+        part = given.first_rows(count)
         try:
-            parts[count] = _time_layer(model, layer, part, given, count, equal.get(count))
+            parts[count, "none"] = _Measured(_time_layer(part, "none", equal), _kept_bytes(part, "none")[0])
         except (RuntimeError, ValueError) as error:
-            return parts, f"layer {layer} raised {type(error).__name__} on {count} rows: {error}"
+            return parts, f"layer {given.layer} raised {type(error).__name__} on {count} rows: {error}"
     return parts, None
 
 
-def _time_layer(
-    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, equal: _Times | None
-) -> _Times:
+def _measure_recomputation(
+    given: _Given, ways: tuple[Recompute, ...], equal: dict[_Case, _Times]
+) -> tuple[dict[_Case, _Measured], str | None]:
+    """Measure the layer with each way to recompute; return also what went wrong.
+
+    A layer that changes the output of a matrix product in place cannot be recomputed selectively.
+    """
+    again: dict[_Case, _Measured] = {}
+    for way in ways:
+        try:
+            again[given.rows, way] = _Measured(_time_layer(given, way, equal), _kept_bytes(given, way)[0])
+        except RuntimeError as error:
+            if way != "selective":
+                raise
+            return again, f"layer {given.layer} cannot be recomputed selectively: {error}"
+    return again, None
+
+
+def _time_layer(given: _Given, way: Recompute, equal: dict[_Case, _Times]) -> _Times:
     """Time the forward and the backward pass.
 
-    :param equal: times of an earlier layer that looks the same: a repeat that agrees with them is added to them.
+    :param equal: times of earlier layers that look the same: a repeat that agrees with them is added to them.
     """
-    if equal is not None:
-        few = _repeat(model, layer, x, batch, rows, warm_ups=0, most=1)
-        if few.agrees(equal):
-            equal.add(few)
-            return equal
-    return _repeat(model, layer, x, batch, rows, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
+    known = equal.get((given.rows, way))
+    with given.model.recomputing(way):
+        if known is not None:
+            few = _repeat(given, warm_ups=0, most=1)
+            if few.agrees(known):
+                known.add(few)
+                return known
+        return _repeat(given, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
 
 
-def _repeat(
-    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int, *, warm_ups: int, most: int
-) -> _Times:
+def _repeat(given: _Given, *, warm_ups: int, most: int) -> _Times:
     forwards: list[float] = []
     backwards: list[float] = []
+    device = given.model.device
     began = time.perf_counter()
     for repeat in range(warm_ups + most):
-        given = _as_received(x)
-        start = device_now(model.device)
-        outputs = _outputs(model, layer, given, batch, rows)
-        middle = device_now(model.device)
+        x = _as_received(given.x)
+        start = device_now(device)
+        outputs = given.outputs(x)
+        middle = device_now(device)
         roots = [t for t in outputs if t.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        end = device_now(model.device)
+        end = device_now(device)
         spent_s = end - began
         if repeat >= warm_ups or spent_s > _LONG_S:
             forwards.append(middle - start)
@@ -247,39 +339,41 @@ def _repeat(
         enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
         if spent_s > _LONG_S or (len(forwards) >= enough and spent_s > _SHORT_S):
             break
-    return _Times(rows, forwards, backwards)
+    return _Times(given.rows, forwards, backwards)
 
 
-def _outputs(model: Model, layer: int, x: Activation | None, batch: Batch, rows: int) -> tuple[Tensor, ...]:
-    """What the layer passes on; the loss where it is the last one."""
-    output = model.forward(layer, layer + 1, x, step=1, row=0, batch=batch)
-    if layer < model.layer_count - 1:
-        return flatten(output)
-    return (model.loss(output, batch, rows)[0],)
-
-
-def _saved_bytes(
-    model: Model, layer: int, x: Activation | None, batch: Batch, rows: int
-) -> tuple[int, Activation, int]:
-    """Bytes of the distinct memory that autograd keeps for the backward pass; the layer's output, its bytes."""
+def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
+    """Return the bytes of the distinct memory that is kept for the backward pass, that of the loss included;
+    the layer's output, and its bytes."""
+    model, layer = given.model, given.layer
     parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
-    sizes: dict[int, int] = {}
+    saved: dict[int, int] = {}
+    selected: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            sizes[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return (
             tensor.detach()
         )  # An output that is saved for its own gradient would keep itself alive for ever.
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.forward(layer, layer + 1, _as_received(x), step=1, row=0, batch=batch)
-        if layer == model.layer_count - 1 and model.needs_batch:
-            output = model.loss(output, batch, rows)[0]
+    def select(output: Tensor) -> None:
+        selected[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        model.recomputing(way, select),
+    ):
+        output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+        if layer == model.layer_count - 1:
+            loss = model.loss(output, given.batch, given.rows)[0]
+            # The output of a whole module need not be tensors.
+            output = loss if model.needs_batch else output
     detached = tuple(t.detach() for t in flatten(output))
     passed: Activation = detached if isinstance(output, tuple) else detached[0]
-    return sum(sizes.values()), passed, sum(t.numel() * t.element_size() for t in detached)
+    output_bytes = sum(t.numel() * t.element_size() for t in detached)
+    return sum(saved.values()) + sum(selected.values()), passed, output_bytes
 
 
 def _as_received(x: Activation | None) -> Activation | None:

@@ -50,6 +50,8 @@ class LayersMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of each layer, the whole microbatch first."""
     unmeasured: tuple[str, ...]
     """Why some layer could not be measured on fewer rows, in words."""
+    unselectable: tuple[str, ...] = ()
+    """Why some layer cannot be recomputed selectively, in words."""
     device: str
     torch_version: str
 

@@ -65,12 +65,18 @@ class VoteData(msgspec.Struct, frozen=True, kw_only=True):
     """Of the state before this step, if it was evaluated since the group resumed."""
 
 
+Recompute = Literal["none", "selective", "full"]
+"""How a stage gets its activations in the backward pass; see planner.values."""
+ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
+
+
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
     """Layers ``[first_layer, end_layer)`` on these global ranks, which split each microbatch by rows."""
 
     first_layer: int
     end_layer: int
     ranks: tuple[int, ...]
+    recompute: Recompute = "none"
 
 
 class PipelineData(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +134,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     global_batch: int
     microbatch_rows: int
     clip_gradient_norm: float | None = None
-    checkpoint_activations: bool = False
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the plan's stages have; ``auto``: each what the planner chose for it."""
     precision: str = "float32"
     """``float32``, ``tf32``, ``bfloat16``, ``float16`` or ``float64`` (``runtime.precision``)."""
     compile: bool = False
@@ -263,6 +270,14 @@ class SplitTimeData(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     forward_ms: float
     backward_ms: float
+    activation_bytes: int | None = None
+
+
+class RecomputationData(msgspec.Struct, frozen=True, kw_only=True):
+    """Mirrors the planner's Recomputation."""
+
+    activation_bytes: int
+    recompute_ms: float
 
 
 class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +290,8 @@ class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_bytes: int
     activation_bytes: int
     output_bytes: int
+    full: RecomputationData | None = None
+    selective: RecomputationData | None = None
     split: tuple[SplitTimeData, ...] = ()
 
 

@@ -20,6 +20,7 @@ def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
                     "first_layer": stage.first_layer,
                     "end_layer": stage.end_layer,
                     "devices": [f"{device.node}/{device.index}" for device in stage.devices],
+                    "recompute": stage.recompute,
                 }
                 for stage in pipeline.stages
             ],

@@ -178,10 +178,35 @@ def test_memory_and_checkpointing(tmp_path: Path) -> None:
     assert [row["nodes"] for row in free["templates"]] == [1, 2, 3, 4]
     assert limited["memory_limit_bytes"] == 3000 and limited["templates"][0]["nodes"] > 1
     assert all(row["memory_bytes"] <= 3000 for row in limited["templates"])
-    kept = planned(*options, "--memory", "3000", "--checkpoint-activations")
+    kept = planned(*options, "--memory", "3000", "--activation-checkpointing", "full")
     assert kept["templates"][0]["nodes"] < limited["templates"][0]["nodes"]
-    said = refused(*options, "--memory", "500B")
-    assert "needs 800.0" not in said and "500 bytes" in said and "--checkpoint-activations" in said
+    assert {cost["recompute"] for cost in kept["templates"][0]["stage_costs"]} == {"full"}
+    said = refused(*options, "--memory", "1000B")
+    assert "needs 800.0" not in said and "1000 bytes" in said
+    assert "or --activation-checkpointing auto, which fits on 4 nodes" in said
+    said = refused(*options, "--memory", "1000B", "--activation-checkpointing", "selective")
+    assert "--activation-checkpointing selective, and layers[0].selective is missing" in said
+
+
+def test_stages_that_recompute_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    one = {"forward_ms": 1.0, "backward_ms": 2.0, "parameter_bytes": 100, "gradient_bytes": 100}
+    one |= {"optimizer_bytes": 200, "activation_bytes": 400, "output_bytes": 10}
+    one |= {"selective": {"activation_bytes": 150, "recompute_ms": 0.2}}
+    path.write_text(json.dumps({"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": [one] * 4}))
+    options = ("--profile", path, "--nodes", 4, "--microbatches", 8, "--template-nodes", 4)
+    plot = tmp_path / "plan.html"
+    told = planned(*options, "--memory", "1500", "--activation-checkpointing", "auto", "--plot", plot)
+    assert told["activation_checkpointing"] == "auto"
+    ways = [cost["recompute"] for cost in told["templates"][0]["stage_costs"]]
+    assert ways == ["selective", "selective", "none", "none"]
+    shown = ftd(*options, "--memory", "1500", "--activation-checkpointing", "auto")
+    assert "recompute" in shown and "selective" in shown
+    assert "recompute" not in ftd(*options, "--memory", "1500000", "--activation-checkpointing", "auto")
+    page = plot.read_text()
+    assert (
+        "<th>recompute</th>" in page.replace(' class="left"', "") and "layer 0 · recompute selective" in page
+    )
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])

@@ -47,6 +47,7 @@ from planner.values import (
     PipelinePlacement,
     Plan,
     Policy,
+    Recomputation,
     SplitTime,
     StagePlacement,
     StatePart,
@@ -123,12 +124,23 @@ reports = st.builds(
     parts=st.lists(parts, max_size=3).map(tuple),
     evaluation=st.none() | evaluations,
 )
-LAYER_NUMBERS = [f.name for f in dataclasses.fields(LayerProfile) if f.name != "split"]
+LAYER_NUMBERS = [
+    f.name for f in dataclasses.fields(LayerProfile) if f.name not in ("split", "full", "selective")
+]
 times, sizes = st.floats(0, MOST_MS), st.integers(0, MOST_BYTES)
-splits = st.builds(SplitTime, devices=st.integers(2, MAX_DEVICES), forward_ms=times, backward_ms=times)
+splits = st.builds(
+    SplitTime,
+    devices=st.integers(2, MAX_DEVICES),
+    forward_ms=times,
+    backward_ms=times,
+    activation_bytes=st.none() | sizes,
+)
+recomputations = st.builds(Recomputation, activation_bytes=sizes, recompute_ms=times)
 layers = st.builds(
     LayerProfile,
     **{name: times if name.endswith("_ms") else sizes for name in LAYER_NUMBERS},
+    full=st.none() | recomputations,
+    selective=st.none() | recomputations,
     split=st.lists(splits, max_size=2).map(tuple),
 )
 links = st.builds(Link, latency_ms=times, bytes_per_s=st.floats(1, MOST_BYTES_PER_S))
@@ -152,6 +164,7 @@ policies = st.builds(
     objective=st.sampled_from(["iteration", "paper"]),
     split=st.sampled_from(["any", "aligned"]),
     batch_objective=st.sampled_from(["minmax", "variance"]),
+    activation_checkpointing=st.sampled_from(["none", "selective", "full", "auto"]),
     device_memory_bytes=st.none() | numbers,
     zero1=st.booleans(),
 )
@@ -199,6 +212,7 @@ stages = st.builds(
     first_layer=numbers,
     end_layer=numbers,
     devices=st.lists(devices, max_size=3).map(tuple),
+    recompute=st.sampled_from(["none", "selective", "full"]),
 )
 pipelines = st.builds(
     PipelinePlacement,
@@ -630,7 +644,18 @@ def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("number", [-1, 7])
 def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
-    plan: list[Any] = [["a"], [[0, 0]], [[[[0, 1, [number]]], 0, 1, 1.0]], [], "best", "so.", 1.0, [], [], 0]
+    plan: list[Any] = [
+        ["a"],
+        [[0, 0]],
+        [[[[0, 1, [number], "none"]], 0, 1, 1.0]],
+        [],
+        "best",
+        "so.",
+        1.0,
+        [],
+        [],
+        0,
+    ]
     fields = {"generation": 1, "job_id": "j", "step": 1, "vote": None, "plan": plan, "hosts": {}}
     fields |= {"rendezvous": "h:1", "lineage": 0, "protection": "none", "restore": None, "held_parts": []}
     body = zlib.compress(msgspec.msgpack.encode(fields | {"buddies": {}, "evaluated": 0}))

@@ -41,9 +41,17 @@ def test_the_command_prints_it(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["contract", "--against", str(kept)]).exit_code == 0
 
 
+GIVEN_UP = {
+    # A job of that version says dtype in its training table, too, which is refused as well: precision and
+    # activation_checkpointing took the places of the two.
+    "SubmitRequest.job.policy.checkpoint_activations is gone: requests that have it are refused",
+}
+"""What of the released contract clients can do no longer, on purpose."""
+
+
 def test_nothing_of_the_released_contract_is_broken() -> None:
     problems = broken(msgspec.json.decode(RELEASED.read_bytes()), document())
-    assert problems == [], "this breaks subscribers; keep it, or begin ftd/v2 beside it"
+    assert set(problems) == GIVEN_UP, "this breaks subscribers; keep it, or begin ftd/v2 beside it"
 
 
 @pytest.mark.parametrize("name", EVENTS)

@@ -43,7 +43,7 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         "seed": 7,
         "precision": "float64",
         "clip_gradient_norm": 1.5,
-        "checkpoint_activations": True,
+        "activation_checkpointing": "selective",
         "arguments": {"layers": 3, "name": "x", "rate": 0.5, "tied": True},
     }
     tables["tolerance"] = {"failures": 2, "minimum": "oobleck"}
@@ -65,7 +65,7 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         objective="paper",
         split="aligned",
         batch_objective="variance",
-        checkpoint_activations=True,
+        activation_checkpointing="selective",
         device_memory_bytes=3 * 2**19,
     )
     assert job.horizon_s == 3600.0

@@ -25,7 +25,7 @@ from ftd.config.profile_file import (
 from ftd.errors import ConfigurationError
 from ftd.view.schema import schema_of
 from planner.stages.costs import StageCosts
-from planner.values import LayerProfile, Link, ModelProfile, Policy, SplitTime
+from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -75,9 +75,11 @@ def own_tree() -> Tree:
                 "optimizer_bytes": 200,
                 "activation_bytes": 64,
                 "output_bytes": 32,
+                "full": {"activation_bytes": 32, "recompute_ms": 1.4},
+                "selective": {"activation_bytes": 48, "recompute_ms": 0.25},
                 "split": [
-                    {"devices": 2, "forward_ms": 0.8, "backward_ms": 1.6},
-                    {"devices": 4, "forward_ms": 0.5, "backward_ms": 0.9},
+                    {"devices": 2, "forward_ms": 0.8, "backward_ms": 1.6, "activation_bytes": 40},
+                    {"devices": 4, "forward_ms": 0.5, "backward_ms": 0.9, "activation_bytes": None},
                 ],
                 "measured": [{"rows": 4, "forward": spread(1.5), "backward": spread(3.0)}],
             }
@@ -129,8 +131,10 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
         optimizer_bytes=200,
         activation_bytes=64,
         output_bytes=32,
+        full=Recomputation(activation_bytes=32, recompute_ms=1.4),
+        selective=Recomputation(activation_bytes=48, recompute_ms=0.25),
         split=(
-            SplitTime(devices=2, forward_ms=0.8, backward_ms=1.6),
+            SplitTime(devices=2, forward_ms=0.8, backward_ms=1.6, activation_bytes=40),
             SplitTime(devices=4, forward_ms=0.5, backward_ms=0.9),
         ),
     )
@@ -211,7 +215,7 @@ def test_bare_layer_times_cost_what_their_format_says_to_the_last_bit(tmp_path: 
                     work = Fraction(layer["forward_ms"]) + Fraction(layer["backward_ms"])
                     extra = Fraction(layer["allreduce_in_node_ms"][str(devices)])
                     exact += work / devices + (2 * extra if devices > 1 else 0)
-                assert Fraction(float(costs.time_ms[devices, first, end])) == exact
+                assert Fraction(float(costs.time_ms[0, devices, first, end])) == exact
     assert not costs.link_ms.any()
     assert costs.memory.limit_bytes is None
 
@@ -444,7 +448,7 @@ def usable(profile: ModelProfile) -> None:
     rows = profile.microbatch_rows
     policy = Policy(tolerate=0, global_batch=4 * rows, microbatch_rows=rows)
     if profile.stage_devices is None or 1 in profile.stage_devices:
-        whole_ms = StageCosts(profile, policy).time_ms[1, 0, len(profile.layers)]
+        whole_ms = StageCosts(profile, policy).time_ms[0, 1, 0, len(profile.layers)]
         assert 0 < whole_ms < math.inf
     for entry in profile.layers:
         for times in entry.split:

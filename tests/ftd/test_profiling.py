@@ -256,7 +256,7 @@ def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> Non
     assert 0 <= network.link_error < 100 and document.ring.bytes_per_s > 1e5
     profile = load_profile(tmp_path / "mlp.profile.json")
     policy = Policy(devices_per_node=2, global_batch=48, microbatch_rows=4)
-    two_ms = StageCosts(profile, policy).time_ms[2, 0, 5]
+    two_ms = StageCosts(profile, policy).time_ms[0, 2, 0, 5]
     assert two_ms == pytest.approx(sum(s.forward_ms + s.backward_ms for e in profile.layers for s in e.split))
 
 

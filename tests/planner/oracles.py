@@ -2,10 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations, pairwise, product
+from math import ceil
 from random import Random
 
-from planner.values import LayerProfile, Link, ModelProfile, Plan, Policy, Situation, SplitTime
+from planner.values import (
+    LayerProfile,
+    Link,
+    ModelProfile,
+    Plan,
+    Policy,
+    Recomputation,
+    Recompute,
+    Situation,
+    SplitTime,
+)
 
 Stage = tuple[int, int, int]
 """(first layer, end layer, devices)."""
@@ -17,6 +29,7 @@ def layer(
     state_bytes: int = 12,
     activation_bytes: int = 4,
     output_bytes: int = 0,
+    selective: Recomputation | None = None,
 ) -> LayerProfile:
     """``state_bytes`` is spread over parameters, gradients and optimizer as 1 : 1 : 2."""
     return LayerProfile(
@@ -27,6 +40,7 @@ def layer(
         optimizer_bytes=state_bytes // 2,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
+        selective=selective,
     )
 
 
@@ -45,10 +59,11 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
     """A small model, a policy, and a number of nodes: small enough to look at every mapping.
 
     Half of them have times that doubles do not hold exactly, half a memory limit; node splits and measured
-    times on several devices are restricted or there or not.
+    times on several devices are restricted or there or not, and so is recomputation.
     """
     devices, rows = random.randint(1, 4), random.choice([1, 2, 4, 4])
-    exact, measured = random.random() < 0.5, random.random() < 0.5
+    exact, measured, selective = (random.random() < 0.5 for _ in range(3))
+    checkpointing = random.choice(["none", "selective" if selective else "none", "full", "auto", "auto"])
 
     def time_ms(least: float) -> float:
         time = random.choice([least, least * random.randint(1, 20) / 4])
@@ -63,8 +78,19 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
             optimizer_bytes=random.randint(0, 9),
             activation_bytes=random.randint(0, 9),
             output_bytes=random.randint(0, 9),
+            full=Recomputation(activation_bytes=random.randint(0, 6), recompute_ms=time_ms(0.5))
+            if random.random() < 0.5
+            else None,
+            selective=Recomputation(activation_bytes=random.randint(0, 6), recompute_ms=time_ms(0.25))
+            if selective
+            else None,
             split=tuple(
-                SplitTime(devices=d, forward_ms=time_ms(1 / d), backward_ms=time_ms(2 / d))
+                SplitTime(
+                    devices=d,
+                    forward_ms=time_ms(1 / d),
+                    backward_ms=time_ms(2 / d),
+                    activation_bytes=random.choice([None, random.randint(0, 9)]),
+                )
                 for d in range(2, devices + 1)
                 if measured and random.random() < 0.8
             ),
@@ -87,7 +113,7 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
         microbatch_rows=rows,
         objective="paper" if objective == "paper" else "iteration",
         split="aligned" if split == "aligned" else "any",
-        checkpoint_activations=random.random() < 0.25,
+        activation_checkpointing=checkpointing,  # type: ignore[arg-type]
     )
     return profile, policy, random.randint(1, 3 if devices < 4 else 2)
 
@@ -161,7 +187,7 @@ def all_mappings(profile: ModelProfile, policy: Policy, nodes: int) -> Iterator[
 
 
 def stage_ms(
-    profile: ModelProfile, stage: Stage, rows: int, checkpoint_activations: bool = False
+    profile: ModelProfile, stage: Stage, rows: int, recompute: Recompute = "none"
 ) -> tuple[float, float]:
     """Measured where the profile has it, else by the rows of the fullest device."""
     first, end, devices = stage
@@ -172,31 +198,77 @@ def stage_ms(
             there, back = measured[0].forward_ms, measured[0].backward_ms
         else:
             there, back = (time * -(-rows // devices) / rows for time in (x.forward_ms, x.backward_ms))
+        again = there if recompute == "full" else 0.0
+        if recompute == "selective" or (recompute == "full" and x.full is not None):
+            measured_again = x.selective if recompute == "selective" else x.full
+            assert measured_again is not None
+            again = measured_again.recompute_ms * (there / x.forward_ms if x.forward_ms else 1.0)
         forward_ms += there * rows / profile.microbatch_rows
-        backward_ms += (back + there * checkpoint_activations) * rows / profile.microbatch_rows
+        backward_ms += (back + again) * rows / profile.microbatch_rows
     return forward_ms, backward_ms
 
 
-def stage_bytes(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> int:
+def ways(profile: ModelProfile, policy: Policy) -> list[Recompute]:
+    """How a stage may recompute."""
+    if policy.activation_checkpointing != "auto":
+        return [policy.activation_checkpointing]
+    known = all(layer.selective is not None for layer in profile.layers)
+    return ["none", "selective", "full"] if known else ["none", "full"]
+
+
+def recomputed(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> Recompute | None:
+    """The quickest way that fits, the first of equally quick ones; ``None`` if none does."""
+    limit = policy.device_memory_bytes or profile.device_memory_bytes
+    fitting = [
+        way
+        for way in ways(profile, policy)
+        if limit is None or stage_bytes(profile, policy, stage, behind, way) <= limit
+    ]
+    rows = policy.microbatch_rows
+    return min(fitting, key=lambda way: sum(stage_ms(profile, stage, rows, way)), default=None)
+
+
+def stage_bytes(
+    profile: ModelProfile, policy: Policy, stage: Stage, behind: int, recompute: Recompute = "none"
+) -> int:
     first, end, devices = stage
     layers = profile.layers[first:end]
     alive = min(behind + 1, policy.microbatches)
     state = sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in layers)
     rows = -(-policy.microbatch_rows // devices)
-    if policy.checkpoint_activations:
-        inputs = sum(profile.layers[i - 1].output_bytes for i in range(first, end) if i)
-        kept = inputs * alive + max(x.activation_bytes for x in layers)
-    else:
-        kept = sum(x.activation_bytes for x in layers) * alive
-    return state + -(-kept * rows // profile.microbatch_rows)
+    scales = []
+    for x in layers:
+        scales.append(Fraction(rows, profile.microbatch_rows))
+        for split in x.split:
+            if split.devices == devices and split.activation_bytes is not None and x.activation_bytes:
+                grown = Fraction(policy.microbatch_rows, profile.microbatch_rows)
+                scales[-1] = Fraction(split.activation_bytes, x.activation_bytes) * grown
+    # Sizes of single layers are rounded up to whole bytes of the rows that were measured.
+    unit = profile.microbatch_rows
+
+    def total(sizes: list[int]) -> int:
+        return sum(ceil(size * scale * unit) for size, scale in zip(sizes, scales, strict=True))
+
+    if recompute == "none":
+        return state + ceil(Fraction(total([x.activation_bytes for x in layers]) * alive, unit))
+    inputs = [profile.layers[i - 1].output_bytes if i else 0 for i in range(first, end)]
+    kept, again = [], []
+    for x, given, scale in zip(layers, inputs, scales, strict=True):
+        whole = given if x.full is None else x.full.activation_bytes
+        inside = x.activation_bytes if x.full is None else max(x.activation_bytes - whole, 0)
+        if x.full is not None:
+            inside = min(inside + (given or x.output_bytes), x.activation_bytes)
+        again.append(ceil(inside * scale * unit))
+        if recompute == "selective":
+            assert x.selective is not None
+            whole = x.selective.activation_bytes
+        kept.append(whole)
+    return state + ceil(Fraction(total(kept) * alive + max(again), unit))
 
 
 def fits(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage]) -> bool:
-    limit = policy.device_memory_bytes or profile.device_memory_bytes
-    if limit is None:
-        return True
     return all(
-        stage_bytes(profile, policy, stage, len(mapping) - 1 - number) <= limit
+        recomputed(profile, policy, stage, len(mapping) - 1 - number) is not None
         for number, stage in enumerate(mapping)
     )
 
@@ -211,9 +283,23 @@ def paper_ms(times_ms: Sequence[float]) -> float:
 
 
 def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], microbatches: int) -> float:
-    """The policy's objective."""
-    rows, checkpoint = policy.microbatch_rows, policy.checkpoint_activations
-    times = [stage_ms(profile, stage, rows, checkpoint) for stage in mapping]
+    """The policy's objective, of a mapping that fits."""
+    times = []
+    for number, stage in enumerate(mapping):
+        way = recomputed(profile, policy, stage, len(mapping) - 1 - number)
+        assert way is not None
+        times.append(stage_ms(profile, stage, policy.microbatch_rows, way))
+    return pipeline_ms(profile, policy, mapping, times, microbatches)
+
+
+def pipeline_ms(
+    profile: ModelProfile,
+    policy: Policy,
+    mapping: Sequence[Stage],
+    times: Sequence[tuple[float, float]],
+    microbatches: int,
+) -> float:
+    """The policy's objective for these forward and backward times of the stages."""
     if policy.objective == "paper":
         return paper_ms([there + back for there, back in times])
     links = [
@@ -249,6 +335,21 @@ def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(edges))
 
 
+def check_recompute(
+    profile: ModelProfile, policy: Policy, stage: Stage, behind: int, recompute: Recompute
+) -> None:
+    """It fits, and no other way that fits is quicker (but for rounding)."""
+    best = recomputed(profile, policy, stage, behind)
+    assert best is not None
+    limit = policy.device_memory_bytes or profile.device_memory_bytes
+    assert recompute in ways(profile, policy)
+    assert limit is None or stage_bytes(profile, policy, stage, behind, recompute) <= limit
+    taken_ms, least_ms = (
+        sum(stage_ms(profile, stage, policy.microbatch_rows, way)) for way in (recompute, best)
+    )
+    assert taken_ms <= least_ms * (1 + 1e-12)
+
+
 def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: Policy) -> None:
     """Everything that must hold of any plan."""
     layers = len(profile.layers)
@@ -263,7 +364,8 @@ def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: 
             assert stage.first_layer < stage.end_layer == end
             assert len({device.node for device in stage.devices}) == 1
         mapping = [(s.first_layer, s.end_layer, len(s.devices)) for s in pipeline.stages]
-        assert fits(profile, policy, mapping)
+        for number, (shape, stage) in enumerate(zip(mapping, pipeline.stages, strict=True)):
+            check_recompute(profile, policy, shape, len(mapping) - 1 - number, stage.recompute)
     assert first_microbatch * policy.microbatch_rows == policy.global_batch
     used = [(device.node, device.index) for device in plan.devices]
     assert sorted(used) == sorted((n, i) for n in plan.nodes for i in range(policy.devices_per_node))

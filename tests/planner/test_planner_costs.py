@@ -7,7 +7,7 @@ from oracles import layer, profile_of, stage_ms
 
 from planner.errors import InfeasibleError
 from planner.stages.costs import MOST_DEVICES, StageCosts
-from planner.values import Link, ModelProfile, Policy, SplitTime
+from planner.values import Link, ModelProfile, Policy, Recomputation, Recompute, SplitTime
 
 NAN, INF = float("nan"), float("inf")
 
@@ -25,25 +25,52 @@ def split(devices: int = 2, forward_ms: float = 1.0, backward_ms: float = 1.0) -
     return SplitTime(devices=devices, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_every_stage_costs_what_its_layers_cost(checkpoint: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_every_stage_costs_what_its_layers_cost(recompute: Recompute) -> None:
     """Two devices are measured, three are modelled by rows."""
     layers = tuple(
-        replace(layer(forward_ms=n, backward_ms=3 * n), split=(split(2, n / 2 + 0.25, n + 0.25),))
+        replace(
+            layer(forward_ms=n, backward_ms=3 * n),
+            split=(split(2, n / 2 + 0.25, n + 0.25),),
+            selective=Recomputation(activation_bytes=1, recompute_ms=n / 4),
+        )
         for n in (1.0, 2.5, 4.0)
     )
     profile = ModelProfile(layers=layers, microbatch_rows=4)
-    policy = policy_of(devices_per_node=3, checkpoint_activations=checkpoint)
+    policy = policy_of(devices_per_node=3, activation_checkpointing=recompute)
     costs = StageCosts(profile, policy)
     assert costs.stage_devices == (1, 2, 3)
     for devices in (1, 2, 3):
         for first in range(3):
             for end in range(first + 1, 4):
-                there, back = stage_ms(profile, (first, end, devices), 4, checkpoint)
+                there, back = stage_ms(profile, (first, end, devices), 4, recompute)
                 cell = devices, first, end
-                assert (costs.forward_ms[cell], costs.backward_ms[cell]) == (there, back)
-                assert costs.time_ms[cell] == there + back
-                assert costs.time_ms[devices, end, first] == INF
+                assert (costs.forward_ms[cell], costs.backward_ms[0][cell]) == (there, back)
+                assert costs.time_ms[0][cell] == there + back
+                assert costs.time_ms[0, devices, end, first] == INF
+
+
+def test_ways_to_recompute_that_a_job_can_choose_among() -> None:
+    """Nothing is recomputed without need, and selectively only where every layer was measured so."""
+    known = replace(layer(), selective=Recomputation(activation_bytes=1, recompute_ms=0.5))
+    whole = ModelProfile(layers=(known, known), microbatch_rows=4)
+    partly = ModelProfile(layers=(known, layer()), microbatch_rows=4)
+    auto = policy_of(activation_checkpointing="auto", device_memory_bytes=100)
+    assert StageCosts(whole, policy_of(activation_checkpointing="auto")).modes == ("none",)
+    assert StageCosts(whole, auto).modes == ("none", "selective", "full")
+    assert StageCosts(partly, auto).modes == ("none", "full")
+    with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.selective is missing.*or use full"):
+        StageCosts(partly, policy_of(activation_checkpointing="selective"))
+
+
+def test_the_time_and_the_memory_of_a_selective_recomputation_are_checked() -> None:
+    for name, selective in {
+        "activation_bytes": Recomputation(activation_bytes=-1, recompute_ms=1.0),
+        "recompute_ms": Recomputation(activation_bytes=1, recompute_ms=NAN),
+    }.items():
+        profile = ModelProfile(layers=(layer(selective=selective),), microbatch_rows=4)
+        with pytest.raises(InfeasibleError, match=rf"profile\.layers\[0\]\.selective\.{name} is"):
+            StageCosts(profile, policy_of())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from planner.mapping.enumeration import mapping_count
 from planner.mapping.iteration import IterationMapper
 from planner.mapping.mapper import Mapper
 from planner.stages.costs import StageCosts
-from planner.values import Link, ModelProfile, Policy, StageTemplate, Template
+from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate, Template
 
 Mapping = tuple[tuple[int, int, int], ...]
 
@@ -29,6 +29,7 @@ def random_case(random: Random) -> tuple[ModelProfile, Policy, int, int]:
                 4 * random.randint(0, 3),
                 random.randint(0, 4),
                 random.randint(0, 9),
+                Recomputation(activation_bytes=random.randint(0, 3), recompute_ms=random.randint(1, 8) / 8),
             )
             for _ in range(layers)
         ),
@@ -42,6 +43,7 @@ def random_case(random: Random) -> tuple[ModelProfile, Policy, int, int]:
         global_batch=4 * random.randint(1, 12),
         microbatch_rows=4,
         split="aligned" if devices != 3 and random.random() < 0.3 else "any",
+        activation_checkpointing=random.choice(["none", "none", "selective", "full", "auto", "auto"]),
     )
     return profile, policy, nodes, random.choice([1, 2, 3, 4, 6, 12, 24])
 

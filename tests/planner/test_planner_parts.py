@@ -196,7 +196,7 @@ def test_bytes_that_move_are_what_is_lacking() -> None:
 
 def test_a_device_keeps_one_of_so_many_parts_of_the_optimizer_s_state() -> None:
     def state(policy: Policy) -> int:
-        return MemoryModel(profile(), policy).stage_bytes(0, 4, 1, 0)
+        return MemoryModel(profile(), policy).stage_bytes(0, 4, 1, 0, "none")
 
     assert state(policy(zero1=False)) - state(policy()) == 4 * 1000
     assert state(policy(zero1=False)) - state(policy(tolerate=3)) == 4 * 1500

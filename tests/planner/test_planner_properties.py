@@ -6,7 +6,7 @@ from oracles import check_plan, layer
 
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from planner.planner import Planner
-from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
+from planner.values import Device, Link, ModelProfile, Plan, Policy, Recomputation, Situation
 
 Holdings = dict[Device, frozenset[int]]
 
@@ -21,6 +21,15 @@ def planners(draw: st.DrawFn) -> Planner | None:
             state_bytes=draw(st.sampled_from([0, 4, 40])),
             activation_bytes=draw(st.sampled_from([0, 3, 20])),
             output_bytes=draw(st.sampled_from([0, 5])),
+            selective=draw(
+                st.sampled_from(
+                    [
+                        Recomputation(activation_bytes=0, recompute_ms=2.5),
+                        Recomputation(activation_bytes=6, recompute_ms=0.5),
+                        Recomputation(activation_bytes=6, recompute_ms=0.5),
+                    ]
+                )
+            ),
         )
         for _ in range(draw(st.integers(1, 7)))
     )
@@ -37,7 +46,7 @@ def planners(draw: st.DrawFn) -> Planner | None:
         microbatch_rows=rows,
         minimum=draw(st.sampled_from(["one_replica", "oobleck"])),
         objective=draw(st.sampled_from(["iteration", "paper"])),
-        checkpoint_activations=draw(st.booleans()),
+        activation_checkpointing=draw(st.sampled_from(["none", "selective", "full", "auto", "auto"])),
     )
     try:
         return Planner(profile, policy)

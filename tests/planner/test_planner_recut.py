@@ -5,13 +5,21 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
-from oracles import fits, layer, profile_of, simulated_makespan_ms, stage_ms
+from oracles import (
+    check_recompute,
+    fits,
+    layer,
+    profile_of,
+    recomputed,
+    simulated_makespan_ms,
+    stage_ms,
+)
 
 from planner.errors import InfeasibleError
 from planner.mapping import recut as module
 from planner.mapping.recut import recut
 from planner.stages.costs import StageCosts
-from planner.values import Link, ModelProfile, Policy, StageTemplate
+from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate
 
 
 def staged(cuts: Sequence[int], devices: Sequence[int], devices_per_node: int) -> tuple[StageTemplate, ...]:
@@ -27,8 +35,13 @@ def slowed_ms(
     mapping: Sequence[tuple[int, int, int]],
     slowness: Sequence[float],
     microbatches: int,
+    policy: Policy,
 ) -> float:
-    times = [stage_ms(profile, stage, 4) for stage in mapping]
+    times = []
+    for number, stage in enumerate(mapping):
+        way = recomputed(profile, policy, stage, len(mapping) - 1 - number)
+        assert way is not None
+        times.append(stage_ms(profile, stage, 4, way))
     links = [
         profile.link.latency_ms + profile.layers[end - 1].output_bytes / profile.link.bytes_per_s * 1e3
         for _, end, _ in mapping[:-1]
@@ -48,14 +61,26 @@ def ratios(random: Random, cases: int) -> list[float]:
             continue
         profile = ModelProfile(
             layers=tuple(
-                layer(random.randint(1, 20) / 4, random.randint(1, 40) / 4, 4 * random.randint(0, 3), 1, 1)
+                layer(
+                    random.randint(1, 20) / 4,
+                    random.randint(1, 40) / 4,
+                    4 * random.randint(0, 3),
+                    random.choice([1, 5]),
+                    1,
+                    Recomputation(activation_bytes=2, recompute_ms=random.randint(1, 4) / 4),
+                )
                 for _ in range(layers)
             ),
             microbatch_rows=4,
             device_memory_bytes=random.choice([None, random.randint(20, 80)]),
             link=Link(latency_ms=random.choice([0.0, 0.5]), bytes_per_s=8e3),
         )
-        policy = Policy(devices_per_node=2, global_batch=4 * microbatches, microbatch_rows=4)
+        policy = Policy(
+            devices_per_node=2,
+            global_batch=4 * microbatches,
+            microbatch_rows=4,
+            activation_checkpointing=random.choice(["none", "auto"]),
+        )
         slowness = [random.choice([1.0, 1.0, 2.0, 1.3, 0.5]) for _ in devices]
         possible = [
             mapping
@@ -70,8 +95,10 @@ def ratios(random: Random, cases: int) -> list[float]:
         mapping = [(s.first_layer, s.end_layer, s.devices) for s in stages]
         assert [s.node_offset for s in stages] == [s.node_offset for s in staged(given, devices, 2)]
         assert mapping in possible
-        best = min(slowed_ms(profile, other, slowness, microbatches) for other in possible)
-        found.append(slowed_ms(profile, mapping, slowness, microbatches) / best)
+        for number, (shape, stage) in enumerate(zip(mapping, stages, strict=True)):
+            check_recompute(profile, policy, shape, len(mapping) - 1 - number, stage.recompute)
+        best = min(slowed_ms(profile, other, slowness, microbatches, policy) for other in possible)
+        found.append(slowed_ms(profile, mapping, slowness, microbatches, policy) / best)
     return found
 
 

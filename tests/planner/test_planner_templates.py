@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes
+from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes, ways
 
 from planner.errors import BatchError, InfeasibleError
 from planner.planner import Planner
@@ -12,7 +12,7 @@ from planner.stages.costs import StageCosts
 from planner.stages.feasibility import fewest_nodes, fullest_stage
 from planner.stages.memory import MemoryModel, in_flight
 from planner.templates import Templates, check_tolerance, smallest_pipeline
-from planner.values import ModelProfile, Policy
+from planner.values import ModelProfile, Policy, Recomputation, Recompute, SplitTime
 
 
 def policy_of(**changes: object) -> Policy:
@@ -25,26 +25,33 @@ def test_in_flight_falls_towards_the_last_stage_and_never_exceeds_the_batch() ->
     assert [in_flight(behind, 2) for behind in (3, 2, 1, 0)] == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_stage_bytes_term_by_term(checkpoint: bool, devices: int) -> None:
-    layers = tuple(layer(state_bytes=4 * n, activation_bytes=7 * n, output_bytes=3 * n) for n in range(1, 6))
+def test_stage_bytes_term_by_term(recompute: Recompute, devices: int) -> None:
+    """What a layer keeps on two devices is measured, on three it is the share by rows."""
+    layers = tuple(
+        replace(
+            layer(state_bytes=4 * n, activation_bytes=7 * n, output_bytes=3 * n),
+            selective=Recomputation(activation_bytes=5 * n, recompute_ms=0.0),
+            split=(SplitTime(devices=2, forward_ms=1.0, backward_ms=1.0, activation_bytes=4 * n + 1),),
+        )
+        for n in range(1, 6)
+    )
     profile = ModelProfile(layers=layers, microbatch_rows=4)
-    policy = policy_of(checkpoint_activations=checkpoint)
-    memory = MemoryModel(profile, policy)
+    memory = MemoryModel(profile, policy_of())
     for first in range(5):
         for end in range(first + 1, 6):
             for behind in range(5):
-                expected = stage_bytes(profile, policy, (first, end, devices), behind)
-                assert memory.stage_bytes(first, end, devices, behind) == expected
-                assert memory.table(devices, behind)[first, end] == expected
+                expected = stage_bytes(profile, policy_of(), (first, end, devices), behind, recompute)
+                assert memory.stage_bytes(first, end, devices, behind, recompute) == expected
+                assert memory.table(devices, behind, recompute)[first, end] == expected
 
 
 def test_a_smaller_microbatch_than_measured_takes_less_memory_and_time() -> None:
     profile = profile_of([4.0, 4.0], rows=4)
     costs = StageCosts(profile, policy_of(microbatch_rows=2))
-    assert costs.memory.stage_bytes(0, 1, 1, 0) == 12 + 2
-    assert costs.time_ms[1, 0, 1] == 2.0
+    assert costs.memory.stage_bytes(0, 1, 1, 0, "none") == 12 + 2
+    assert costs.time_ms[0, 1, 0, 1] == 2.0
 
 
 def test_the_policy_overrides_the_device_memory() -> None:
@@ -139,13 +146,17 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
             fullest = fullest_stage(costs, nodes)
             stage = fullest.first_layer, fullest.end_layer
             sizes = [
-                stage_bytes(profile, policy, (*stage, d), fullest.stages_after) for d in costs.stage_devices
+                stage_bytes(profile, policy, (*stage, d), fullest.stages_after, fullest.recompute)
+                for d in costs.stage_devices
             ]
             assert fullest.size_bytes in sizes
             if costs.stage_devices == (1,):
                 fullest_of = [
                     max(
-                        stage_bytes(profile, policy, stage, len(mapping) - 1 - number)
+                        min(
+                            stage_bytes(profile, policy, stage, len(mapping) - 1 - number, way)
+                            for way in ways(profile, policy)
+                        )
                         for number, stage in enumerate(mapping)
                     )
                     for mapping in all_mappings(profile, policy, nodes)

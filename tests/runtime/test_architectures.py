@@ -10,7 +10,7 @@ import pytest
 from runtime.data.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
-from runtime.wire.protocol import TrainingData, VoteData
+from runtime.wire.protocol import Recompute, TrainingData, VoteData
 from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build, build_layers, take_out_casts
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import ROOT, pipeline
@@ -164,6 +164,43 @@ def test_dropout_does_not_depend_on_the_layout(architecture: str) -> None:
     assert [vote.loss for vote in found] == pytest.approx(expected, rel=1e-9)
     without = plain_loop(lambda: build(architecture), job, 1)
     assert expected[0] != pytest.approx(without[0].loss, rel=1e-6)
+
+
+# --- recomputation ---------------------------------------------------------------------------------
+
+
+def recomputing(layout: Layout) -> Layout:
+    """Return the same pipelines, whose stages recompute selectively, fully and not at all, in turn."""
+    ways: tuple[Recompute, ...] = ("selective", "full", "none")
+
+    def recomputed(layers: int) -> Pipelines:
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                stages=tuple(
+                    msgspec.structs.replace(stage, recompute=way)
+                    for stage, way in zip(one.stages, ways, strict=False)
+                ),
+            )
+            for one in layout(layers)
+        )
+
+    return recomputed
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "t5", "resnet"])
+def test_recomputation_does_not_change_a_bit(architecture: str) -> None:
+    """With dropout, auxiliary losses of experts, two streams through the pipeline, running statistics."""
+    arguments = {"options": DROPOUT[architecture]} if architecture in DROPOUT else {}
+    job = job_of(architecture, steps=2, activation_checkpointing="auto", arguments=arguments)
+    plain, recomputed = (
+        train(job, first, second, leaves=1, steps=2)
+        for first, second in (
+            (three_and_two, three_and_one),
+            (recomputing(three_and_two), recomputing(three_and_one)),
+        )
+    )
+    assert recomputed == plain
 
 
 # --- samples ---------------------------------------------------------------------------------------

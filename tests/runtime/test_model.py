@@ -1,6 +1,7 @@
 """The layered model: ties, what is held, shapes, and randomness that does not depend on the layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ def gpt(**changes: object) -> Model:
 
 
 def model_of(*layers: nn.Module, **changes: object) -> Model:
-    checkpoint = bool(changes.pop("checkpoint_activations", False))
-    data = data_for("unused.py:build", checkpoint_activations=checkpoint)
+    checkpointing = changes.pop("activation_checkpointing", "none")
+    data = data_for("unused.py:build", activation_checkpointing=checkpointing)
     return Model(training_of(list(layers), **changes), data)
 
 
@@ -198,9 +199,9 @@ class Join(nn.Module):
         return (x[0] * x[1]).mean(1, keepdim=True)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_activations_may_be_tuples(checkpoint: bool) -> None:
-    model = model_of(Pair(), Pair(), Join(), checkpoint_activations=checkpoint)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_activations_may_be_tuples(mode: str) -> None:
+    model = model_of(Pair(), Pair(), Join(), activation_checkpointing=mode)
     first, second, last = (model.output_shape(layer) for layer in range(3))
     assert first is not None and second is not None and last is not None
     assert first == second
@@ -317,26 +318,29 @@ def test_other_random_numbers_are_a_function_of_step_row_and_layer() -> None:
 
 
 @pytest.mark.parametrize("layer", [*RANDOM_LAYERS, Noise])
-def test_checkpointing_recomputes_with_the_same_random_numbers(layer: Callable[[], nn.Module]) -> None:
-    def gradients(checkpoint: bool) -> list[Tensor]:
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_recomputes_with_the_same_random_numbers(
+    layer: Callable[[], nn.Module], mode: str
+) -> None:
+    def gradients(mode: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = model_of(
-            nn.Linear(6, 6), layer(), nn.Linear(6, 6), nn.Linear(6, 1), checkpoint_activations=checkpoint
+            nn.Linear(6, 6), layer(), nn.Linear(6, 6), nn.Linear(6, 1), activation_checkpointing=mode
         )
         outputs = [tensor(model.forward(0, 4, rows(), step=2, row=row)).square().mean() for row in (0, 4)]
         for output in outputs:
             output.backward()
         return [p.grad.clone() for _, p in model.named_parameters(range(4)) if p.grad is not None]
 
-    plain, recomputed = gradients(False), gradients(True)
+    plain, recomputed = gradients("none"), gradients(mode)
     assert len(plain) == 6
     for left, right in zip(plain, recomputed, strict=True):
         assert torch.equal(left, right)
 
 
 def test_checkpointing_keeps_only_what_crosses_layers() -> None:
-    def saved(checkpoint: bool) -> int:
-        model = gpt(checkpoint_activations=checkpoint)
+    def saved(mode: str) -> int:
+        model = gpt(activation_checkpointing=mode)
         x = torch.stack([model.training.dataset[i][0] for i in range(4)])
         sizes: dict[int, int] = {}
 
@@ -349,17 +353,92 @@ def test_checkpointing_keeps_only_what_crosses_layers() -> None:
         assert tensor(output).requires_grad
         return sum(sizes.values())
 
-    assert saved(True) < saved(False) / 4
+    assert saved("full") < saved("none") / 4
 
 
-def test_a_job_with_dropout_trains_alike_with_and_without_checkpointing() -> None:
+def test_a_job_with_dropout_trains_alike_however_it_recomputes() -> None:
+    """Equal to the last bit; ``auto`` keeps everything until a plan says otherwise."""
     from tests.runtime.reference import reference_losses
 
-    def losses(checkpoint: bool) -> list[float]:
-        data: TrainingData = gpt_data(checkpoint_activations=checkpoint, arguments={"dropout": 0.2})
+    def losses(mode: str) -> list[float]:
+        data: TrainingData = gpt_data(activation_checkpointing=mode, arguments={"dropout": 0.2})
         return reference_losses(load(data), data, 3)
 
-    assert losses(True) == losses(False)
+    assert losses("full") == losses("selective") == losses("auto") == losses("none")
+
+
+def test_a_plan_sets_how_layers_recompute() -> None:
+    model = gpt(activation_checkpointing="auto", arguments={"dropout": 0.2})
+    x = torch.stack([model.training.dataset[i][0] for i in range(4)])
+
+    def gradients() -> list[Tensor]:
+        tensor(model.forward(0, 4, x, step=1, row=0)).square().mean().backward()
+        found = [p.grad.clone() for _, p in model.named_parameters(range(4)) if p.grad is not None]
+        for _, parameter in model.named_parameters(range(4)):
+            parameter.grad = None
+        return found
+
+    kept: list[Tensor] = []
+    plain = gradients()
+    for mode in ("full", "selective"):
+        model.set_recompute(mode)
+        for left, right in zip(plain, gradients(), strict=True):
+            assert torch.equal(left, right)
+    with model.recomputing("selective", kept.append):
+        gradients()
+    assert kept and all(value.dtype == torch.float64 for value in kept)
+    count = len(kept)
+    gradients()
+    assert len(kept) == count
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_running_statistics_count_a_microbatch_once(mode: str) -> None:
+    def statistics(mode: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = model_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1), activation_checkpointing=mode)
+        # Two microbatches in flight, as in a pipeline.
+        outputs = [tensor(model.forward(0, 3, rows(4, first), step=1, row=first)) for first in (0, 4)]
+        for output in outputs:
+            output.square().mean().backward()
+        return [t.value for t in model.tensors_of(1)] + [
+            p.grad for _, p in model.named_parameters(range(3)) if p.grad is not None
+        ]
+
+    plain, recomputed = statistics("none"), statistics(mode)
+    assert len(plain) == 5 + 6 and int(plain[4]) == 2
+    for left, right in zip(plain, recomputed, strict=True):
+        assert torch.equal(left, right)
+
+
+class Shared(nn.Module):
+    """Layers that share a weight, which autocast would cast in the first one alone."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(functional.linear(x, self.weight)).float()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputing_in_low_precision_gives_the_same_bits(mode: str) -> None:
+    def gradients(mode: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float32))
+        layers = [Shared(weight), Shared(weight), nn.Linear(6, 1, dtype=torch.float32)]
+        training = replace(training_of([nn.Linear(6, 1)]), layers=layers)
+        data = data_for("unused.py:build", activation_checkpointing=mode, precision="bfloat16")
+        model = Model(training, data)
+        output = tensor(model.forward(0, 3, rows().float(), step=1, row=0))
+        output.float().square().mean().backward()
+        return [p.grad for _, p in model.named_parameters(range(3)) if p.grad is not None]
+
+    plain, recomputed = gradients("none"), gradients(mode)
+    assert len(plain) == 3 and {gradient.dtype for gradient in plain} == {torch.float32}
+    for left, right in zip(plain, recomputed, strict=True):
+        assert torch.equal(left, right)
 
 
 # --- errors ----------------------------------------------------------------------------------------

@@ -45,9 +45,10 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps(
     assert (scale.value, scale.good_steps) == (65536.0, 0)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_give_the_losses_of_plain_ones(checkpointing: bool) -> None:
-    data = gpt_data(compile=True, checkpoint_activations=checkpointing)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_layers_give_the_losses_of_plain_ones(checkpointing: str) -> None:
+    """Selective recomputation computes compiled layers again as a whole."""
+    data = gpt_data(compile=True, activation_checkpointing=checkpointing)
     training = load(data)
     model = Model(training, data)
     with warnings.catch_warnings():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.measuring.profile import measure
+from runtime.training import TrainingError
 from runtime.wire.measurement import LayersMeasured, Progress, spread_of
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, script, training_of
@@ -45,7 +47,9 @@ def test_activation_bytes_are_what_autograd_keeps() -> None:
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(6, 1)]
     profile = measure(Model(training_of(layers), data), data).profile
     one_tensor = 4 * 6 * 8
-    assert [layer.activation_bytes for layer in profile.layers] == [one_tensor, 2 * one_tensor, one_tensor]
+    loss = 2 * 4 * 8  # The output and the target.
+    sizes = [layer.activation_bytes for layer in profile.layers]
+    assert sizes == [one_tensor, 2 * one_tensor, one_tensor + loss]
 
 
 def test_measuring_keeps_no_activations() -> None:
@@ -62,12 +66,84 @@ def test_measuring_keeps_no_activations() -> None:
     assert tensors() == before
 
 
-def test_checkpointing_does_not_change_what_is_measured() -> None:
-    plain, checkpointed = (
+def test_what_a_plain_pass_keeps_is_measured_however_the_job_recomputes() -> None:
+    plain, *others = (
         measure(Model(load(data), data), data).profile.layers
-        for data in (gpt_data(), gpt_data(checkpoint_activations=True))
+        for data in (gpt_data(activation_checkpointing=way) for way in ("none", "full", "selective", "auto"))
     )
-    assert [layer.activation_bytes for layer in plain] == [layer.activation_bytes for layer in checkpointed]
+    for layers in others:
+        assert [layer.activation_bytes for layer in layers] == [layer.activation_bytes for layer in plain]
+    known = [
+        {(layer.full is None, layer.selective is None) for layer in layers} for layers in (plain, *others)
+    ]
+    assert known == [{(True, True)}, {(False, True)}, {(False, False)}, {(False, False)}]
+
+
+class Feed(nn.Module):
+    """A block of two matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.narrow(torch.tanh(self.wide(x)))
+        return result
+
+
+def test_recomputation_keeps_inputs_and_if_selective_the_outputs_of_matrix_products() -> None:
+    data = data_for("unused.py:build", activation_checkpointing="auto", microbatch_rows=8)
+    found = measure(Model(training_of([Feed(), Feed(), nn.Linear(6, 1)]), data), data, devices_per_node=2)
+    one = 8 * 6 * 8
+    for block in found.profile.layers[:2]:
+        assert block.full is not None and block.selective is not None
+        assert block.activation_bytes == (1 + 4) * one, "the input and the output of tanh"
+        assert block.full.activation_bytes == one
+        assert block.selective.activation_bytes == (1 + 4 + 1) * one
+        assert block.full.recompute_ms >= 0 and block.selective.recompute_ms >= 0
+        assert [split.activation_bytes for split in block.split] == [5 * one // 2]
+
+
+def test_copies_of_weights_in_low_precision_do_not_shrink_with_the_rows() -> None:
+    """Parameters, gradients and optimizer state stay in float32; what autograd keeps is measured."""
+    data = data_for("unused.py:build", microbatch_rows=8, precision="bfloat16")
+    training = replace(
+        training_of([nn.Linear(6, 1)]),
+        layers=[nn.Linear(a, b, dtype=torch.float32) for a, b in ((6, 32), (32, 64), (64, 1))],
+    )
+    _, wide, _ = measure(Model(training, data), data, devices_per_node=2).profile.layers
+    weights = 32 * 64
+    assert wide.parameter_bytes == wide.gradient_bytes == 4 * (weights + 64)
+    assert wide.optimizer_bytes == 2 * wide.parameter_bytes + 2 * 4
+    assert wide.output_bytes == 2 * 8 * 64
+    (split,) = wide.split
+    assert wide.activation_bytes == 2 * (weights + 8 * 32)
+    assert split.activation_bytes == 2 * (weights + 4 * 32)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result.relu_()
+
+
+def test_a_layer_that_cannot_be_recomputed_selectively_is_said() -> None:
+    """With auto the others ways are left; a job that wants this very one is refused with the remedy."""
+    layers = [InPlace(), nn.Linear(6, 1)]
+    data = data_for("unused.py:build", activation_checkpointing="auto")
+    found = measure(Model(training_of(layers), data), data)
+    assert found.profile.layers[0].selective is None and found.profile.layers[0].full is not None
+    (problem,) = found.unselectable
+    assert problem.startswith("layer 0 cannot be recomputed selectively: ") and "mutated" in problem
+    data = data_for("unused.py:build", activation_checkpointing="selective")
+    with pytest.raises(
+        TrainingError, match=r"layer 0 cannot .*; use activation_checkpointing = full, or auto"
+    ):
+        measure(Model(training_of(layers), data), data)
 
 
 def test_measuring_leaves_the_model_pristine() -> None:

@@ -27,13 +27,19 @@ def plain(state: Any) -> dict[str, Any]:
 
 
 def with_new_fields(state: Any) -> Any:
-    """The state of an older program, with what votes, policies and checkpoints have today."""
+    """The state of an older program, with what votes, policies, stages, profiles and checkpoints have today."""
     if isinstance(state, dict):
         whole = {name: with_new_fields(value) for name, value in state.items()}
         if set(whole) == {"loss", "gradient_norm", "skipped"}:
             return plain(Vote(**whole))
         if set(whole) == {"url", "every_steps", "keep", "resume"}:
             return plain(CheckpointPolicy(**whole))
+        if set(whole) == {"first_layer", "end_layer", "devices"}:
+            return whole | {"recompute": "none"}
+        if "activation_bytes" in whole:
+            return whole | {"full": None, "selective": None}
+        if whole.pop("checkpoint_activations", None) is False:
+            return whole | {"activation_checkpointing": "none"}
         return whole | ({"exported_step": 0} if "spoiled" in whole else {})
     return [with_new_fields(value) for value in state] if isinstance(state, list) else state
 

@@ -30,6 +30,7 @@ def template(nodes: int, stages: int = 2, **changes: object) -> TemplateRow:
             end_layer=4 * index + 4,
             node_offset=index * nodes // stages,
             devices=1,
+            recompute="none",
             memory_bytes=18 * MIB - index,
             forward_ms=40.0,
             backward_ms=80.0 if index else 40.0,

@@ -13,6 +13,7 @@ from ftd.view.plan import (
     named_templates,
     pipelines_line,
     proof,
+    recomputes,
     shape_line,
 )
 from ftd.view.text import layer_range, number, pipeline_name, plural
@@ -78,12 +79,14 @@ def _pipelines(told: Description) -> str:
 
 def _stages(letter: str, template: TemplateRow, told: Description) -> str:
     limit = told.memory_limit_bytes
+    recomputing = recomputes(template)
     rows = (
         (
             str(index + 1),
             str(stage.node_offset + 1),
             layer_range(stage.first_layer, stage.end_layer),
             str(stage.devices),
+            *((stage.recompute,) if recomputing else ()),
             elapsed(stage.forward_ms),
             elapsed(stage.backward_ms),
             memory(stage.memory_bytes),
@@ -91,7 +94,8 @@ def _stages(letter: str, template: TemplateRow, told: Description) -> str:
         )
         for index, stage in enumerate(template.stages)
     )
-    columns = ("stage", "node", "layers", "GPUs", "forward", "backward", "memory")
+    again = ("recompute",) if recomputing else ()
+    columns = ("stage", "node", "layers", "GPUs", *again, "forward", "backward", "memory")
     title = f'<h2>Stages of {letter}</h2>\n<p class="faint">times of one microbatch</p>\n'
     return title + table((*columns, *(() if limit is None else ("of device",))), rows)
 

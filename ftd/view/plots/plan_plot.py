@@ -304,6 +304,10 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
                 f"{label} · {plural(stage.devices, 'GPU')}"
                 for label, stage in zip(labels, stages, strict=True)
             ]
+        labels = [
+            label if stage.recompute == "none" else f"{label} · recompute {stage.recompute}"
+            for label, stage in zip(labels, stages, strict=True)
+        ]
         axes.set_yticks(range(len(stages)), labels)
         return
     firsts = {stage.node_offset: index for index, stage in reversed(list(enumerate(stages)))}

@@ -1,0 +1,94 @@
+"""How a layer gets the activations that its backward pass needs: kept, or computed again.
+
+``none`` keeps all of them. ``full`` keeps what the layer is given and computes it again (Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost"). ``selective`` also keeps the outputs of matrix products,
+convolutions and attention, and computes the rest again, which is cheap (Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models"). All three give the same bits.
+
+A function that changes the output of a matrix product in place can only be recomputed fully: the backward pass
+raises a ``RuntimeError`` otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from runtime.wire.protocol import Recompute
+
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+"""Operations whose outputs ``selective`` keeps."""
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def run(
+    recompute: Recompute,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    *,
+    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    on_kept: Callable[[Tensor], None] | None = None,
+) -> Any:
+    """Call ``function(*arguments, **named)``, which must draw the same random numbers whenever it is called.
+
+    :param again: makes what is entered while the function runs for the second time.
+    :param on_kept: called with every output that ``selective`` keeps.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return function(*arguments, **named)
+    # A tensor that the function is given by name is kept, too, and is to be seen by hooks as all others are.
+    leaves, structure = tree.tree_flatten((arguments, named))
+
+    def flat(*leaves: Any) -> Any:
+        arguments, named = tree.tree_unflatten(leaves, structure)
+        return function(*arguments, **named)
+
+    def contexts() -> Contexts:
+        if recompute == "full":
+            return nullcontext(), again()
+        made: Contexts = create_selective_checkpoint_contexts(_policy(on_kept))  # type: ignore[no-untyped-call]
+        return made[0], _both(again(), made[1])
+
+    return checkpoint(flat, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def _policy(on_kept: Callable[[Tensor], None] | None) -> Callable[..., CheckpointPolicy]:
+    def choose(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+        if operation not in _KEPT:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if on_kept is not None:
+            for output in tree.tree_leaves(context.op_output):
+                if isinstance(output, Tensor):
+                    on_kept(output)
+        return CheckpointPolicy.MUST_SAVE
+
+    return choose
