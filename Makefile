@@ -1,5 +1,6 @@
 # make demo   sets everything up and runs the main job
 # make test   sets everything up and runs checks and tests
+# make docs   writes the pages and schemas that are made of the code
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,7 +8,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup mosquitto promtool chromium clean
+.PHONY: demo test check docs setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -34,6 +35,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/ftd config reference > docs/reference.md
+	$(BIN)/python -m ftd.view.schema profile > docs/profile.schema.json
+	$(BIN)/python -m ftd.view.schema report > docs/report.schema.json
+	$(BIN)/python -m tests.runtime.models_page
 
 test: setup mosquitto promtool chromium check
 	$(BIN)/pytest -n 2 --no-loadscope-reorder

@@ -54,6 +54,8 @@ class Architecture:
     own_loss: bool = True
     relative: float = 1e-9
     """Largest difference from the plain loop's losses."""
+    note: str = ""
+    """What readers of ``docs/models.md`` should know of its blocks."""
 
 
 def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[..., nn.Module]:
@@ -65,9 +67,9 @@ def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[..., nn.Modu
     return make
 
 
-def _causal(kind: str, *, relative: float = 1e-9, **options: Any) -> Architecture:
+def _causal(kind: str, *, relative: float = 1e-9, note: str = "", **options: Any) -> Architecture:
     made = _hugging_face(AutoModelForCausalLM, kind, **options)
-    return Architecture(make=made, task="causal", relative=relative)
+    return Architecture(make=made, task="causal", relative=relative, note=note)
 
 
 def take_out_casts(replace: Callable[[Any, str, Any], None]) -> None:
@@ -173,6 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": _causal("olmo2", **_SMALL),
     "deepseek_v3": _causal(
         "deepseek_v3",
+        note="the first block is dense, the others have experts",
         **_SMALL | {"num_key_value_heads": 4},
         n_routed_experts=4,
         n_group=1,
@@ -209,6 +212,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba2": _causal(
         "mamba2",
+        note="state spaces instead of attention",
         hidden_size=16,
         num_hidden_layers=3,
         vocab_size=VOCABULARY,
@@ -252,7 +256,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         task="images",
     ),
     "nn.Module": Architecture(
-        make=HandWritten, task="images", split=("early", "middle", "late"), own_loss=False
+        make=HandWritten,
+        task="images",
+        split=("early", "middle", "late"),
+        own_loss=False,
+        note="its blocks are no list and are named in `split=`",
     ),
     "t5": Architecture(
         make=_hugging_face(

@@ -1,0 +1,14 @@
+"""The page of supported models says what the tests check."""
+
+from tests.runtime.models_page import PAGE, tables, with_tables
+
+
+def test_the_page_has_the_tables_that_the_tests_give() -> None:
+    """When it differs: ``make docs``."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_tables(page)
+
+
+def test_every_check_runs_over_some_architecture() -> None:
+    rows = tables()["checks"].splitlines()[2:]
+    assert len(rows) > 5 and all(row.count("`") >= 2 and not row.endswith("|  |") for row in rows)
