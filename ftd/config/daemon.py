@@ -73,6 +73,7 @@ class DaemonConfig:
     rendezvous_port: int
     chaos: bool
     runtime_dir: Path
+    preload: tuple[str, ...]
     snapshot_dir: Path
     """This node's own, below what ``node.snapshot_dir`` says."""
     snapshot_limit_bytes: int | None
@@ -199,6 +200,7 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> Daemo
         rendezvous_port=file.node.rendezvous_port,
         chaos=file.node.chaos,
         runtime_dir=(directory / runtime) if runtime else own / file.cluster / node,
+        preload=file.node.preload,
         snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),

@@ -44,6 +44,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
     runtime_dir: str | None = None
     """Sockets and logs of the trainers."""
+    preload: tuple[str, ...] = ("transformers",)
+    """Modules that jobs import, loaded once for all trainers, before jobs come; left out where not installed."""
     snapshot_dir: str | None = None
     """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
     snapshot_limit_mib: int | None = None

@@ -37,6 +37,8 @@ class ClusterOptions:
     """Each coordinator serves its page, on a free port of its own."""
     coordinators: int = 1
     """One leads, the others stand by."""
+    preload: tuple[str, ...] = ()
+    """``node.preload``: nothing here, where the daemons start with the job, unless the job needs it."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
     network: Network | None = None
@@ -186,6 +188,7 @@ class LocalCluster:
         table = (
             f'[node]\nname = "{name}"\nhost = "{host}"\ndevices = {self.options.devices_per_node}\n'
             f'chaos = true\nruntime_dir = "{runtime}"\nsnapshot_dir = "{shared_memory(self.directory)}"\n'
+            f"preload = {list(self.options.preload)}\n"
         )
         config = self._write(name, table)
         return self._placed(name, module_command("ftd.cli.main", "node", "--config", str(config)))

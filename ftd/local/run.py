@@ -22,6 +22,7 @@ from ftd.chaos.targets import layout_of
 from ftd.chaos.values import AfterTime, Central, Fault, Scenario
 from ftd.client import ClusterClient
 from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
+from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
 from ftd.config.locate import local_file
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
@@ -34,6 +35,7 @@ from ftd.view.live.view import LiveView
 from ftd.view.report import ReportBuilder
 from ftd.view.summary import render_summary
 from ftd.wire.public import JobData, SubmitRequest
+from runtime.wire.recipe import RECIPE
 
 SUBMIT_S = 10.0
 PAUSE_S = 5.0
@@ -86,6 +88,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
                 dashboard=True,
                 coordinators=options.coordinators,
                 cluster=_cluster_name(options.broker),
+                preload=imported_modules(job),
             ),
         )
         try:
@@ -311,6 +314,18 @@ async def _wait_for(future: asyncio.Future[str]) -> None:
 def _monotonic(at: str) -> float:
     """The monotonic time of an ISO-8601 stamp of this host, as good as its milliseconds."""
     return time.monotonic() - (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
+
+
+def imported_modules(job: JobData) -> tuple[str, ...]:
+    """Return which of the modules that nodes usually load before jobs come the job needs, as its code says."""
+    function = str(job.training["function"])
+    if function == RECIPE:
+        return NodeTable().preload
+    code = Path(function.rpartition(":")[0])
+    if code.suffix != ".py" or not code.is_file():
+        return ()
+    text = code.read_text(errors="replace")
+    return tuple(module for module in NodeTable().preload if module in text)
 
 
 def _cluster_name(broker: str) -> str:

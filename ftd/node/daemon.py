@@ -128,6 +128,7 @@ class NodeDaemon:
             feed=self._on_trainer,
             cause=self._driver.cause,
             environment=trainer_environment,
+            preload=self._config.preload,
             aside=self._on_aside,
         )
         self._starving = Starving(self._supervisor.pids, self._driver.feed, self._stamp)

@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Supervisor:
     :param feed: takes every event, in the order in which things happened.
     :param cause: makes the cause id of an event that nobody asked for.
     :param environment: ``device → variables`` added to a trainer's environment.
+    :param preload: modules that trainers find loaded.
     :param aside: takes what is not for the machine.
     """
 
@@ -75,6 +76,7 @@ class Supervisor:
         feed: Callable[[Event], None],
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
+        preload: Sequence[str] = (),
         aside: Callable[[int, protocol.AsideReport], None],
     ) -> None:
         self._devices = devices
@@ -92,7 +94,7 @@ class Supervisor:
         self._connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         self._closing = False
-        self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended)
+        self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended, preload=preload)
 
     async def start(self) -> None:
         """Listen for trainers and warm the zygote; returns before torch is imported."""

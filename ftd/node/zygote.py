@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -27,6 +27,7 @@ class Zygote:
     """Keeps one zygote running and forwards its notices in order.
 
     :param on_end: called with its exit status and the tail of its stderr whenever it dies.
+    :param preload: modules besides torch that trainers find loaded.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class Zygote:
         *,
         on_notice: Callable[[zygote_protocol.ZygoteNotice], None],
         on_end: Callable[[int, str], None],
+        preload: Sequence[str] = (),
     ) -> None:
+        self._preload = preload
         self._on_notice = on_notice
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
@@ -85,7 +88,7 @@ class Zygote:
         """One life of the zygote. :returns: exit status and the tail of its stderr."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *module_command("runtime.process.zygote", "--parent", str(os.getpid())),
+                *module_command("runtime.process.zygote", "--parent", str(os.getpid()), *self._preload),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

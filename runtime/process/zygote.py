@@ -1,8 +1,9 @@
 """The zygote: a single-threaded process that imported torch once and forks trainers from it.
 
-Importing torch takes 0.8 to 1.6 s; a fork of a process that has it takes tens of milliseconds, so a
-crashed trainer is back well within a second. A fork copies only the calling thread, so a lock that any
-other thread held would stay locked for ever in the child: the zygote never starts a thread, and checks.
+Importing torch takes 0.8 to 1.6 s, and transformers as long again; a fork of a process that has them takes tens
+of milliseconds, so a crashed trainer is back well within a second. A fork copies only the calling thread, so a
+lock that any other thread held would stay locked for ever in the child: the zygote never starts a thread, and
+checks.
 
 ``python -m runtime.process.zygote --parent PID`` is started by the node daemon, which speaks ``Spawn`` and
 reads ``Warm | Spawned | Exited`` over stdin and stdout (``runtime.wire.zygote_protocol``).
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import select
 import signal
@@ -34,6 +36,12 @@ for _library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
 
+_PARTS = {
+    "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+}
+"""transformers loads its parts when they are asked for: these have most of what every model needs."""
+
+
 def main() -> int:
     """Serve until stdin ends.
 
@@ -43,6 +51,7 @@ def main() -> int:
         prog="python -m runtime.process.zygote", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the node daemon")
+    parser.add_argument("modules", nargs="*", help="modules to load besides torch")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the daemon's business.
@@ -51,12 +60,40 @@ def main() -> int:
     started = time.monotonic()
     import runtime.process.trainer  # noqa: F401  # the point of a zygote: everything heavy is loaded before a fork
 
+    preload(arguments.parent, arguments.modules, notices)
     gc.collect()
     gc.freeze()  # Children never walk these objects, which would copy their pages.
     gc.disable()
     notify(notices, Warm(pid=os.getpid(), import_s=time.monotonic() - started))
     serve(requests=0, notices=notices)
     return 0
+
+
+def preload(parent: int, modules: list[str], notices: int) -> None:
+    """Load the modules; one that is not installed, fails, or starts threads is left out, the latter two with a word.
+
+    A module that starts threads cannot be unloaded, so this process then begins again without it.
+    """
+    for module in modules:
+        try:
+            for part in (module, *_PARTS.get(module, ())):
+                importlib.import_module(part)
+        except Exception as error:
+            if not (isinstance(error, ModuleNotFoundError) and error.name == module):
+                sys.stderr.write(f"node.preload: {module}: {type(error).__name__}: {error}\n")
+        if thread_count() > 1:
+            sys.stderr.write(f"node.preload: {module} starts threads and is left out\n")
+            sys.stderr.flush()
+            os.dup2(notices, 1)
+            others = [other for other in modules if other != module]
+            os.execv(
+                sys.executable,
+                [sys.executable, "-P", "-m", "runtime.process.zygote", "--parent", str(parent), *others],
+            )
+
+
+def thread_count() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def notify(descriptor: int, notice: ZygoteNotice) -> None:
@@ -104,7 +141,7 @@ def reap(notices: int) -> None:
 
 def fork(spawn: Spawn, private: tuple[int, ...]) -> int:
     """Fork one trainer and return its pid; the child never returns."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
+    threads = thread_count()
     if threads != 1:
         raise RuntimeError(f"the zygote has {threads} threads; forking it now could deadlock the child")
     zygote = os.getpid()

@@ -37,7 +37,7 @@ def write_config(directory: Path, *, head: str = 'secret = "s"', node: str = "",
     path.write_text(
         f'{head}\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
         f'[node]\nname = "node-0"\nhost = "127.0.0.1"\nruntime_dir = "{directory}/run"\n'
-        f'snapshot_dir = "{directory}/memory"\n{node}\n'
+        f'snapshot_dir = "{directory}/memory"\npreload = []\n{node}\n'
     )
     path.chmod(0o600)
     return path

@@ -167,7 +167,7 @@ class TrainerHandle:
 class Cluster:
     """``with Cluster() as cluster: a, b = cluster.fork(2)`` …"""
 
-    def __init__(self) -> None:
+    def __init__(self, *preload: str, path: Path = ROOT) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ftd-test-")
         self._path = str(Path(self._directory.name) / "node.sock")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -182,11 +182,11 @@ class Cluster:
         self.generation = 0
         self.rendezvous = ServerThread()
         self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid())],
+            [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid()), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}"},
         )
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._read_notices, daemon=True).start()

@@ -184,6 +184,26 @@ def test_a_sleep_reaches_an_idle_trainer(cluster: Cluster) -> None:
     trainer.kill()
 
 
+def test_modules_are_loaded_for_all_trainers_unless_they_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "sound.py").write_text("")
+    (tmp_path / "broken.py").write_text("raise ValueError('no such device')")
+    (tmp_path / "busy.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()"
+    )
+    script(
+        tmp_path,
+        """
+        import sys
+        def build():
+            raise KeyError([name for name in ("sound", "broken", "busy", "absent") if name in sys.modules])
+        """,
+    )
+    with Cluster("sound", "absent", "broken", "busy", path=tmp_path) as cluster:
+        (trainer,) = cluster.fork(1)
+        trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
+        assert "KeyError: ['sound']" in trainer.take(p.Raised).detail
+
+
 def test_nothing_outlives_the_zygote() -> None:
     with Cluster() as cluster:
         pids = [trainer.pid for trainer in cluster.fork(2)]

@@ -88,7 +88,7 @@ class Lab:
         # 127.0.0.2 is this host, and to ftd an address like any other: it listens everywhere.
         memory = shared_memory(self.directory) / name
         return (
-            f'[node]\nname = "{name}"\nhost = "127.0.0.2"\nruntime_dir = "{self.directory / name}"\n'
+            f'[node]\nname = "{name}"\nhost = "127.0.0.2"\nruntime_dir = "{self.directory / name}"\npreload = []\n'
             f'snapshot_dir = "{memory}"\n{more}'
         )
 

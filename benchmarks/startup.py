@@ -1,0 +1,189 @@
+"""From ``ftd submit`` to the first committed step, with running nodes, beside a plain script to its first step.
+
+    python -m benchmarks.startup                       # a llama of 30 million parameters on two nodes
+    python -m benchmarks.startup --nodes 1 --rounds 3
+    python -m benchmarks.startup --compile             # compiled: the first start of each side, and later ones
+
+Both sides train the same model on the same samples with one thread for each process: ``benchmarks/jobs/llama.toml``
+and ``benchmarks/peers/llama_loop.py``. They take turns, so that a slow minute of a shared machine falls on both.
+The nodes, the coordinator and the broker (mosquitto) run before the first round and stay; each round is a new job.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks.clusters import FTD, REPOSITORY
+from benchmarks.common import Limit, Result, Summary, command_line, main
+from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory
+from ftd.local.readiness import Readiness
+
+JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
+LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"
+STEPS = 2
+LIMIT_S = 300.0
+WARM_S = 15.0
+"""After the nodes are there: they go on loading what jobs will need."""
+MORE_S = 3.0
+"""How much longer than the plain script a job may take to its first step."""
+MILESTONES = {
+    "submitted": "JobSubmitted",
+    "model measured, plans made": "JobPrepared",
+    "first plan": "PlanChosen",
+    "first step": "StepCommitted",
+}
+"""Events that end the parts of a start."""
+
+
+class Nodes:
+    """A cluster that runs before the first job and after the last one."""
+
+    def __init__(self, client: ClusterClient, url: str, cluster: str) -> None:
+        self._client = client
+        self._url = url
+        self._cluster = cluster
+
+    async def start(self, job: Path) -> dict[str, float]:
+        """Submit a job; return the seconds from the command to each milestone. Waits until the job is over."""
+        began = time.monotonic()
+        command = [str(FTD), "submit", str(job), "--steps", str(STEPS), "--broker", self._url]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--cluster", self._cluster, stdout=subprocess.DEVNULL
+        )
+        found: dict[str, float] = {}
+        async with asyncio.timeout(LIMIT_S):
+            async for event in self._client.events():
+                for milestone, name in MILESTONES.items():
+                    if event["event"] == name:
+                        found.setdefault(milestone, time.monotonic() - began)
+                if event["event"] in ("JobFailed", "JobStopped"):
+                    raise RuntimeError(f"{event['event']}: {event['text']}")
+                if event["event"] == "JobFinished":
+                    break
+        if await process.wait():
+            raise RuntimeError(f"ftd submit ended with {process.returncode}")
+        return found
+
+
+def script_s(compiled: bool, cache: Path) -> float:
+    """Seconds from the start of the plain script to its first step."""
+    command = [sys.executable, str(LOOP), "--steps", "1", *(["--compile"] if compiled else [])]
+    began = time.monotonic()
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(cache), capture_output=True, text=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        if line.startswith("STEP 1 "):
+            return float(line.split()[2]) - began
+    raise RuntimeError(f"the plain script ended with {done.returncode}:\n{done.stderr[-3000:]}")
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+
+
+async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], list[float]]:
+    """Return the milestones of ftd's starts and the seconds of the plain script's."""
+    ours: list[dict[str, float]] = []
+    theirs: list[float] = []
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(private_directory())
+        job = directory / JOB.name
+        text = JOB.read_text().replace("failures = 1", f"failures = {min(1, given.nodes - 1)}")
+        text = text.replace("llama.py:build", f"{JOB.parent}/llama.py:build")
+        job.write_text(text.replace("seed = 1", f"seed = 1\ncompile = {str(given.compile).lower()}"))
+        cluster = LocalCluster(directory, ClusterOptions(broker="mosquitto", preload=("transformers",)))
+        stack.push_async_callback(cluster.end)
+        await cluster.start_broker()
+        await cluster.start_coordinators()
+        names = [f"node-{index}" for index in range(given.nodes)]
+        for name in names:
+            await cluster.start_node(name)
+        ready = Readiness(devices_per_node=1)
+        address = ClusterAddress(broker=cluster.broker, cluster=cluster.options.cluster)
+        client = await stack.enter_async_context(ClusterClient(address, listen=True, on_state=ready.on_state))
+        reading = asyncio.ensure_future(_until_ready(client, ready, names))
+        await reading
+        await asyncio.sleep(WARM_S)
+        nodes = Nodes(client, cluster.broker.url, cluster.options.cluster)
+        for number in range(given.rounds):
+            for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
+                if side == "ours":
+                    ours.append(await nodes.start(job))
+                else:
+                    theirs.append(
+                        await asyncio.to_thread(script_s, given.compile, directory / "compiled-by-the-script")
+                    )
+    return ours, theirs
+
+
+async def _until_ready(client: ClusterClient, ready: Readiness, names: list[str]) -> None:
+    """Read events until all nodes have their trainers."""
+    async with asyncio.timeout(LIMIT_S):
+        async for event in client.events():
+            ready.on_event(event)
+            if not ready.missing(names):
+                return
+
+
+def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: list[float]) -> Result:
+    result = Result(
+        name=f"startup{'-compiled' if given.compile else ''}",
+        what=f"A llama of 30 million parameters, {given.nodes} running nodes, {given.rounds} starts of each side"
+        f"{', compiled' if given.compile else ''}; seconds (min / median / max)",
+        columns=("until", "seconds"),
+    )
+    # Of compiled sides, the first start fills the caches of the nodes and of the script.
+    counted = slice(1, None) if given.compile and given.rounds > 1 else slice(None)
+    if given.compile:
+        result.rows.append(("ftd: the first start, first step", f"{ours[0]['first step']:.1f}"))
+        result.rows.append(("plain script: the first start, first step", f"{theirs[0]:.1f}"))
+    for milestone in MILESTONES:
+        values = tuple(start[milestone] for start in ours[counted] if milestone in start)
+        if values:
+            result.rows.append((f"ftd: {milestone}", str(Summary(values=values))))
+    result.rows.append(("plain script: first step", str(Summary(values=tuple(theirs[counted])))))
+    more = [start["first step"] - plain for start, plain in zip(ours, theirs, strict=True)][counted]
+    result.rows.append(("ftd − plain script, of neighbours", str(Summary(values=tuple(more)))))
+    result.data = {"ftd": ours, "script_s": theirs}
+    result.limits.append(
+        Limit(
+            name="first step after the plain script's, median s",
+            measured=statistics.median(more),
+            limit=MORE_S,
+        )
+    )
+    if given.compile and given.rounds > 1:
+        saved = ours[0]["first step"] - statistics.median(start["first step"] for start in ours[1:])
+        result.limits.append(
+            Limit(name="saved by the nodes' compile caches, s", measured=saved, limit=0.0, at_least=True)
+        )
+    return result
+
+
+def parse() -> argparse.Namespace:
+    parser = command_line(__doc__)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
+    return parser.parse_args()
+
+
+def run() -> None:
+    given = parse()
+    measured: tuple[list[dict[str, float]], list[float]] = asyncio.run(measure(given))
+    main(tabulated(given, *measured), given.out)
+
+
+if __name__ == "__main__":
+    run()
