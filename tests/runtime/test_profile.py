@@ -5,20 +5,27 @@ import os
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.layers.model import Model
+from runtime.layers.activations import flatten
+from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.measuring.profile import measure
 from runtime.training import TrainingError
 from runtime.wire.measurement import LayersMeasured, Progress, spread_of
+from runtime.wire.protocol import Recompute
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, script, training_of
 
@@ -119,6 +126,64 @@ def test_copies_of_weights_in_low_precision_do_not_shrink_with_the_rows() -> Non
     (split,) = wide.split
     assert wide.activation_bytes == 2 * (weights + 8 * 32)
     assert split.activation_bytes == 2 * (weights + 4 * 32)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, while they are alive."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        output = operation(*arguments, **(named or {}))
+        for tensor in tree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return output
+
+    def _freed(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_stage_keeps_what_the_profile_says_of_its_layers(precision: str) -> None:
+    """Bytes that are alive after the forward pass of several blocks, but for the stage's output."""
+    data = data_for(
+        "tests.runtime.architectures:build",
+        REPOSITORY,
+        activation_checkpointing="auto",
+        microbatch_rows=8,
+        precision=precision,
+        arguments={"architecture": "llama"},
+    )
+    model = Model(load(data), data)
+    layers = measure(model, data).profile.layers[1:-1]
+    batch = first_batch(model.training, 8, torch.float32)
+    with torch.no_grad():
+        received = flatten(model.forward(0, 1, None, step=1, row=0, batch=batch))
+    parts = [part.requires_grad_(part.is_floating_point()) for part in received]
+    kept: dict[Recompute, int] = {
+        "none": sum(layer.activation_bytes for layer in layers),
+        "selective": sum(layer.selective.activation_bytes for layer in layers if layer.selective),
+        "full": sum(layer.full.activation_bytes for layer in layers if layer.full),
+    }
+    assert kept["none"] > 1.5 * kept["selective"] > 4 * kept["full"] > 0
+    given = sum(part.nbytes for part in parts)
+    tensors = [t.value for layer in range(model.layer_count) for t in model.tensors_of(layer)]
+    for way, expected in kept.items():
+        with model.recomputing(way), LiveBytes([*tensors, *parts]) as live:
+            output = model.forward(1, 1 + len(layers), tuple(parts), step=1, row=0, batch=batch)
+            passed = sum(part.nbytes for part in flatten(output))
+            assert given + live.now == pytest.approx(expected + passed, abs=passed + 0.02 * expected)
+        del output
 
 
 class InPlace(nn.Module):
