@@ -18,7 +18,9 @@ class Sources(torch.utils.data.Dataset[Tensor]):
     def __init__(self, length: int, start: int, end: int) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = bytearray(b"".join(path.read_bytes() for path in files)[start:end])
-        self.pieces = torch.frombuffer(text, dtype=torch.uint8)[: len(text) // length * length].view(-1, length)
+        self.pieces = torch.frombuffer(text, dtype=torch.uint8)[: len(text) // length * length].view(
+            -1, length
+        )
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -54,7 +56,9 @@ def build(
     return Training(
         model=lambda: BertForMaskedLM(config),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=learning_rate),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1 / warmup_steps, 1.0, warmup_steps
+        ),
         dataset=Sources(length, 0, 4_000_000),
         evaluation=Sources(length, 4_000_000, 4_200_000),
         collate=mask,

@@ -88,7 +88,7 @@ for iter_num in range(max_iters):
         print(f"step {iter_num}: val loss {estimate_loss():.4f}")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ckpt.pt")
     lossf = 0.0
-    for micro_step in range(gradient_accumulation_steps):
+    for micro_step in range(gradient_accumulation_steps):  # noqa: B007
         X, Y = get_batch("train")
         logits, loss = model(X, Y)
         loss = loss / gradient_accumulation_steps

@@ -50,6 +50,11 @@ INSTEAD = (
     (r"checkpoints/llama my-llama --format huggingface", "checkpoints/gpt my-gpt --format torch"),
     (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
     (r"--seeds 50", "--seeds 2"),
+    (r"local examples/nanogpt/train_ftd.toml --nodes 4", r"\g<0> --steps 5"),
+    (
+        r"^python examples/nanogpt/train_plain.py$",
+        r"sed -i 's/^max_iters = .*/max_iters = 5/' examples/nanogpt/train_plain.py && \g<0>",
+    ),
     (r"(?<= )/checkpoints/", "checkpoints/"),
     (r"/etc/ftd/ftd\.toml|ftd-1234/ftd\.toml", "ftd.toml"),
     (r"-h broker ", ""),
