@@ -471,8 +471,8 @@ class Engine:
         clip = self.data.clip_gradient_norm
         if not vote.skipped:
             factor = 1 / self._divisor(vote.weight, vote.loss_scale)
-            if clip is not None and vote.gradient_norm > clip:
-                factor *= clip / vote.gradient_norm
+            if clip is not None:
+                factor *= min(1.0, clip / (vote.gradient_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             if factor != 1:
                 self._gradients.scale(factor)
         if self.sharding is not None:

@@ -81,9 +81,8 @@ def plain_loop(
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad /= weights
             norm = math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in named))
-            if data.clip_gradient_norm is not None and norm > data.clip_gradient_norm:
-                for _, parameter in named:
-                    parameter.grad *= data.clip_gradient_norm / norm
+            if data.clip_gradient_norm is not None:
+                nn.utils.clip_grad_norm_([parameter for _, parameter in named], data.clip_gradient_norm)
         if weights and step not in overflows:
             optimizer.step()
         done.append(

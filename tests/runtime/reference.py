@@ -47,9 +47,8 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
         parameters = [parameter for _, parameter in model.named_parameters(everything)]
         gradients = [p.grad.div_(total_weight) for p in parameters if p.grad is not None]
         norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
-        if data.clip_gradient_norm is not None and norm > data.clip_gradient_norm:
-            for gradient in gradients:
-                gradient.mul_(data.clip_gradient_norm / norm)
+        if data.clip_gradient_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, data.clip_gradient_norm)
         optimization.step(everything, skipped=not math.isfinite(norm))
         for parameter in parameters:
             parameter.grad = None
