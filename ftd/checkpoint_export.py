@@ -22,7 +22,7 @@ from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import StorageError
 from storage.huggingface import MAX_SHARD_BYTES, appearing, export_base, export_huggingface
-from storage.safetensors_file import Exported
+from storage.safetensors_file import Exported, count_tensors
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MOST_BYTES = 256 * 1024 * 1024
@@ -80,15 +80,17 @@ def export_to_huggingface(
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as name:
         parts = Path(name)
         export_base(checkpoint, parts / "base", dtype=dtype)
-        adapter = export_huggingface(checkpoint, parts / "adapter", dtype=dtype)
+        export_huggingface(checkpoint, parts / "adapter", dtype=dtype)
         _merge(parts, max_shard_bytes)
         with appearing(directory) as draft:
             for path in (parts / "merged").iterdir():
                 shutil.move(path, draft / path.name)
             for file, data in files.items():
                 (draft / file).write_bytes(data)
-            size_bytes = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
-    return Exported(tensors=adapter.tensors, size_bytes=size_bytes)
+            weights = list(draft.glob("*.safetensors"))
+            tensors = sum(count_tensors(path) for path in weights)
+            size_bytes = sum(path.stat().st_size for path in weights)
+    return Exported(tensors=tensors, size_bytes=size_bytes)
 
 
 def _merge(parts: Path, max_shard_bytes: int) -> None:

@@ -145,6 +145,14 @@ def write_safetensors(
         return file.tell()
 
 
+def count_tensors(path: Path) -> int:
+    """Return the number of tensors in a file, whoever wrote it."""
+    with path.open("rb") as file:
+        size_bytes = int.from_bytes(file.read(8), "little")
+        header = msgspec.json.decode(file.read(size_bytes), type=dict[str, object])
+    return len(header.keys() - {"__metadata__"})
+
+
 def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes:
     said: dict[str, object] = {"__metadata__": metadata}
     end = 0

@@ -225,7 +225,9 @@ def test_an_adapter_is_exported_for_peft_and_merged(tmp_path: Path) -> None:
     ):
         assert sorted(ours.keys()) == sorted(theirs.keys())
     (tmp_path / "base").rename(tmp_path / "moved")  # The checkpoint has all that is needed.
-    export(tmp_path / "kept", tmp_path / "merged", "--merge")
+    said = export(tmp_path / "kept", tmp_path / "merged", "--merge")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as written:
+        assert said["tensors"] == len(written.keys())
     merged = MODELS["llama"][0].from_pretrained(tmp_path / "merged")
     assert torch.allclose(logits_of(merged, "llama"), logits_of(model, "llama"), atol=1e-5)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
