@@ -59,6 +59,14 @@ class EmitEvent(Effect):
     """JSON-compatible."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSteps(Effect):
+    """Put steps that another coordinator reported, and that nodes remember, into the coordinator's history."""
+
+    steps: tuple[EmitEvent, ...]
+    """``StepCommitted`` and ``Evaluated``, in order of their steps; they are not published again."""
+
+
 # --- the cluster machine -----------------------------------------------------------------------
 
 

@@ -75,6 +75,14 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepsMissed(Event):
+    """The coordinator's history lacks steps that another coordinator reported while this one was away."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Event):
     request: str
     node: str

@@ -125,6 +125,33 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WandbPolicy:
+    project: str
+    entity: str = ""
+    mode: Literal["online", "offline"] = "online"
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowPolicy:
+    tracking_uri: str
+    """URL of a server, or an absolute path."""
+    experiment: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingPolicy:
+    """Where the leading coordinator logs the committed steps of a job, besides its journal."""
+
+    directory: str = ""
+    """Absolute path of the record that all coordinators share; empty: nothing is logged."""
+    tensorboard: str = ""
+    """Absolute path of the runs' directory; empty: no event files."""
+    wandb: WandbPolicy | None = None
+    mlflow: MlflowPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProtectionWish:
     """What a plan is asked to protect its snapshots with."""
 
@@ -157,6 +184,7 @@ class Job:
     """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    logging: LoggingPolicy = LoggingPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from ftd.config.reading import (
     sifted,
 )
 from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
+from ftd.config.tracking import LoggingTable, logging_data, logging_policy
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
@@ -124,6 +125,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     planner: PlannerTable = PlannerTable()
     snapshot: SnapshotTable = SnapshotTable()
     checkpoint: CheckpointTable = CheckpointTable()
+    logging: LoggingTable = LoggingTable()
 
 
 def load_job_data(
@@ -199,6 +201,7 @@ def load_job_data(
             cheap_share=file.snapshot.cheap_share,
         ),
         checkpoint=checkpoint_data(file.checkpoint, directory),
+        logging=logging_data(file.logging, directory, file.name),
         profile=profile,
     )
 
@@ -320,6 +323,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         horizon_s=data.horizon_s,
         snapshot=snapshot,
         checkpoint=checkpoint_policy(data.checkpoint, snapshot),
+        logging=logging_policy(data.logging),
     )
 
 

@@ -15,6 +15,7 @@ import structlog
 
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
+from ftd.config.reading import NAME
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.commands import Commands
 from ftd.coordinator.events import EventStream
@@ -32,6 +33,7 @@ from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.server import MetricsServer
+from ftd.tracking.process import Tracking
 from ftd.wire.checking import encode_state
 from ftd.wire.coordinators import JournalCopy, packer
 from ftd.wire.topics import Topics
@@ -55,11 +57,12 @@ from statemachine.effects import (
     ForgetNode,
     PersistState,
     PublishCluster,
+    RecordSteps,
     SendCommand,
     WeighPlan,
 )
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import BrokerConnected, BrokerLost, Event
+from statemachine.events import BrokerConnected, BrokerLost, Event, StepsMissed
 from statemachine.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")
@@ -73,7 +76,7 @@ GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
     | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode | RecordSteps
 )  # fmt: skip
 
 
@@ -111,6 +114,7 @@ class Coordinator:
             on_progress=self._publish_state_soon,
         )
         self._checkpoints = Checkpoints(self._feed, self._driver.now)
+        self._tracking = Tracking(self._journal.path, failed=self._not_logged, missed=self._missed)
         self._metrics = ClusterMetrics(
             state=self._state,
             clock=self._driver.now,
@@ -190,6 +194,8 @@ class Coordinator:
         await self._metrics_server.close()
         await self._dashboard.close()
         await self._planning.close()
+        self._journal.flush()
+        await self._tracking.close()
         self._journal.close()
         _log.info("stopped")
 
@@ -236,7 +242,7 @@ class Coordinator:
                 alive=self._dashboard.on_news,
                 keep=self._succession.keep,
                 heard=self._events.overheard,
-                seen=self._dashboard.on_state,
+                seen=self._seen,
             ),
             shared=self._journal.shared,
             on_message=self._on_message,
@@ -274,6 +280,7 @@ class Coordinator:
         if self._machine.job_id is not None:
             self._planning.cancel(CancelTemplates(cause="deposed", job_id=self._machine.job_id))
         self._machine = ClusterMachine(self._timing)
+        self._tracking.follow(None, 0, None)
         self._events.untold.clear()
         self._driver.replace(self._machine)
         if self._publish_timer is not None:
@@ -310,6 +317,8 @@ class Coordinator:
         match effect:
             case EmitEvent():
                 self._emit(effect)
+            case RecordSteps():
+                self._events.recall(effect.steps, self._driver.now())
             case SendCommand() | BroadcastCommand() | ForgetNode():
                 self._commands.send(effect)
             case PersistState():
@@ -366,6 +375,32 @@ class Coordinator:
         coordinator = {"coordinator": self._incarnation, **self._session.public_state()}
         return told_state(self._state(), coordinator, self._planning.progress, self._driver.now())
 
+    def _track(self) -> None:
+        """Have the job's steps logged while we lead it."""
+        if self._leading:
+            phase = self._machine.phase
+            outcome = str(phase) if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED) else None
+            self._tracking.follow(self._machine.job, self._session.machine.term, outcome)
+
+    def _missed(self, first: int, last: int) -> None:
+        self._feed(StepsMissed(**self._stamp(), first=first, last=last))
+
+    def _not_logged(self, sink: str, detail: str) -> None:
+        if self._leading:
+            details = {"sink": sink, "detail": detail}
+            reason = f"{sink}: {detail}"
+            self._emit(
+                EmitEvent(cause=self._driver.cause(), name="LoggingFailed", reason=reason, details=details)
+            )
+            self._journal.flush()
+
+    def _seen(self, state: dict[str, Any]) -> None:
+        """The state that another coordinator publishes: the steps that it tells are of this job."""
+        self._dashboard.on_state(state)
+        job = state.get("job")
+        if isinstance(job, dict) and isinstance(name := job.get("id"), str) and NAME.fullmatch(name):
+            self._journal.attribute(name)
+
     def _publish_state_soon(self) -> None:
         """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
         if self._stopping or self._publish_timer is not None:
@@ -381,6 +416,7 @@ class Coordinator:
         state = self._public_state()
         self._session.publish(self._topics.cluster_state, encode_state(state), retain=True)
         self._dashboard.on_state(state)
+        self._track()
         self._publish_took_s = time.thread_time() - began_s
         if self._machine.phase is ClusterPhase.RUNNING:
             self._journal.tidy(generation=self._machine.generation)

@@ -115,6 +115,11 @@ class EventStream:
         )
         self._shown(message, True)
 
+    def recall(self, steps: Iterable[EmitEvent], now: float) -> None:
+        """Remember what another coordinator reported while this one was away."""
+        for event in steps:
+            self._journal.record(event_message(event, monotonic=now, source=SOURCE))
+
     def _publish(self, session: Seat, message: EventMessage) -> None:
         there = partial(self.untold.told, message.id)
         session.publish(self._topic, encode_event(message), keep=True, there=there)

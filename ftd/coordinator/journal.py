@@ -28,6 +28,9 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, message
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, step INTEGER NOT NULL, generation INTEGER,
     at TEXT NOT NULL, details TEXT NOT NULL, UNIQUE (job, step) ON CONFLICT REPLACE);
+CREATE TABLE IF NOT EXISTS evaluations (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, step INTEGER NOT NULL, generation INTEGER,
+    at TEXT NOT NULL, details TEXT NOT NULL, UNIQUE (job, step) ON CONFLICT REPLACE);
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _PAGE_BYTES = 16 * 1024
@@ -38,7 +41,9 @@ _MOST_LOG_PAGES = 2_000
 """Of the log: then it is moved into the file by whoever writes, in a hurry or not."""
 _VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOST_ROWS = {"events": 200_000, "steps": 1_000_000}
+_TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}
+"""Events of which each step of a job has one, the last that was reported; a rollback takes them back."""
+_MOST_ROWS = {"events": 200_000, "steps": 1_000_000, "evaluations": 200_000}
 """More of them are forgotten, the oldest first: of steps those of earlier jobs."""
 _PRUNE_EVERY = 5_000
 _PRUNE_MOST = 4 * _PRUNE_EVERY
@@ -326,16 +331,17 @@ class Journal:
         for message, is_new in self._buffer:
             if message.event == "JobSubmitted":
                 self.attribute(str(message.details.get("job", "")))
-            if message.event == "StepCommitted":
+            if (table := _TABLE_OF.get(message.event)) is not None:
                 self._db.execute(
-                    "INSERT INTO steps (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
+                    f"INSERT INTO {table} (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
                     (self._job, message.step, message.generation, message.at, _text(message.details)),
                 )
-            else:
+            if message.event != "StepCommitted":
                 if message.event == "RolledBack":
-                    self._db.execute(
-                        "DELETE FROM steps WHERE job = ? AND step > ?", (self._job, message.step)
-                    )
+                    for table in _TABLE_OF.values():
+                        self._db.execute(
+                            f"DELETE FROM {table} WHERE job = ? AND step > ?", (self._job, message.step)
+                        )
                 if is_new:
                     self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
         self._writes += len(self._buffer)

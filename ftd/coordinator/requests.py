@@ -11,6 +11,7 @@ import structlog
 from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
 from ftd.config.snapshots import check_interval, check_protection
+from ftd.config.tracking import check_installed
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.seat import Seat
@@ -121,6 +122,7 @@ class Requests:
                     job_id=f"{data.name}-{uuid.uuid5(uuid.NAMESPACE_OID, number).hex[:8]}",
                     devices_per_node=data.policy.devices_per_node or self._usual_devices(),
                 )
+                check_installed(job.logging)
                 self._submit(number, job, profile_from_data(data))
             case StopRequest(request=number, job=job_name):
                 self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))

@@ -23,6 +23,8 @@ HUB = "hub"
 RELAY = "relay"
 BROKER_START_S = 20.0
 HOST = "127.0.0.1"
+LOGGED_S = 90.0
+"""Time that a coordinator has to complete its logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,10 @@ class LocalCluster:
         """
         self.pid(name)
         await self.fleet.kill(name)
+
+    async def stop_coordinators(self) -> None:
+        """Let them end by themselves: what they log of a job is then complete."""
+        await self.fleet.terminate(self.coordinators, grace_s=LOGGED_S)
 
     async def end(self) -> None:
         """Leave no process, and no memory."""

@@ -95,6 +95,8 @@ async def run_local(options: LocalOptions, console: Console) -> int:
             run = LocalRun(options, job, scenario, cluster, console)
             return await run.run(names)
         finally:
+            if job.logging.directory:
+                await asyncio.shield(cluster.stop_coordinators())
             await asyncio.shield(cluster.end())
             if options.logs is not None:
                 shutil.copytree(cluster.fleet.logs, options.logs, dirs_exist_ok=True)

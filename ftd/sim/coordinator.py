@@ -37,6 +37,7 @@ from statemachine.effects import (
     ForgetNode,
     PersistState,
     PublishCluster,
+    RecordSteps,
     SendCommand,
     SetTimer,
     WeighPlan,
@@ -50,6 +51,7 @@ from statemachine.events import (
     NodeVanished,
     SignalArrived,
     SnapshotRequested,
+    StepsMissed,
     StopRequested,
     TimerFired,
 )
@@ -62,6 +64,7 @@ ClusterEffect = (
     SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
     | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
     | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan | ForgetNode
+    | RecordSteps
 )  # fmt: skip
 
 
@@ -144,6 +147,8 @@ class SimCoordinator(CheckpointWork, PlanningWork):
         """The seat is ours: what was to be told is told, then everybody is heard."""
         self.voice.tell_waiting()
         self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+        # All that others told: the most that it may have missed.
+        self.feed(StepsMissed(at=self.world.now, cause="broker", first=1, last=2**53))
 
     def end_reign(self) -> None:
         self.leading = False
@@ -325,6 +330,8 @@ class SimCoordinator(CheckpointWork, PlanningWork):
                 world.at(EXPORT_S, self._export, effect, self._life)
             case FindCheckpoint():
                 world.at(world.between(0.001, 0.2), self._find, effect, self._life)
+            case RecordSteps():
+                self.invariants.recalled(effect)
             case PublishCluster() | AnswerRequest() | CancelTemplates() | ForeseePlan():
                 pass
             case _:

@@ -32,18 +32,24 @@ class EvaluationTruth:
 
     def told(self, event: EmitEvent) -> None:
         """``Evaluated`` was reported."""
-        truth, step, details = self._truth, event.step, event.details
+        truth, step = self._truth, event.step
         assert step is not None
         if not self._due(step):
             truth.broken(f"step {step} was evaluated, and that was not due")
         if self._told.get(step) == truth.telling.losses:
             truth.broken(f"Evaluated {step} came twice")
+        self.recalled(event)
+        self._told[step] = truth.telling.losses
+
+    def recalled(self, event: EmitEvent) -> None:
+        """A result was reported, or a node remembers it."""
+        truth, step, details = self._truth, event.step, event.details
+        assert step is not None
         version, generation = int(details["loss"]), int(details["weight"])
         if (version, generation) not in truth.versions.evaluations:
             truth.broken(f"Evaluated {step} says what no group found: {details}")
         if truth.told.get(step, version) != version:
             truth.broken(f"Evaluated {step} is of another state than StepCommitted {step}")
-        self._told[step] = truth.telling.losses
 
     def step_told(self, step: int) -> None:
         """``StepCommitted`` was reported: nobody commits a step before the evaluation that is due is done."""

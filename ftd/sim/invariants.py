@@ -17,7 +17,7 @@ from ftd.wire.public import encode_json
 from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.effects import EmitEvent
+from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
 from statemachine.envelopes import ToNodes
 from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
@@ -238,6 +238,20 @@ class Invariants(SnapshotTruth):
         self.told_after[step] = self.telling.losses
         self.newest_told = max(self.newest_told, step)
         self.next_to_tell = step + 1
+
+    def recalled(self, effect: RecordSteps) -> None:
+        """Steps that nodes remember are those that were reported."""
+        for event in effect.steps:
+            if event.name == "Evaluated":
+                self.evaluations.recalled(event)
+                continue
+            step, version = event.step, int(event.details["loss"])
+            assert step is not None
+            self._same_vote({name: event.details[name] for name in _OF_A_VOTE}, version)
+            if self.told.get(step, version) != version:
+                self.broken(
+                    f"step {step} was told with version {self.told[step]} and is recalled as {version}"
+                )
 
     def resumes_from(self, vote: Vote | None) -> None:
         """A trainer takes the state of a step over from others: with it, all that the step's vote says."""

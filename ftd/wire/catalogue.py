@@ -62,6 +62,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.LeaderLost,
         e.StandbyBarred,
         e.BrokerLost,
+        e.LoggingFailed,
         e.MessageRefused,
     ),
     "error": (

@@ -66,6 +66,7 @@ DETAILS: dict[str, Json] = {
         "fault": "kill", "at": 1005.0, "target": "node", "device": None, "for_s": None,
     },
     "ChaosRefused": {"fault": "kill"},
+    "LoggingFailed": {"sink": "tensorboard", "detail": "OSError: [Errno 28] No space left on device"},
     "MessageIgnored": {"why": "a Stepped of an older generation", "count": 3},
     "MessageRefused": {"topic": "ftd/v1/ftd/request", "why": "malformed JSON message", "held_back": 4},
     "SnapshotCompleted": {

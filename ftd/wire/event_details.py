@@ -389,6 +389,15 @@ class TakeoverRefused(Details, frozen=True, kw_only=True):
     why: str
 
 
+class LoggingFailed(Limited, frozen=True, kw_only=True):
+    """Steps are not logged for now, or some are left out; said once for each outage. Training goes on, and
+    what the journal has is logged later."""
+
+    sink: str
+    """``record``, ``tensorboard``, ``mlflow``, ``wandb``, or ``writer``: the process."""
+    detail: str
+
+
 class BrokerLost(Details, frozen=True, kw_only=True):
     """The coordinator lost the broker (told when it is back)."""
 

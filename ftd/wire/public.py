@@ -105,6 +105,31 @@ class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     huggingface_directory: str = ""
 
 
+class WandbData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.values.WandbPolicy``."""
+
+    project: str
+    entity: str = ""
+    mode: Literal["online", "offline"] = "online"
+    tags: tuple[str, ...] = ()
+
+
+class MlflowData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.values.MlflowPolicy``."""
+
+    tracking_uri: str
+    experiment: str
+
+
+class LoggingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.values.LoggingPolicy``."""
+
+    directory: str = ""
+    tensorboard: str = ""
+    wandb: WandbData | None = None
+    mlflow: MlflowData | None = None
+
+
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as submitted; ``training`` is runtime.wire.protocol.TrainingData."""
 
@@ -116,6 +141,7 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Expected time to the next failure; None: the coordinator learns it from the job's failures."""
     snapshot: SnapshotData = SnapshotData()
     checkpoint: CheckpointData = CheckpointData()
+    logging: LoggingData = LoggingData()
     profile: dict[str, Any] | None = None
     """``planner.values.ModelProfile``; None: a node measures the layers."""
 

@@ -11,8 +11,10 @@ from dataclasses import replace
 from statemachine.cluster import raising
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import STEPS, Cluster
+from statemachine.effects import EmitEvent, RecordSteps
+from statemachine.events import StepsMissed
 from statemachine.messages import Heartbeat, Stepped, StepsWanted
-from statemachine.values import ClusterPhase, CommittedStep, Evaluation, Vote
+from statemachine.values import ClusterPhase, CommittedStep, Evaluation, Job, Vote
 
 
 def _is_news(c: Cluster, generation: int) -> bool:
@@ -53,6 +55,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     else:
         tell(c)
         c.dirty = True
+    _take_missed(c, node, signal)
     if signal.wanted == told + 1:
         c.cancel_timer(STEPS)
         if ledger.told == told:
@@ -100,7 +103,6 @@ def tell(c: Cluster) -> None:
     ledger, job = c.ledger, c.job
     if job is None:
         return
-    rows = job.policy.global_batch
     _tell_evaluation(c)
     while (vote := ledger.pending.pop(ledger.told + 1, None)) is not None:
         learn_evaluation(c, ledger.told, vote.evaluation)
@@ -109,22 +111,7 @@ def tell(c: Cluster) -> None:
         c.dirty = True
         ledger.loss = vote.loss
         ledger.lacking.clear()
-        c.emit(
-            "StepCommitted",
-            f"step {ledger.told} of {job.steps}",
-            generation=c.resumed_generation,
-            step=ledger.told,
-            loss=vote.loss,
-            gradient_norm=vote.gradient_norm,
-            skipped=vote.skipped,
-            step_s=ledger.step_s,
-            samples_per_s=rows / ledger.step_s if ledger.step_s > 0 else None,
-            learning_rate=vote.learning_rate,
-            weight=vote.weight,
-            tokens_per_s=vote.weight / ledger.step_s if ledger.step_s > 0 and vote.weight > rows else None,
-            loss_scale=vote.loss_scale,
-            metrics=dict(vote.metrics),
-        )
+        c.out.append(_committed(c, job, ledger.told, vote, ledger.step_s))
         _warn_of_skipped(c, vote)
         _tell_evaluation(c)
     if ledger.told >= ledger.known_step:
@@ -145,15 +132,46 @@ def _tell_evaluation(c: Cluster) -> None:
         return
     ledger.evaluated = ledger.told
     c.dirty = True
-    c.emit(
-        "Evaluated",
-        f"loss {evaluation.loss:.6g} on the held-out data after step {ledger.told}",
+    c.out.append(_evaluated(c, ledger.told, evaluation))
+
+
+def _evaluated(c: Cluster, step: int, evaluation: Evaluation) -> EmitEvent:
+    return EmitEvent(
+        cause=c.cause,
+        name="Evaluated",
+        reason=f"loss {evaluation.loss:.6g} on the held-out data after step {step}",
         generation=c.resumed_generation,
-        step=ledger.told,
-        loss=evaluation.loss,
-        weight=evaluation.weight,
-        metrics=dict(evaluation.metrics),
-        took_s=evaluation.took_s,
+        step=step,
+        details={
+            "loss": evaluation.loss,
+            "weight": evaluation.weight,
+            "metrics": dict(evaluation.metrics),
+            "took_s": evaluation.took_s,
+        },
+    )
+
+
+def _committed(c: Cluster, job: Job, step: int, vote: Vote, step_s: float) -> EmitEvent:
+    """:param step_s: duration of the step; 0: unknown."""
+    rows = job.policy.global_batch
+    return EmitEvent(
+        cause=c.cause,
+        name="StepCommitted",
+        reason=f"step {step} of {job.steps}",
+        generation=c.resumed_generation,
+        step=step,
+        details={
+            "loss": vote.loss,
+            "gradient_norm": vote.gradient_norm,
+            "skipped": vote.skipped,
+            "step_s": step_s,
+            "samples_per_s": rows / step_s if step_s > 0 else None,
+            "learning_rate": vote.learning_rate,
+            "weight": vote.weight,
+            "tokens_per_s": vote.weight / step_s if step_s > 0 and vote.weight > rows else None,
+            "loss_scale": vote.loss_scale,
+            "metrics": dict(vote.metrics),
+        },
     )
 
 
@@ -188,6 +206,58 @@ def ask(c: Cluster) -> None:
         c.ignore(f"nobody has the votes of steps {ledger.told + 1} to {last}")
         ledger.told = last
         tell(c)
+
+
+# --- reported by another coordinator, and unknown to this one ------------------------------------------
+
+
+def missed(c: Cluster, event: StepsMissed) -> None:
+    """Ask a node for steps that another coordinator reported; if the one asked before did not answer, another one."""
+    ledger = c.ledger
+    wanted = event.first, min(event.last, ledger.told)
+    if not c.active or wanted[0] > wanted[1]:
+        return
+    if ledger.missed is not None and ledger.missed[0] == wanted[0]:
+        ledger.missed_lacking.add(ledger.missed_asked)
+    else:
+        ledger.missed_lacking.clear()
+    ledger.missed = wanted
+    _ask_missed(c)
+
+
+def _ask_missed(c: Cluster) -> None:
+    ledger = c.ledger
+    names = [node.name for node in c.alive() if node.prepared and node.name not in ledger.missed_lacking]
+    if ledger.missed is None or not names:
+        ledger.missed = None
+        return
+    ledger.missed_asked = names[0]
+    c.send(c.nodes[names[0]], StepsWanted(first=ledger.missed[0], last=ledger.missed[1]))
+
+
+def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
+    """Put what a node remembers of them into the history; ask the others for the rest."""
+    ledger, job = c.ledger, c.job
+    if ledger.missed is None or signal.wanted != ledger.missed[0] or job is None:
+        return
+    first, last = ledger.missed
+    known = [(one.step, one.vote) for one in signal.steps if first <= one.step <= last]
+    if known:
+        recalled: list[EmitEvent] = []
+        for step, vote in known:
+            if vote.evaluation is not None:
+                recalled.append(_evaluated(c, step - 1, vote.evaluation))
+            recalled.append(_committed(c, job, step, vote, 0.0))
+        c.out.append(RecordSteps(cause=c.cause, steps=tuple(recalled)))
+        ledger.missed_lacking.clear()
+        newest = known[-1][0]
+        ledger.missed = (newest + 1, last) if newest < last else None
+    else:
+        ledger.missed_lacking.add(node.name)
+    _ask_missed(c)
+
+
+# --- what is known, and was not told ---------------------------------------------------------------------
 
 
 def look(c: Cluster) -> None:

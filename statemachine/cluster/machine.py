@@ -13,6 +13,7 @@ import msgspec
 from statemachine.cluster import (
     jobs,
     joining,
+    ledger,
     public,
     recovery,
     resuming,
@@ -55,6 +56,7 @@ from statemachine.events import (
     RestoreChecked,
     SignalArrived,
     SnapshotRequested,
+    StepsMissed,
     StopRequested,
     TemplatesFailed,
     TemplatesReady,
@@ -73,6 +75,7 @@ ClusterEvent = (
     | StopRequested
     | DrainRequested
     | SnapshotRequested
+    | StepsMissed
     | TemplatesReady
     | TemplatesFailed
     | PlanReady
@@ -236,6 +239,8 @@ class ClusterMachine:
                 jobs.stop(c, event)
             case DrainRequested():
                 jobs.drain(c, event)
+            case StepsMissed():
+                ledger.missed(c, event)
             case SnapshotRequested():
                 snapshot_requests.requested(c, event)
             case TemplatesReady():

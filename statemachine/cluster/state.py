@@ -138,6 +138,12 @@ class Ledger:
     """Node that was last asked for missing steps."""
     lacking: set[str] = field(default_factory=set)
     """Nodes that answered and do not have the missing steps."""
+    missed: tuple[int, int] | None = None
+    """First and last step that the coordinator's own history lacks, and that a node was asked for."""
+    missed_asked: str = ""
+    """That node."""
+    missed_lacking: set[str] = field(default_factory=set)
+    """Nodes that have none of them, or did not answer."""
     behind_since: float | None = None
     loss: float | None = None
     skipped: int = 0
@@ -157,7 +163,7 @@ class Ledger:
         """What was committed behind ``step`` never was."""
         self.known, self.told = CommittedStep(step=step, vote=vote), min(self.told, step)
         self.pending = {number: known for number, known in self.pending.items() if number <= step}
-        self.asked = self.behind_since = None
+        self.asked = self.behind_since = self.missed = None
         self.lacking.clear()
         self.loss = vote.loss
         self.evaluated = min(self.evaluated, step)

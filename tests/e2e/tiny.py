@@ -61,8 +61,10 @@ def build(
     wrong_from: str = "",
     samples: int = 600,
     tied: bool = False,
+    held_out: int = 0,
 ) -> Training:
-    """:param tied: the last layer has the first one's weight."""
+    """:param tied: the last layer has the first one's weight.
+    :param held_out: samples of an evaluation; with some, the largest error is a metric."""
     made = [
         nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s))
         for _ in range(layers)
@@ -75,4 +77,10 @@ def build(
         optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
         scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
         dataset=Points(samples, width, raise_once, wrong_from),
+        evaluation=Points(held_out, width, "", "") if held_out else None,
+        metrics=largest_error if held_out else None,
     )
+
+
+def largest_error(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    return {"largest_error": (output - batch[1]).abs().amax(dim=1).mean()}

@@ -8,12 +8,15 @@ import msgspec
 import pytest
 
 from ftd.clash import OUR_PACKAGES
+from ftd.config import tracking
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
 from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
-from ftd.wire.public import JobData, SnapshotData, decode_json, encode_json
+from ftd.wire.public import JobData, LoggingData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from runtime.wire.protocol import TrainingData
+from statemachine.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.ftd.job_tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -317,3 +320,58 @@ def test_protections_that_do_not_go_with_the_sharding_are_refused(
     other = msgspec.structs.replace(data, snapshot=SnapshotData(protection=protection))
     with pytest.raises(ConfigurationError, match=says):
         job_from_data(other, job_id="j", devices_per_node=1)
+
+
+def test_a_job_that_wants_no_logs_has_none(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, GOOD)).logging == LoggingPolicy()
+
+
+def test_what_is_logged_where_is_said_with_whole_paths(tmp_path: Path) -> None:
+    tables = GOOD | {"logging": {"tensorboard": "runs", "wandb": {"mode": "offline"}, "mlflow": {}}}
+    logging = load_job(write(tmp_path, tables)).logging
+    name = GOOD["name"]
+    assert logging == LoggingPolicy(
+        directory=str(tmp_path / "runs"),
+        tensorboard=str(tmp_path / "runs"),
+        wandb=WandbPolicy(project=name, mode="offline"),
+        mlflow=MlflowPolicy(tracking_uri=str(tmp_path / "runs" / "mlruns"), experiment=name),
+    )
+    assert sinks_of(logging) == ("tensorboard", "mlflow", "wandb")
+    tables = GOOD | {"logging": {"directory": "kept", "mlflow": {"tracking_uri": "http://10.0.0.1:5000"}}}
+    logging = load_job(write(tmp_path, tables)).logging
+    assert (logging.directory, sinks_of(logging)) == (str(tmp_path / "kept"), ("mlflow",))
+    assert logging.mlflow is not None and logging.mlflow.tracking_uri == "http://10.0.0.1:5000"
+    only = load_job(write(tmp_path, GOOD | {"logging": {"wandb": {"project": "p", "tags": ["a"]}}})).logging
+    assert only.directory == str(tmp_path / "logs")
+    assert only.wandb == WandbPolicy(project="p", tags=("a",))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"wandb": {"mode": "disabled"}}, "logging.wandb.mode.*'online'.*'offline'|offline"),
+        ({"tensorbord": "runs"}, "tensorbord.*did you mean 'tensorboard'"),
+        ({"tensorboard": True}, "logging.tensorboard.*text in quotes"),
+    ],
+)
+def test_mistakes_in_logging_are_named(tmp_path: Path, table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_job(write(tmp_path, GOOD | {"logging": table}))
+
+
+def test_a_submitted_job_with_a_path_of_nowhere_is_refused(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    other = msgspec.structs.replace(data, logging=LoggingData(directory="logs"))
+    with pytest.raises(ConfigurationError, match="'logs' is not an absolute path"):
+        job_from_data(other, job_id="j", devices_per_node=1)
+
+
+def test_a_sink_without_its_package_is_refused_where_a_coordinator_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = LoggingPolicy(directory="/logs", tensorboard="/logs", wandb=WandbPolicy(project="p"))
+    check_installed(policy)
+    monkeypatch.setitem(tracking._PACKAGES, "wandb", ("not-to-be-found",))
+    with pytest.raises(ConfigurationError, match=r"not-to-be-found is not installed.*pip install") as caught:
+        check_installed(policy)
+    assert caught.value.field == "logging.wandb"

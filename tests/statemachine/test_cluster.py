@@ -25,6 +25,7 @@ from statemachine.effects import (
     EmitEvent,
     ForeseePlan,
     PersistState,
+    RecordSteps,
     SendCommand,
     SetTimer,
 )
@@ -35,6 +36,7 @@ from statemachine.events import (
     JobSubmitted,
     NodeVanished,
     PlanImpossible,
+    StepsMissed,
     StopRequested,
     TemplatesFailed,
     TemplatesReady,
@@ -60,7 +62,7 @@ from statemachine.messages import (
     TrainerLost,
 )
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase, CommittedStep, FailureCause, Vote
+from statemachine.values import ClusterPhase, CommittedStep, Evaluation, FailureCause, Vote
 
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
@@ -806,6 +808,46 @@ def test_a_step_is_told_with_all_that_its_vote_says() -> None:
     assert (second["loss_scale"], second["learning_rate"]) == (1024.0, 0.5)
     assert second["metrics"] == {"accuracy": 0.25}
     assert (third["weight"], third["tokens_per_s"], third["metrics"]) == (1.0, None, {}), "a plain mean"
+
+
+def test_steps_that_another_coordinator_told_are_recalled_and_not_told_again() -> None:
+    s = running()
+    s.stepped("node-0", 1, 2, 3, 4, 5)
+    s.feed(StepsMissed, first=2, last=9)
+    assert sent(s, StepsWanted) == {"node-0": StepsWanted(first=2, last=5)}, "what was told, and no more"
+    held_out = Evaluation(loss=3.0, weight=8.0, took_s=0.5)
+    known = (
+        CommittedStep(step=2, vote=vote(2)),
+        CommittedStep(step=3, vote=replace(vote(3), evaluation=held_out)),
+    )
+    s.say("node-0", Stepped(generation=1, steps=known, step_s=0.1, wanted=2))
+    recalled = [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3)]
+    assert [(e.name, e.step) for e in s.one(RecordSteps).steps] == recalled
+    assert s.one(RecordSteps).steps[1].details["loss"] == 3.0
+    assert s.one(RecordSteps).steps[0].details["loss"] == vote(2).loss
+    assert s.one(RecordSteps).steps[0].details["samples_per_s"] is None, "nobody knows how long it took"
+    assert not events(s)
+    assert sent(s, StepsWanted) == {"node-0": StepsWanted(first=4, last=5)}, "and the rest"
+    s.say("node-0", Stepped(generation=1, steps=(), step_s=0.1, wanted=4))
+    assert sent(s, StepsWanted) == {"node-1": StepsWanted(first=4, last=5)}, "of another one"
+    s.feed(StepsMissed, first=4, last=5)
+    assert sent(s, StepsWanted) == {"node-2": StepsWanted(first=4, last=5)}, "it did not answer"
+    last = tuple(CommittedStep(step=n, vote=vote(n)) for n in (4, 5))
+    s.say("node-2", Stepped(generation=1, steps=last, step_s=0.1, wanted=4))
+    assert [e.step for e in s.one(RecordSteps).steps] == [4, 5]
+    assert not sent(s, StepsWanted)
+
+
+def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
+    s = running(2)
+    s.stepped("node-0", 1, 2, 3)
+    s.feed(StepsMissed, first=1, last=2)
+    for name in ("node-0", "node-1"):
+        assert set(sent(s, StepsWanted)) == {name}
+        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, wanted=1))
+    assert not sent(s, StepsWanted) and not s.all(RecordSteps)
+    s.feed(StepsMissed, first=4, last=4)
+    assert not sent(s, StepsWanted), "it was not told yet"
 
 
 def test_steps_that_update_nothing_are_told_now_and_then() -> None:

@@ -17,7 +17,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
 from statemachine.timing import Timing
-from statemachine.values import CheckpointPolicy, NodeFacts, Vote
+from statemachine.values import CheckpointPolicy, LoggingPolicy, NodeFacts, Vote
 
 
 def plain(state: Any) -> dict[str, Any]:
@@ -27,13 +27,15 @@ def plain(state: Any) -> dict[str, Any]:
 
 
 def with_new_fields(state: Any) -> Any:
-    """The state of an older program, with what votes, policies, stages, profiles and checkpoints have today."""
+    """The state of an older program, with what votes, policies, jobs, stages, profiles and checkpoints have today."""
     if isinstance(state, dict):
         whole = {name: with_new_fields(value) for name, value in state.items()}
         if set(whole) == {"loss", "gradient_norm", "skipped"}:
             return plain(Vote(**whole))
         if set(whole) == {"url", "every_steps", "keep", "resume"}:
             return plain(CheckpointPolicy(**whole))
+        if {"job_id", "policy"} <= set(whole):
+            whole["logging"] = plain(LoggingPolicy())
         if set(whole) == {"first_layer", "end_layer", "devices"}:
             return whole | {"recompute": "none"}
         if "activation_bytes" in whole:

@@ -1,0 +1,1 @@
+"""Committed steps and evaluations, logged to files, TensorBoard, Weights & Biases and MLflow."""

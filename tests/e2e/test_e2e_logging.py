@@ -1,0 +1,111 @@
+"""A job's logs over the death of the leading coordinator, and of what is around it: all processes are real."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.wire.public import JobData
+from tests.e2e.playground import Playground, playground, write_job
+from tests.tracking.logs import plotted_run, record_of, steps_of
+from tests.tracking.wandb_files import offline_history
+
+EVERY = 10
+LOGGING = f"""
+[evaluation]
+every_steps = {EVERY}
+[logging]
+tensorboard = "runs"
+wandb = {{mode = "offline"}}
+mlflow = {{}}
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Playground]:
+    """A cluster of its own with two coordinators."""
+    if find_mosquitto() is None:
+        pytest.skip("mosquitto is not installed")
+    with playground(nodes=2, coordinators=2, timing={"leader_silence_s": 2.0}) as ground:
+        yield ground
+
+
+def logged_job(directory: Path) -> JobData:
+    path = write_job(directory, arguments="held_out = 32")
+    path.write_text(path.read_text() + LOGGING)
+    return load_job_data(path)
+
+
+def standing_by(ground: Playground) -> None:
+    ground.until(lambda: len(ground.state.get("standbys", [])) == 1, "one stands by")
+
+
+def run_of(ground: Playground, directory: Path) -> Path:
+    return directory / "runs" / str(ground.state["job"]["id"])
+
+
+def every_step_once(ground: Playground, run: Path) -> None:
+    """In each place, and with the loss that was published."""
+    ground.fill_gaps()
+    assert ground.run is not None
+    told = ground.run.losses
+    everything = list(range(1, max(told) + 1))
+    assert sorted(told) == everything
+    ground.until(lambda: [s for s, _ in record_of(run)] == everything, "the record has all", limit_s=30)
+    assert dict(record_of(run)) == told
+
+    def complete() -> bool:
+        return steps_of(plotted_run(run).get("train/loss", [])) == everything
+
+    ground.until(complete, "the event files have all", limit_s=30)
+    shown = plotted_run(run)
+    for tag in ("train/learning_rate", "train/gradient_norm", "train/metrics/largest_error"):
+        assert steps_of(shown[tag]) == everything, tag
+    evaluated = everything[EVERY - 1 : -1 : EVERY]  # The job is stopped, so the last step is not evaluated.
+    assert steps_of(shown["evaluation/loss"])[: len(evaluated)] == evaluated
+    assert steps_of(shown["evaluation/metrics/largest_error"])[: len(evaluated)] == evaluated
+    timed = steps_of(shown["train/step_s"])  # Of a step that a node had to recall nobody knows the time.
+    assert timed == sorted(set(timed))
+    [loss] = run.parent.glob("mlruns/*/*/metrics/train/loss")
+    assert [int(line.split()[2]) for line in loss.read_text().splitlines()] == everything
+    held = [step for step, _ in offline_history(run, run.name)]
+    assert held == everything
+
+
+def finished(ground: Playground, run: Path) -> None:
+    """Stop the job once the writer has caught up, and wait until it has ended."""
+    assert ground.run is not None
+    newest = max(ground.run.losses)
+    ground.until(lambda: record_of(run)[-1][0] > newest, "the steps of all leaders are logged")
+    ground.stop_job()
+    place = run / "writer.lock"
+    ground.until(lambda: not is_locked(place), "the writer is gone", limit_s=40)
+
+
+def is_locked(path: Path) -> bool:
+    inode = str(path.stat().st_ino)
+    return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
+
+
+def test_the_logs_have_every_step_once_when_leaders_hang_and_die(pair: Playground, tmp_path: Path) -> None:
+    """A leader hangs, is deposed and wakes up; the next one is killed, with all that it started."""
+    standing_by(pair)
+    pair.submit(logged_job(tmp_path))
+    run = run_of(pair, tmp_path)
+    pair.until(lambda: len(record_of(run)) > 10, "steps are logged")
+    first = pair.state["leader"]
+    os.kill(pair.cluster.pid(first), signal.SIGSTOP)
+    second = pair.until_event("LeaderElected")["details"]["leader"]
+    pair.further()
+    os.kill(pair.cluster.pid(first), signal.SIGCONT)
+    standing_by(pair)
+    pair.further()
+    pair.on_loop(pair.cluster.kill(second))
+    assert pair.until_event("LeaderElected", times=2)["details"]["leader"] == first
+    pair.further()
+    finished(pair, run)
+    every_step_once(pair, run)

@@ -1,0 +1,239 @@
+"""Journals to log from, writers as processes, and what is in the logs afterwards."""
+
+import os
+import resource
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ftd.coordinator.journal import Journal
+from ftd.tracking.process import COMMAND
+from ftd.tracking.protocol import Assignment, FromWriter, Over
+from ftd.tracking.rows import Row
+from ftd.tracking.writer import INCOMPLETE, Writer
+from ftd.wire.public import EventMessage
+from statemachine.values import LoggingPolicy
+
+JOB = "gpt-1"
+LIMIT_S = 60.0
+
+
+def row(step: int, loss: float | None = None, **details: Any) -> Row:
+    return Row(
+        kind="step",
+        step=step,
+        at="2026-05-04T12:00:05.003Z",
+        generation=1,
+        details=details_of(step, loss, **details),
+    )
+
+
+def details_of(step: int, loss: float | None = None, **details: Any) -> dict[str, Any]:
+    given = {
+        "loss": 1 / step if loss is None else loss,
+        "gradient_norm": 1.0,
+        "skipped": False,
+        "step_s": 0.1,
+        "samples_per_s": 320.0,
+        "learning_rate": 0.01 * step,
+        "weight": 32.0,
+        "tokens_per_s": None,
+        "loss_scale": 1.0,
+        "metrics": {"accuracy": step / 1000},
+    }
+    return given | details
+
+
+def evaluation(step: int, loss: float = 3.0) -> Row:
+    return Row(
+        kind="evaluation",
+        step=step,
+        at="2026-05-04T12:00:06.003Z",
+        generation=1,
+        details={"loss": loss, "weight": 8.0, "metrics": {}, "took_s": 0.5},
+    )
+
+
+def event(name: str, step: int | None = None, generation: int = 1, **details: Any) -> EventMessage:
+    return EventMessage(
+        event=name,
+        node=None,
+        generation=generation,
+        step=step,
+        reason="r",
+        at="2026-05-04T12:00:05.003Z",
+        monotonic=1.0,
+        cause="c",
+        details=details,
+    )
+
+
+class Keeper:
+    """A coordinator's journal."""
+
+    def __init__(self, directory: Path, job: str = JOB) -> None:
+        self.directory = directory
+        self.journal = Journal(directory)
+        self.journal.attribute(job)
+
+    def commit(self, first: int, last: int, *, generation: int = 1, shift: float = 0.0) -> None:
+        for step in range(first, last + 1):
+            self.journal.record(
+                event("StepCommitted", step, generation, **details_of(step, 1 / step + shift))
+            )
+        self.journal.flush()
+
+    def evaluated(self, step: int, loss: float = 3.0) -> None:
+        self.journal.record(event("Evaluated", step, **evaluation(step, loss).details))
+        self.journal.flush()
+
+    def roll_back(self, step: int) -> None:
+        self.journal.record(event("RolledBack", step, 2))
+        self.journal.flush()
+
+
+def assignment_of(keeper: Keeper, policy: LoggingPolicy, term: int) -> Assignment:
+    return Assignment(
+        journal=str(keeper.journal.path), job=JOB, term=term, policy=policy, parameters={"seed": 3}
+    )
+
+
+class WriterThread:
+    """A writer that needs no process: nobody kills or stops it."""
+
+    def __init__(self, keeper: Keeper, policy: LoggingPolicy, *, term: int = 1) -> None:
+        self.said: list[FromWriter] = []
+        self._complete = False
+        out, self._input = os.pipe()
+        writer = Writer(assignment_of(keeper, policy, term), self.said.append, input_fd=out)
+
+        def run() -> None:
+            self._complete = writer.run()
+            os.close(out)
+
+        self._thread = threading.Thread(target=run, name="writer")
+        self._thread.start()
+
+    def finish(self, outcome: str | None = None) -> None:
+        """Its coordinator ends, or is gone."""
+        if outcome is not None:
+            os.write(self._input, msgspec.json.encode(Over(outcome=outcome)) + b"\n")
+        os.close(self._input)
+
+    def end(self, outcome: str | None = None) -> int:
+        """Finish it, wait for it and return what its process would exit with."""
+        self.finish(outcome)
+        return self.ended()
+
+    def ended(self) -> int:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        return 0 if self._complete else INCOMPLETE
+
+
+class WriterProcess:
+    """A writer, as a coordinator starts it."""
+
+    def __init__(
+        self, keeper: Keeper, policy: LoggingPolicy, *, term: int = 1, file_bytes: int | None = None
+    ) -> None:
+        """:param file_bytes: no file of it may become larger: as on a full disk."""
+        self.said: list[FromWriter] = []
+        self._unread = b""
+
+        self.process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        if file_bytes is not None:
+            limits = (file_bytes, resource.RLIM_INFINITY)
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
+        self.say(assignment_of(keeper, policy, term))
+
+    def say(self, said: Assignment | Over) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(said) + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> list[FromWriter]:
+        """All that it has reported."""
+        assert self.process.stdout is not None
+        out = self.process.stdout.fileno()
+        while select.select([out], [], [], 0)[0] and (data := os.read(out, 65536)):
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            self.said += [msgspec.json.decode(line, type=FromWriter) for line in lines]
+        return self.said
+
+    def give_room(self) -> None:
+        limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
+
+    def kill(self) -> None:
+        """SIGKILL, with all that it started."""
+        os.killpg(self.process.pid, 9)
+        self.process.wait()
+        self._close()
+
+    def end(self, outcome: str | None = None) -> int:
+        """Its coordinator ends, or is gone."""
+        if outcome is not None:
+            self.say(Over(outcome=outcome))
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        code = self.process.wait(LIMIT_S)
+        self.hear()
+        self._close()
+        return code
+
+    def left(self) -> int:
+        """It ends by itself."""
+        code = self.process.wait(LIMIT_S)
+        self._close()
+        return code
+
+    def _close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def until(holds: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def record_of(run: Path) -> list[tuple[int, float]]:
+    """Steps and losses of a job's record, as they stand there."""
+    path = run / "steps.jsonl"
+    whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+    lines = [msgspec.json.decode(line) for line in whole.splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
+
+
+def logged_steps(directory: Path) -> list[int]:
+    """Steps of the record of ``JOB``, as they stand there."""
+    return steps_of(record_of(directory / JOB))
+
+
+def plotted_run(run: Path) -> Mapping[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: tag → steps and values, in the order of the file."""
+    shown = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    shown.Reload()
+    return {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
+
+
+def plotted(directory: Path) -> Mapping[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of ``JOB``."""
+    return plotted_run(directory / JOB)
+
+
+def steps_of(points: list[tuple[int, float]]) -> list[int]:
+    return [step for step, _ in points]
