@@ -366,6 +366,7 @@ delay_s = {delay_s}
 failures = {failures}
 minimum = "{minimum}"
 {planner}
+{tables}
 """
 
 
@@ -378,6 +379,7 @@ def write_job(
     failures: int = 1,
     minimum: str = "one_replica",
     arguments: str = "",
+    tables: str = "",
 ) -> Path:
     """The test job as a file; with ``two_node_replicas`` a copy of the model fits no single node."""
     text = JOB.format(
@@ -385,6 +387,7 @@ def write_job(
         here=Path(__file__).parent,
         delay_s=delay_s,
         arguments=arguments,
+        tables=tables,
         failures=failures,
         minimum=minimum,
         planner="[planner]\ndevice_memory_mib = 0.3\n" if two_node_replicas else "",

@@ -2,7 +2,8 @@
 
 Dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), float64.
 ``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder
-raises, ``wrong_from`` one that makes everybody raise for as long as it is there.
+raises, ``wrong_from`` one that makes everybody raise for as long as it is there. ``hold`` names a file for
+as long as which nobody gets on with an evaluation; who comes to one then writes ``<hold>-met``.
 """
 
 import time
@@ -39,6 +40,21 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
 
+class HeldOut(Points):
+    """Points that training does not see."""
+
+    def __init__(self, samples: int, width: int, hold: str) -> None:
+        super().__init__(samples, width, "", "")
+        self.hold = Path(hold) if hold else None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.hold is not None and self.hold.exists():
+            Path(f"{self.hold}-met").touch()
+            while self.hold.exists():
+                time.sleep(0.005)
+        return super().__getitem__(index)
+
+
 class Slow(nn.Module):
     """Takes its time without using the processor."""
 
@@ -62,6 +78,7 @@ def build(
     samples: int = 600,
     tied: bool = False,
     held_out: int = 0,
+    hold: str = "",
 ) -> Training:
     """:param tied: the last layer has the first one's weight.
     :param held_out: samples of an evaluation; with some, the largest error is a metric."""
@@ -77,7 +94,7 @@ def build(
         optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
         scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
         dataset=Points(samples, width, raise_once, wrong_from),
-        evaluation=Points(held_out, width, "", "") if held_out else None,
+        evaluation=HeldOut(held_out, width, hold) if held_out else None,
         metrics=largest_error if held_out else None,
     )
 
