@@ -48,6 +48,22 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """One evaluation on the held-out data set, of the state after ``step``."""
+
+    step: int
+    loss: float | None
+    """``None`` where the loss was not a finite number."""
+    weight: float | None
+    """Rows, or the tokens that count."""
+    metrics: dict[str, float | None]
+    """Own metrics of the training function."""
+    took_s: float | None
+    generation: int | None
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
     """Layers ``[first_layer, end_layer)`` on these devices (``node/index``)."""
 
@@ -199,6 +215,7 @@ class Report:
     final: Final
     snapshots: Kept = Kept()
     checkpoints: Kept = Kept()
+    evaluations: tuple[EvaluationRecord, ...] = ()
 
     @property
     def under_way(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from ftd.view.document import (
+    EvaluationRecord,
     Fault,
     Final,
     JobFacts,
@@ -46,6 +47,14 @@ _KEPT = {
 _DETECTIONS = frozenset({"NodeLost", "TrainerLost", "NodeDraining"})
 
 
+def _keep_newest(by_step: dict[int, JsonMap], event: Mapping[str, Any]) -> None:
+    """What was undone and done again counts as it was done last."""
+    step = int(event["step"])
+    before = by_step.get(step)
+    if before is None or (event.get("generation") or 0) > (before.get("generation") or 0):
+        by_step[step] = dict(event)
+
+
 class ReportBuilder:
     """Feed it with ``on_event``, ``on_state`` and ``on_process``; ``build`` at any time."""
 
@@ -55,6 +64,9 @@ class ReportBuilder:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._steps: dict[int, JsonMap] = {}
+        self._evaluations: dict[int, JsonMap] = {}
+        self._rollbacks: set[tuple[int, int]] = set()
+        """(generation, step): what older generations did after this step is undone."""
         self._recoveries: dict[int, JsonMap] = {}
         self._decisions: dict[int, str] = {}
         self._faults: dict[tuple[str | None, float], JsonMap] = {}
@@ -86,7 +98,11 @@ class ReportBuilder:
                 self._job |= {k: v for k, v in details.items() if k in ("name", "steps", "global_batch")}
                 self._job |= {"id": details["job"]} if "job" in details else {}
             case "StepCommitted":
-                self._commit(int(event["step"]), event)
+                _keep_newest(self._steps, event)
+            case "Evaluated":
+                _keep_newest(self._evaluations, event)
+            case "RolledBack":
+                self._rollbacks.add((int(event["generation"]), int(details["to_step"])))
             case "RecoveryCompleted":
                 self._recoveries.setdefault(int(details["recovery"]["generation"]), event)
             case "Quiesced" if event.get("generation") is not None:
@@ -107,12 +123,6 @@ class ReportBuilder:
                 self._kept.setdefault((_KEPT[name], at), event)
             case name if name in _DETECTIONS:
                 self._detections.append(event)
-
-    def _commit(self, step: int, event: Mapping[str, Any]) -> None:
-        """One that was undone and done again counts as it was done last."""
-        before = self._steps.get(step)
-        if before is None or (event.get("generation") or 0) > (before.get("generation") or 0):
-            self._steps[step] = dict(event)
 
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
         """A process id became known: of the node's daemon, or of the trainer of ``device``.
@@ -135,7 +145,7 @@ class ReportBuilder:
             self._recovery(event, [key for key, generations in owners.items() if generations[:1] == [number]])
             for number, event in sorted(self._recoveries.items())
         ]
-        steps = tuple(self._step(s, e) for s, e in sorted(self._steps.items()))
+        steps = tuple(self._step(s, e) for s, e in self._lasting(self._steps))
         end = self._end
         return Report(
             job=JobFacts(
@@ -166,7 +176,19 @@ class ReportBuilder:
             ),
             snapshots=self._kept_of("snapshots"),
             checkpoints=self._kept_of("checkpoints"),
+            evaluations=tuple(self._evaluation(s, e) for s, e in self._lasting(self._evaluations)),
         )
+
+    def _lasting(self, by_step: Mapping[int, JsonMap]) -> list[tuple[int, JsonMap]]:
+        """Return what no rollback undid, in the order of the steps."""
+        return [
+            (step, event)
+            for step, event in sorted(by_step.items())
+            if not any(
+                step > to_step and (event.get("generation") or 0) < generation
+                for generation, to_step in self._rollbacks
+            )
+        ]
 
     def _kept_of(self, kind: str) -> Kept:
         told = [event for (one, _), event in sorted(self._kept.items()) if one == kind]
@@ -190,6 +212,18 @@ class ReportBuilder:
 
     def _since(self, at: float) -> float:
         return round(at - (self._first_s if self._first_s is not None else at), 6)
+
+    def _evaluation(self, step: int, event: JsonMap) -> EvaluationRecord:
+        details: JsonMap = event.get("details") or {}
+        return EvaluationRecord(
+            step=step,
+            loss=_finite(details.get("loss")),
+            weight=_finite(details.get("weight")),
+            metrics={name: _finite(value) for name, value in (details.get("metrics") or {}).items()},
+            took_s=_finite(details.get("took_s")),
+            generation=event.get("generation"),
+            at_s=self._since(float(event["monotonic"])),
+        )
 
     def _step(self, step: int, event: JsonMap) -> StepRecord:
         details: JsonMap = event.get("details") or {}

@@ -81,6 +81,7 @@ def _headline(report: Report) -> RenderableType:
     if report.steps:
         first, last = report.steps[0], report.steps[-1]
         grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
+    _add_evaluations(grid, report)
     _add_skipped(grid, report)
     others = plural(len(report.recoveries) - len(failures), "other change")
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
@@ -93,6 +94,16 @@ def _headline(report: Report) -> RenderableType:
         parts += ["", _Chart(report)]
     title = f"[bold]ftd[/] · {report.job.name or 'run'}"
     return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def _add_evaluations(grid: Table, report: Report) -> None:
+    """A line where the job was evaluated on held-out data."""
+    if not report.evaluations:
+        return
+    first, last = report.evaluations[0], report.evaluations[-1]
+    trend = f"{number(first.loss)} → {number(last.loss)}" if first is not last else number(last.loss)
+    times = plural(len(report.evaluations), "evaluation")
+    grid.add_row("held out", f"loss {trend}  ({times}, the last after step {last.step})")
 
 
 def _add_skipped(grid: Table, report: Report) -> None:

@@ -65,6 +65,7 @@ QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
 
 ROUTINE_EVENTS = frozenset(
     {
+        "Evaluated",
         "SnapshotCompleted",
         "SnapshotIntervalChosen",
         "CheckpointStarted",

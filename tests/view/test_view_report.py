@@ -77,6 +77,34 @@ def test_steps_that_updated_nothing(run_events: list[Json], event: Make) -> None
     assert "no loss was a finite number" in page(built(only))
 
 
+def test_evaluations_on_held_out_data(run_events: list[Json], event: Make) -> None:
+    def evaluated(at: float, step: int, generation: int, loss: float) -> Json:
+        details = {"loss": loss, "weight": 37.0, "metrics": {"accuracy": 0.25}, "took_s": 1.5}
+        return event("Evaluated", at, step=step, generation=generation, details=details)
+
+    # The second is made again after a rollback: the newest counts.
+    told = [evaluated(1001.0, 5, 1, 0.5), evaluated(1002.0, 10, 1, 0.4), evaluated(1003.0, 10, 2, 0.45)]
+    report = built([*run_events, *told, told[1]])
+    assert [(e.step, e.loss, e.generation) for e in report.evaluations] == [(5, 0.5, 1), (10, 0.45, 2)]
+    last = report.evaluations[-1]
+    assert (last.weight, last.metrics, last.took_s) == (37.0, {"accuracy": 0.25}, 1.5)
+    assert "2 evaluations, the last after step 10" in page(report)
+
+
+def test_what_a_rollback_undid_and_nobody_did_again_is_not_there(event: Make, recovery: Make) -> None:
+    events = [
+        e for e in rolled_back_run(event, recovery) if (e["generation"], e["event"]) != (2, "StepCommitted")
+    ]
+    told = [
+        event("Evaluated", 11.0 + step / 100, step=step, generation=1, details={"loss": 1.0})
+        for step in (5, 10)
+    ]
+    report = built([*events, *told])
+    assert [step.step for step in report.steps] == list(range(1, 8))
+    assert [evaluation.step for evaluation in report.evaluations] == [5]
+    assert report.final.step == 7
+
+
 def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:
     assert "snapshots" not in page(built(run_events))
     events = [

@@ -74,6 +74,9 @@ def _glance(report: Report) -> list[tuple[str, str]]:
         shown.append(("goodput", f"{rates[-1][1]:.1%}"))
     if report.final.loss is not None:
         shown.append(("loss so far" if report.under_way else "final loss", number(report.final.loss)))
+    if report.evaluations:
+        last = report.evaluations[-1]
+        shown.append((f"held-out loss after step {last.step}", number(last.loss)))
     return shown
 
 
