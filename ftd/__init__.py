@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from runtime.loading import load_checkpoint as load_checkpoint
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
+    from runtime.training import StepInfo as StepInfo
     from runtime.training import Training as Training
     from runtime.training import TrainingError as TrainingError
 
 _MODULES = {
     "Snapshotter": "runtime.script.snapshotter",
     "SnapshotError": "runtime.script.plain_state",
+    "StepInfo": "runtime.training",
     "Training": "runtime.training",
     "TrainingError": "runtime.training",
     "load_checkpoint": "runtime.loading",

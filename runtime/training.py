@@ -41,6 +41,31 @@ Batch = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """A committed step, as ``Training.on_step`` is given it."""
+
+    step: int
+    """From 1 on."""
+    loss: float
+    """Mean over the global batch: over its tokens that count, where the loss counts tokens."""
+    weight: float
+    """Number of rows, or of tokens that count, that ``loss`` is the mean over."""
+    gradient_norm: float
+    """Before clipping."""
+    learning_rate: float
+    """Used for this step, of the optimizer's first parameter group."""
+    skipped: bool
+    """No parameter was updated, because a gradient was not finite."""
+    metrics: dict[str, float]
+    """Own metrics of ``Training.metrics``."""
+    step_s: float | None
+    """Duration; ``None`` after a failure in which the device that knew it was lost, as for the two below."""
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    """``None`` also where the loss counts rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """The model, data and optimizer that a training function returns.
 
@@ -76,6 +101,9 @@ class Training:
     """A held-out data set, with samples like those of ``dataset``."""
     metrics: Callable[[Any, Batch], dict[str, Any]] | None = None
     """``metrics(output, batch)``: further numbers by name, each averaged like the loss."""
+    on_step: Callable[[StepInfo], object] | None = None
+    """Called after each committed step on one device; training waits for it. What happens over failures is
+    said in docs/training.md."""
     files_from: Sequence[str | Path] = ()
     """Directories with the files of the tokenizer or processor, or a ``tokenizer.json``: checkpoints keep
     them, so that exports have them. The directory that the model was loaded from need not be named."""
@@ -302,7 +330,7 @@ def _check(training: Training, function: str) -> None:
         )
     if training.loss is None and training.layers is not None:
         raise TrainingError(f"{function}: Training.loss is missing; only a model has a loss of its own")
-    for name in ("loss", "collate", "metrics"):
+    for name in ("loss", "collate", "metrics", "on_step"):
         value = getattr(training, name)
         if value is not None and not callable(value):
             raise TrainingError(f"{function}: Training.{name} must be a function, not {_a(value)}")

@@ -22,7 +22,7 @@ from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
 from ftd.config.reference import markdown
-from runtime.training import load_training
+from runtime.training import StepInfo, load_training
 from runtime.wire.protocol import TrainingData
 from statemachine.timing import Timing
 
@@ -190,7 +190,7 @@ def test_every_key_of_a_job_file_has_a_meaning_and_a_value_to_show() -> None:
 
 
 def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> None:
-    (script,) = blocks("training.md", "python")
+    script, _ = blocks("training.md", "python")
     job = next(t for t in blocks("training.md", "toml") if "[training]" in t)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "train.toml").write_text(job)
@@ -200,6 +200,26 @@ def test_the_training_function_of_the_documentation_is_one(tmp_path: Path) -> No
     for layer in training.layers:
         rows = layer(rows)
     assert training.loss(rows[None], target[None]).ndim == 0
+
+
+def test_the_hook_of_the_documentation_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, script = blocks("training.md", "python")
+    names: dict[str, Any] = {}
+    exec(script, names)
+    info = StepInfo(
+        step=200,
+        loss=1.5,
+        weight=32.0,
+        gradient_norm=1.0,
+        learning_rate=0.1,
+        skipped=False,
+        metrics={},
+        step_s=None,
+        samples_per_s=None,
+        tokens_per_s=None,
+    )
+    names["on_step"](info)
+    assert capsys.readouterr().out == "step 200: loss 1.5000\n"
 
 
 def test_the_commands_of_the_first_pages_exist() -> None:

@@ -33,6 +33,7 @@ from runtime.engine.gradients import Gradients
 from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageTotals
 from runtime.engine.staged_state import SpoiledError, StagedState
+from runtime.engine.step_hook import StepHook
 from runtime.groups.communicator import Communicator, Talk
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
@@ -147,6 +148,11 @@ class Engine:
         self._gradients: Gradients | None = None
         self._executor: StageExecutor | None = None
         self._evaluator: EvaluationExecutor | None = None
+        self._hook: StepHook | None = None
+        if training.on_step is not None:
+            self._hook = StepHook(training.on_step, data.global_batch, pace)
+        self._calls_hook = False
+        """This rank calls it in the present generation."""
 
     def warm_up(self) -> None:
         """Compile the layers where the job wants that, so that neither a step nor a recovery has to."""
@@ -215,6 +221,8 @@ class Engine:
             self._start_anew(resume.step, resume.vote)
             raise
         self.complete |= layers
+        if self._hook is not None:
+            self._hook.called_step = resume.step
         if self.sharding is not None:
             self.sharding.restored(sorted(layers))
 
@@ -256,7 +264,7 @@ class Engine:
         if self.snapshots is not None:
             groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
             self.snapshots.enter(groups, resume.step)
-        self._communicator = communicator
+        self._communicator, self._calls_hook = communicator, resume.rank == 0
         self.model.set_recompute(seat.recompute)
         self._gradients = Gradients(self.model, buckets, communicator)
         links = StageLinks(self.model, communicator, self.pace)
@@ -307,6 +315,30 @@ class Engine:
             if evaluator is not None and held_out is not None and step > evaluated and held_out.is_due(step):
                 for batch in range(held_out.batches):
                     yield from (Key(step, batch + 1, first + own) for own in evaluator.microbatches(batch))
+
+    # --- the user's hook ---------------------------------------------------------------------------
+
+    def call_hook(self, step_s: float) -> None:
+        """After a step: call the hook for it, if it is this rank's to call.
+
+        :raises TrainingError: the hook raised.
+        """
+        if self._hook is not None and self._calls_hook:
+            assert self.vote is not None
+            self._hook.call(self.committed_step, self.vote, step_s)
+
+    def call_missed_hook(self) -> None:
+        """After ``enter``: call the hook for the committed step if nobody of this group has called it.
+
+        :raises TrainingError: the hook raised. :raises CommunicationError: aborted, or a peer is lost.
+        """
+        hook, step = self._hook, self.committed_step
+        if hook is None or step == 0:
+            return
+        [calls] = self._summed([float(hook.called_step == step)])
+        if self._calls_hook and not calls:
+            assert self.vote is not None
+            hook.call(step, self.vote, None)
 
     # --- evaluation ------------------------------------------------------------------------------
 

@@ -231,6 +231,7 @@ class Trainer:
             )
         )
         try:
+            engine.call_missed_hook()
             while True:
                 if engine.evaluation_due and engine.evaluate(lambda: self._mailbox.stop_wanted):
                     return
@@ -248,6 +249,7 @@ class Trainer:
                         microbatch_ms=result.microbatch_ms,
                     )
                 )
+                engine.call_hook(result.step_s)
                 self._say_diverged(generation, engine, result)
                 if result.snap:
                     self._snap(engine, generation)

@@ -114,6 +114,7 @@ class Fleet:
         if self.restore:
             engine.restore(Path(self.restore), resume)
         engine.enter(resume, communicator)
+        engine.call_missed_hook()
 
     def steps(self, count: int) -> list[StepResult]:
         """All make so many steps; the last results."""
@@ -123,6 +124,8 @@ class Fleet:
                 self.evaluate()
             results = self.each(lambda rank, engine: engine.step(lambda: False))
             self.votes[self.engines[0].committed_step] = results[0].vote
+            for engine, result in zip(self.engines, results, strict=True):
+                engine.call_hook(result.step_s)
         return results
 
     def evaluate(self, stop_wanted: Callable[[], bool] = lambda: False) -> bool:

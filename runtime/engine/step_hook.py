@@ -1,0 +1,50 @@
+"""``Training.on_step``: the user's hook, called after each committed step by the rank 0 of a generation.
+
+A committed step was voted on by rank 0 after it had called the hook for the step before. So when a group meets,
+the hook may be missing for the committed step alone, and the group sums up whether anybody of it has called it.
+"""
+
+from collections.abc import Callable
+
+from runtime.tracebacks import describe_error
+from runtime.training import StepInfo, TrainingError
+from runtime.watch.pace import Pace
+from runtime.wire.protocol import VoteData
+
+
+class StepHook:
+    """One rank's part in calling the hook."""
+
+    def __init__(self, hook: Callable[[StepInfo], object], rows: int, pace: Pace) -> None:
+        """:param rows: samples of a global batch."""
+        self._hook, self._rows, self._pace = hook, rows, pace
+        self.called_step = 0
+        """The newest step that needs no call: this rank made it, or the state came from a snapshot."""
+
+    def call(self, step: int, vote: VoteData, step_s: float | None) -> None:
+        """Call the hook for a committed step.
+
+        :param step_s: duration of the step; ``None``: it is unknown.
+        :raises TrainingError: the hook raised.
+        """
+        counts_tokens = vote.weight > self._rows
+        info = StepInfo(
+            step=step,
+            loss=vote.loss,
+            weight=vote.weight,
+            gradient_norm=vote.gradient_norm,
+            learning_rate=vote.learning_rate,
+            skipped=vote.skipped,
+            metrics=dict(vote.metrics),
+            step_s=step_s,
+            samples_per_s=self._rows / step_s if step_s else None,
+            tokens_per_s=vote.weight / step_s if step_s and counts_tokens else None,
+        )
+        try:
+            with self._pace.read():  # It may wait for a disk or a server without being hung.
+                self._hook(info)
+        except (Exception, SystemExit) as error:
+            raise TrainingError(
+                f"Training.on_step raised {describe_error(error)} for step {step}; the step is committed"
+            ) from error
+        self.called_step = step
