@@ -58,6 +58,8 @@ class Heartbeat:
     """Step of the snapshot of its job that it was last told to keep (``KeepSnapshot``)."""
     spoiled: int = 0
     """Step of the one of which bytes changed here that cannot be made again; 0: of none."""
+    doing: str = ""
+    """What a trainer here does to build the job, in words; empty when all have built it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,9 +225,10 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
     from asyncio import Queue
 
     from ftd.client import ClusterClient
+    from ftd.view.text import waiting_words
 
     states: Queue[dict[str, Any]] = Queue()
-    seen = False
+    seen, said = False, ""
     async with ClusterClient(address, on_state=states.put_nowait):
         while True:
             state = await states.get()
@@ -237,6 +238,10 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
                 continue  # Nobody coordinates at the moment, or the state is older than the job.
             if job["id"] != job_id:
                 return {"finished": False, "text": f"{job_id} is over; {job['id']} has taken its place"}
+            waiting = waiting_words(state) if state["phase"] == "WAITING" else ""
+            if waiting not in ("", said):
+                typer.echo(f"ftd: {waiting}", err=True)
+                said = waiting
             if state["phase"] in ("FINISHED", "FAILED"):
                 finished = state["phase"] == "FINISHED" and state["step"] >= job["steps"]
                 return {"finished": finished, "text": state["outcome"]}

@@ -215,6 +215,7 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
                 progress=report.progress,
                 waiting=report.waiting,
                 reading=report.reading,
+                doing=report.doing,
             )
         case protocol.PeerSuspected():
             return TrainerSuspectedPeer(

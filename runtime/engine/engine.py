@@ -87,9 +87,13 @@ class Engine:
     def __init__(
         self, data: TrainingData, device: torch.device, pace: Pace, *, verified: bool = False
     ) -> None:
+        pace.show("running the training function")
         training = load_training(data)
         self.data = data
         self.pace = pace
+        pace.show(
+            "cutting the model into layers" if verified else "cutting the model into layers and verifying it"
+        )
         self.model = Model(training, data, device, verified=verified)
         pace.tick()
         if data.zero1:

@@ -192,7 +192,9 @@ class Link:
             if now >= beat_at:
                 beat_at = now + BEAT_S
                 pace = self._pace
-                self.send(Beat(progress=pace.progress, waiting=pace.waiting, reading=pace.reading))
+                self.send(
+                    Beat(progress=pace.progress, waiting=pace.waiting, reading=pace.reading, doing=pace.doing)
+                )
             readable, _, _ = select.select([self._socket], [], [], max(0.0, beat_at - now))
             if not readable:
                 continue

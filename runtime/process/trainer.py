@@ -114,7 +114,7 @@ class Trainer:
         # must not have to pay. What is here now stays anyway.
         gc.collect()
         gc.freeze()
-        self._pace.tick()
+        self._pace.show("")
         if prepare.describe:
             self._describe(engine, prepare.job_id)
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
@@ -151,11 +151,15 @@ class Trainer:
         self._mailbox.keep, self._mailbox.mend = engine.snapshots.keep, engine.snapshots.put
 
     def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
+        self._pace.show("measuring its layers")
         measured = measure(
             engine.model,
             prepare.training,
             devices_per_node=prepare.devices_per_node,
-            progress=lambda done, total: self._pace.tick(),  # A large model takes longer than a hang may.
+            # A large model takes longer than a hang may: each layer is progress.
+            progress=lambda done, total: self._pace.show(
+                f"measuring layer {min(done + 1, total)} of {total}"
+            ),
         )
         return measured.profile
 

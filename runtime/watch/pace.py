@@ -31,6 +31,8 @@ class Pace:
         self.waiting = False
         self.reading = False
         """Samples of the data set: user code that may wait for a disk, which is no hang for much longer."""
+        self.doing = ""
+        """What is done before the trainer is prepared, for people who wait for it."""
         self.bubble_s = 0.0
         """Waited for peers since ``begin_step``."""
         self.sums_s = 0.0
@@ -44,6 +46,11 @@ class Pace:
         """Set while ``waiting``, for who has work for such times."""
         self.trace = Recorder()
         self._sleep_s = 0.0
+
+    def show(self, doing: str) -> None:
+        """A part of the preparation begins. :param doing: in words; empty: it is over."""
+        self.doing = doing
+        self.tick()
 
     def begin_step(self) -> None:
         """Waits are counted from here on."""

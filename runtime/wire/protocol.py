@@ -415,6 +415,8 @@ class Beat(Frame, frozen=True, kw_only=True):
     waiting: bool
     reading: bool = False
     """Samples of the data set."""
+    doing: str = ""
+    """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
 
 
 class PeerSuspected(Frame, frozen=True, kw_only=True):

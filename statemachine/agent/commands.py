@@ -117,6 +117,7 @@ def heartbeat(a: Agent) -> None:
             lineage=a.lineage,
             kept=a.kept,
             spoiled=a.spoiled,
+            doing=next((t.doing for t in a.trainers if t.phase is TrainerPhase.PREPARING and t.doing), ""),
         )
     )
 

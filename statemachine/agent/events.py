@@ -79,6 +79,8 @@ class TrainerBeat(Event):
     progress: int
     waiting: bool
     reading: bool = False
+    doing: str = ""
+    """What it does before it is prepared, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

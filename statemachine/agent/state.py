@@ -100,6 +100,8 @@ class Trainer:
     """When it last made progress, or was waiting."""
     reading: bool = False
     """Samples of the data set, when last heard of."""
+    doing: str = ""
+    """What it did before it was prepared, when last heard of."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,6 +26,7 @@ def _beat(a: Agent, event: TrainerBeat) -> None:
     trainer.beat_at = a.at
     trainer.starved_s = 0.0
     trainer.reading = event.reading
+    trainer.doing = event.doing
     if event.waiting or event.progress != trainer.progress:
         trainer.moved_at = a.at
         trainer.progress = event.progress

@@ -35,9 +35,11 @@ from statemachine.cluster.state import (
 from statemachine.cluster.words import counted
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.messages import Prepare, Prepared, Released, Stop
+from statemachine.messages import Heartbeat, Prepare, Prepared, Released, Stop
 from statemachine.values import ClusterPhase, CommittedStep, Profiled
 
+MOST_DOING = 100
+"""Characters of what a node says that it does."""
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
 
@@ -187,6 +189,15 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         c.persist()
     if news:
         c.publish()
+
+
+def take_doing(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """Before the start, people see how far nodes are with building the model."""
+    doing = signal.doing[:MOST_DOING] if node.asked else ""
+    if doing != node.doing:
+        node.doing = doing
+        if c.phase is ClusterPhase.WAITING:
+            c.publish()
 
 
 def templates_ready(c: Cluster, job_id: str) -> None:

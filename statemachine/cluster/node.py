@@ -97,6 +97,8 @@ class NodeMachine:
     heard_at: float = 0.0
     """Time of the last signal of this incarnation."""
     asked: bool = False
+    doing: str = ""
+    """What its trainers do to build the job, in words."""
     """``Prepare`` was sent for the present job and is not answered."""
     prepared: bool = False
     """Every trainer built the present job."""
@@ -162,7 +164,7 @@ class NodeMachine:
     def forget_job(self) -> None:
         """The job is over: what was true about this node and that job is no more."""
         self.asked = self.prepared = self.returning = False
-        self.unfit = None
+        self.unfit, self.doing = None, ""
         self.counted_in = self.step = self.timed_in = 0
         self.speed, self.odd_since = 1.0, None
         self.snapshots, self.spoiled, self.keep_said = frozenset(), Counter(), 0

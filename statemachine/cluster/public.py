@@ -61,14 +61,13 @@ def _before_the_start(c: Cluster) -> str:
     if not alive:
         return "nodes"
     if c.profiled is None:
-        return (
-            f"{c.profiler} to build and measure the model"
-            if c.profiler
-            else "a node that can build the model"
-        )
+        if not c.profiler:
+            return "a node that can build the model"
+        doing = c.nodes[c.profiler].doing
+        return f"{c.profiler}, which is {doing}" if doing else f"{c.profiler} to build and measure the model"
     if not c.templates_ready:
         return "pipeline templates"
-    building = [node.name for node in alive if node.asked]
+    building = [f"{node.name} ({node.doing})" if node.doing else node.name for node in alive if node.asked]
     return f"{', '.join(building)} to build the model" if building else "nodes"
 
 

@@ -4,7 +4,7 @@ from typing import assert_never
 
 from statemachine.cluster.forgetting import unknown
 from statemachine.cluster.group import take_finished, take_resumed
-from statemachine.cluster.jobs import fail, say_not_under_way, set_draining, take_prepared
+from statemachine.cluster.jobs import fail, say_not_under_way, set_draining, take_doing, take_prepared
 from statemachine.cluster.ledger import take_heartbeat, take_stepped
 from statemachine.cluster.membership import (
     TABLE,
@@ -95,6 +95,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case Heartbeat():
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
+            take_doing(c, node, signal)
             look_behind(c, node, signal)
             snapshots.take_kept(c, node, signal)
             take_times(node, signal)

@@ -208,6 +208,17 @@ def test_only_the_first_trainer_measures() -> None:
     assert [(e.device, e.profile) for e in d.all(TrainerPrepare)] == [(0, True), (1, False)]
 
 
+def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None:
+    d = Daemon(devices=2)
+    d.up()
+    d.order(Prepare(job=job(), profile=True))
+    for device, doing in ((0, "measuring layer 3 of 10"), (1, "")):
+        d.feed(TrainerBeat, device=device, progress=1, waiting=False, doing=doing)
+    d.fire("heartbeat", 0.25)
+    (heartbeat,) = d.signals()
+    assert isinstance(heartbeat, Heartbeat) and heartbeat.doing == "measuring layer 3 of 10"
+
+
 def test_prepare_twice_is_answered_twice_and_done_once() -> None:
     d = Daemon()
     d.prepared()

@@ -25,6 +25,7 @@ from statemachine.effects import (
     EmitEvent,
     ForeseePlan,
     PersistState,
+    PublishCluster,
     RecordSteps,
     SendCommand,
     SetTimer,
@@ -172,6 +173,17 @@ def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
     s.feed(TemplatesFailed, job_id="job-1", reason="no pipeline fits: take 2 nodes")
     assert s.machine.phase is ClusterPhase.FAILED
     assert s.machine.public_state()["outcome"] == "no pipeline fits: take 2 nodes"
+
+
+def test_a_start_says_how_far_the_nodes_are() -> None:
+    s = measuring()
+    assert s.machine.public_state()["waiting_for"] == "node-0 to build and measure the model"
+    for doing in ("measuring layer 3 of 10", "x" * 1000):
+        s.say("node-0", Heartbeat(generation=0, committed=None, doing=doing))
+        assert s.all(PublishCluster), "people see it at once"
+        assert s.machine.public_state()["waiting_for"] == f"node-0, which is {doing[:100]}"
+    s.say("node-0", Heartbeat(generation=0, committed=None, doing="x" * 1000))
+    assert not s.all(PublishCluster)
 
 
 def test_another_node_measures_when_the_first_cannot() -> None:

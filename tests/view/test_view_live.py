@@ -257,6 +257,17 @@ def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: 
     assert [line.split("planning ")[1] for line in told] == ["5 of 64", "37 of 64"]
 
 
+def test_a_pipe_gets_a_line_for_what_a_start_waits_for(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.view.live.view.PROGRESS_EVERY_S", 0.0)
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=200), 120)
+    for layer in (2, 2, 3):
+        waiting_for = f"node-0, which is measuring layer {layer} of 10"
+        view.on_state({**state, "phase": "WAITING", "step": 0, "waiting_for": waiting_for})
+    told = [line.split("waiting for ")[1] for line in out.getvalue().splitlines()]
+    assert told == [f"node-0, which is measuring layer {layer} of 10" for layer in (2, 3)]
+
+
 def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], state: Json) -> None:
     picture = Picture(120)
     for step in range(1, 12):

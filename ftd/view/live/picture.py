@@ -158,7 +158,8 @@ class Picture:
     @property
     def news(self) -> tuple[int, str]:
         """What a progress line is worth printing for, when it has changed."""
-        return self.step, planning_words(self._state)
+        before = waiting_words(self._state) if self._state.get("phase") == "WAITING" else ""
+        return self.step, planning_words(self._state) + before
 
     def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
         """One frame for a terminal of this size; a narrow one gets the boxes one below the other.
