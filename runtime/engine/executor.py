@@ -15,6 +15,7 @@ from runtime.engine.microbatches import StageMicrobatches, StageTotals
 from runtime.engine.schedule import (
     Backward,
     Forward,
+    Operation,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
@@ -80,23 +81,34 @@ class StageExecutor:
         self._stopwatch.begin()
         receives = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
         self._links.begin(receives, self._microbatches)
-        for operation in self._operations:
-            self._communicator.check()
-            self._pace.tick()
-            match operation:
-                case ReceiveActivation(microbatch=microbatch):
-                    self._inputs[microbatch] = self._links.receive()
-                case Forward(microbatch=microbatch):
-                    self._forward(microbatch)
-                case SendActivation(microbatch=microbatch):
-                    self._links.send_activation(microbatch, self._outputs[microbatch])
-                case ReceiveGradient(microbatch=microbatch):
-                    self._output_gradients[microbatch] = self._links.receive()
-                case Backward(microbatch=microbatch):
-                    self._backward(microbatch)
-                case SendGradient(microbatch=microbatch):
-                    self._send_gradient(microbatch)
+        with self._model.checked(
+            check
+        ):  # A stage may take long: an abort does not wait for all of its layers.
+            for operation in self._operations:
+                check()
+                self._pace.tick()
+                try:
+                    self._do(operation)
+                except Exception:
+                    check()  # The model's code, or autograd, may have put what an abort raised into other words.
+                    raise
         return self._totals
+
+    def _do(self, operation: Operation) -> None:
+        """Carry out one operation of the schedule."""
+        match operation:
+            case ReceiveActivation(microbatch=microbatch):
+                self._inputs[microbatch] = self._links.receive()
+            case Forward(microbatch=microbatch):
+                self._forward(microbatch)
+            case SendActivation(microbatch=microbatch):
+                self._links.send_activation(microbatch, self._outputs[microbatch])
+            case ReceiveGradient(microbatch=microbatch):
+                self._output_gradients[microbatch] = self._links.receive()
+            case Backward(microbatch=microbatch):
+                self._backward(microbatch)
+            case SendGradient(microbatch=microbatch):
+                self._send_gradient(microbatch)
 
     def microbatch_ms(self) -> float:
         """Of the last step: ``Stopwatch.microbatch_ms``."""

@@ -117,6 +117,7 @@ class Model:
         self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
         self._held = frozenset(range(count))
         self._version = 0
+        self._check: Callable[[], None] = _no_check
         self._dropout = [False] * count
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
@@ -286,6 +287,15 @@ class Model:
                 _set_mode(self._structure.layers[index], train)
                 x = self._run(index, x, step, row)
         return x
+
+    @contextmanager
+    def checked(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call ``check`` between layers, forward and backward: it may raise to end what is not wanted any more."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = _no_check
 
     def loss(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         """Return (sum, weight) of these rows: the loss of a global batch is sums over weights.
@@ -503,6 +513,8 @@ class _LayerScopes(Scopes):
         return self._seeded(layer, layer + part * self._model.layer_count)
 
     def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        check = self._model._check
+        check()
         function = self._model._faster(layer, function)
 
         def run(*given: Any, **given_by_name: Any) -> Any:
@@ -513,7 +525,7 @@ class _LayerScopes(Scopes):
         if mode == "selective" and isinstance(function, CompiledLayer):
             mode = "full"  # Compiled code uses the memory of its results again, so no single one can be kept.
         # ``run`` reseeds for itself, also when it runs again in the backward pass.
-        return recompute.run(
+        output = recompute.run(
             mode,
             run,
             arguments,
@@ -521,6 +533,12 @@ class _LayerScopes(Scopes):
             again=lambda: self._model._buffers_aside(layer),
             on_kept=self._model._on_kept,
         )
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # Before the layer's backward pass.
+                tensor.register_hook(lambda _: check())  # type: ignore[no-untyped-call]
+                break
+        return output
 
 
 def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
@@ -533,6 +551,10 @@ def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
     except Exception as error:
         raise TrainingError(f"Training.collate raised {type(error).__name__}: {error}") from error
     return cast_floating(batch, dtype)
+
+
+def _no_check() -> None:
+    """Let everything go on."""
 
 
 def _parameter(tensor: SharedTensor) -> nn.Parameter:

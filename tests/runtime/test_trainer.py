@@ -105,6 +105,68 @@ def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, t
     assert cluster.wait_exit(trainers[0].pid) == 1
 
 
+def test_a_trainer_says_what_it_does_until_it_is_prepared(cluster: Cluster, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import time
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.1)
+                return super().forward(x)
+
+        def build():
+            return Training(
+                layers=[nn.Linear(3, 3), Slow(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows()
+            )
+        """,
+    )
+    (trainer,) = cluster.fork(1)
+    trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "measuring layer 2 of 2")
+    trainer.take(p.Prepared)
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "")
+
+
+def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import pathlib, time
+        slow = pathlib.Path(__file__).with_name("slow")
+        class Wait(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                time.sleep(0.1 if slow.exists() else 0.0)
+                return x.clone()
+            @staticmethod
+            def backward(ctx, gradient):
+                time.sleep(0.1 if slow.exists() else 0.0)
+                return gradient
+        class Slow(nn.Linear):
+            def forward(self, x):
+                return Wait.apply(super().forward(x))
+
+        def build():
+            layers = [*(Slow(3, 3) for _ in range(15)), nn.Linear(3, 1)]
+            return Training(layers=layers, loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+        """,
+    )
+    trainers = cluster.fork(1)
+    data = data_for("mine.py:build", tmp_path, global_batch=4, microbatch_rows=4, steps=10**6)
+    cluster.prepare(trainers, data)
+    alone = (pipeline((0, 16, [0]), first_microbatch=0, microbatches=1),)
+    (tmp_path / "slow").touch()
+    for moment_s in (0.7, 2.2):  # Of a step: 1.5 s forward, then 1.5 s backward.
+        report = cluster.quiesce(trainers)[0]
+        cluster.resume(trainers, alone, step=report.committed_step)
+        time.sleep(moment_s)
+        asked_at = time.monotonic()
+        report = cluster.quiesce(trainers)[0]
+        assert time.monotonic() - asked_at < 0.6
+        assert report.committed_step == 0 and report.ready_step is None
+
+
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
     trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True, devices_per_node=2))
