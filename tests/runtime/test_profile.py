@@ -242,7 +242,8 @@ def test_the_times_are_the_medians_of_what_was_measured() -> None:
     assert found.device.endswith("thread") or found.device.endswith("threads")
     for layer, (whole,) in zip(found.profile.layers, found.rows, strict=True):
         assert (layer.forward_ms, layer.backward_ms) == (whole.forward.median_ms, whole.backward.median_ms)
-        assert whole.rows == 4 and 7 <= whole.forward.repeats == whole.backward.repeats <= 31
+        # The second block adds one repeat to the times of the first, with which it shares them.
+        assert whole.rows == 4 and 7 <= whole.forward.repeats == whole.backward.repeats <= 31 + 1
         for spread in (whole.forward, whole.backward):
             assert spread.minimum_ms <= spread.lower_quartile_ms <= spread.median_ms
             assert spread.median_ms <= spread.upper_quartile_ms <= spread.maximum_ms
