@@ -94,6 +94,11 @@ class ModelProfile:
     ring: Link = field(default_factory=Link)
     """One hop of the ring in which owners all-reduce gradients: each byte makes 2·(owners − 1) / owners
     of its way 2·(owners − 1) hops long."""
+    flops: float | None = None
+    """Floating-point operations of a microbatch, forward and backward, recomputation not counted; ``None``: unknown.
+    No plan depends on it."""
+    device_peak_flops: float | None = None
+    """Operations per second that one device can do at most, in the precision that computes; ``None``: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from runtime.wire.recipe import (
     ModelTable,
     NotNegative,
     OptimizerTable,
+    Positive,
     Recipe,
     ScheduleTable,
 )
@@ -68,6 +69,8 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
+    device_peak_tflops: Annotated[Positive | None, msgspec.Meta(examples=[989.0])] = None
+    """Peak of one device in this precision, for MFU; left out: that of the CUDA device, where it is known."""
     clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
     """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
@@ -168,6 +171,7 @@ def load_job_data(
         activation_checkpointing=file.training.activation_checkpointing,
         precision=file.training.precision,
         compile=file.training.compile,
+        device_peak_tflops=file.training.device_peak_tflops or 0.0,
         data_workers=file.data.workers,
         evaluation_every_steps=file.evaluation.every_steps,
         evaluation_batches=file.evaluation.batches,

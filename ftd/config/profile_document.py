@@ -22,7 +22,9 @@ MOST_MS = 1e9
 MOST_BYTES = 2**50
 MOST_COUNT = 2**31
 MOST_BYTES_PER_S = 1e18
+MOST_FLOPS = 1e30
 TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
+Flops = Annotated[float, msgspec.Meta(gt=0, le=MOST_FLOPS)]
 SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
 Devices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
@@ -159,6 +161,10 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
     """Activations and their gradients, from stage to stage; null: ftd's default, 0.1 ms and 1 GB/s."""
     ring: LinkEntry | None = None
     """One hop of an all-reduce of gradients; null: as ``link``."""
+    flops: Flops | None = None
+    """Floating-point operations of the microbatch, forward and backward, for MFU; null: unknown."""
+    device_peak_flops: Flops | None = None
+    """Operations per second that one device can do at most; null: unknown."""
     network: NetworkEntry | None = None
     provenance: ProvenanceEntry | None = None
 

@@ -111,6 +111,8 @@ def model_profile(document: ProfileDocument) -> ModelProfile:
         stage_devices=document.stage_devices,
         link=link,
         ring=_link(document.ring) if document.ring else link,
+        flops=document.flops,
+        device_peak_flops=document.device_peak_flops,
     )
 
 
@@ -122,6 +124,8 @@ def profile_document(profile: ModelProfile) -> ProfileDocument:
         layers=tuple(msgspec.convert(msgspec.to_builtins(layer), LayerEntry) for layer in profile.layers),
         device_memory_bytes=profile.device_memory_bytes,
         stage_devices=profile.stage_devices,
+        flops=profile.flops,
+        device_peak_flops=profile.device_peak_flops,
         link=LinkEntry(latency_ms=profile.link.latency_ms, bytes_per_s=profile.link.bytes_per_s),
         ring=LinkEntry(latency_ms=profile.ring.latency_ms, bytes_per_s=profile.ring.bytes_per_s),
     )

@@ -355,4 +355,6 @@ def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
         ),
         microbatch_rows=data.microbatch_rows,
         device_memory_bytes=data.device_memory_bytes,
+        flops=data.flops,
+        device_peak_flops=data.device_peak_flops,
     )

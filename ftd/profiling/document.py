@@ -40,6 +40,8 @@ def document_of(
         microbatch_rows=profile.microbatch_rows,
         layers=tuple(entries),
         device_memory_bytes=profile.device_memory_bytes,
+        flops=profile.flops,
+        device_peak_flops=profile.device_peak_flops,
         link=link,
         ring=ring,
         network=network,

@@ -14,7 +14,7 @@ _COMPARED: dict[Kind, tuple[str, ...]] = {
     "evaluation": ("loss", "weight", "metrics"),
 }
 """Values that are equal in two reports of the same step; durations and generations may differ."""
-_OF_A_STEP = ("loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s", "step_s")
+_OF_A_STEP = ("loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "step_s")
 _ALWAYS = frozenset({"loss", "gradient_norm"})
 """Logged as NaN where the event has null, for no finite number; of the others null means: not known."""
 

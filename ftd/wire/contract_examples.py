@@ -32,7 +32,7 @@ DETAILS: dict[str, Json] = {
     "StepCommitted": {
         "loss": 2.6112, "gradient_norm": 0.91, "skipped": False, "step_s": 0.1, "samples_per_s": 320.0,
         "learning_rate": 0.0003, "weight": 8192.0, "tokens_per_s": 81920.0, "loss_scale": 1.0,
-        "metrics": {"accuracy": 0.41},
+        "metrics": {"accuracy": 0.41}, "mfu": 0.43,
     },
     "Evaluated": {"loss": 2.7, "weight": 65536.0, "metrics": {"accuracy": 0.4}, "took_s": 1.2},
     "JobFinished": {"checksum": "9f2c6a1e0b7d4c35"},

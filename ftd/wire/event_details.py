@@ -82,6 +82,8 @@ class StepCommitted(Details, frozen=True, kw_only=True):
     """float16: the factor by which the loss was multiplied; 1 otherwise."""
     metrics: dict[str, float | None]
     """Own metrics of the training function, averaged over the global batch; null: no finite number."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of all planned devices, from 0 to 1; null where their peak is unknown."""
 
 
 class Evaluated(Details, frozen=True, kw_only=True):

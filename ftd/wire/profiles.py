@@ -12,6 +12,7 @@ from ftd.config.profile_document import (
     MOST_BYTES,
     MOST_BYTES_PER_S,
     MOST_COUNT,
+    MOST_FLOPS,
     MOST_MS,
 )
 from planner.values import LayerProfile, Link, ModelProfile
@@ -43,6 +44,9 @@ def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
     yield "microbatch_rows", profile.microbatch_rows, 1, MOST_COUNT
     if profile.device_memory_bytes is not None:
         yield "device_memory_bytes", profile.device_memory_bytes, 1, MOST_BYTES
+    for name in ("flops", "device_peak_flops"):
+        if (value := getattr(profile, name)) is not None:
+            yield name, value, 1, MOST_FLOPS
     if profile.stage_devices is not None:
         yield "the number of stage_devices", len(profile.stage_devices), 1, MAX_DEVICES
         for devices in profile.stage_devices:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils import _pytree as tree
 from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import CPU, Model, first_batch
+from runtime.measuring.utilisation import count_flops, peak_flops
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
 from runtime.training import Batch, Training, TrainingError, load_training
@@ -156,13 +158,21 @@ def measure(
     looks: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
     unselectable: list[str] = []
+    flops: dict[Hashable, int] = {}
+    total_flops = 0
+    peak = peak_flops(data, model.device)
     fullest = _rows_of_fullest(rows, devices_per_node, coupled=model.couples_rows)
     counts = sorted({*fullest.values()} - {rows})
     with model.buffers_kept(), model.recomputing("none"):
         for layer in range(model.layer_count):
             given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
-            equal = looks.setdefault(_look(given), {})
+            look = _look(given)
+            equal = looks.setdefault(look, {})
             times = _time_layer(given, "none", equal)
+            if peak is not None:
+                if look not in flops:
+                    flops[look] = count_flops(partial(given.outputs, _as_received(activation)))
+                total_flops += flops[look]
             parts, problem = _measure_parts(given, counts, equal)
             unmeasured += [problem] if problem else []
             kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
@@ -185,6 +195,8 @@ def measure(
             ),
             microbatch_rows=rows,
             device_memory_bytes=_device_memory_bytes(model.device),
+            flops=float(total_flops) if peak is not None and total_flops else None,
+            device_peak_flops=peak,
         ),
         names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
         rows=tuple(

@@ -140,6 +140,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``float32``, ``tf32``, ``bfloat16``, ``float16`` or ``float64`` (``runtime.precision``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
+    device_peak_tflops: float = 0.0
+    """Peak of one device in this precision, for MFU; 0: that of the CUDA device, where it is known."""
     profile_given: bool = False
     """The user has measured the model before: no trainer of the cluster does, and each one verifies it."""
     data_workers: int = 0
@@ -299,6 +301,8 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerProfileData, ...]
     microbatch_rows: int
     device_memory_bytes: int | None
+    flops: float | None = None
+    device_peak_flops: float | None = None
 
 
 class Described(Frame, frozen=True, kw_only=True):

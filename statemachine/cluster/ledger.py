@@ -171,8 +171,19 @@ def _committed(c: Cluster, job: Job, step: int, vote: Vote, step_s: float) -> Em
             "tokens_per_s": vote.weight / step_s if step_s > 0 and vote.weight > rows else None,
             "loss_scale": vote.loss_scale,
             "metrics": dict(vote.metrics),
+            "mfu": _mfu(c, job, step_s),
         },
     )
+
+
+def _mfu(c: Cluster, job: Job, step_s: float) -> float | None:
+    """Return the model FLOPs utilisation of all planned devices, from 0 to 1; ``None`` where it is unknown."""
+    profile = c.profiled.profile if c.profiled is not None else None
+    devices = len(c.planned) * job.policy.devices_per_node
+    if profile is None or not profile.flops or not profile.device_peak_flops or not devices or step_s <= 0:
+        return None
+    microbatches = job.policy.global_batch / profile.microbatch_rows
+    return profile.flops * microbatches / (step_s * devices * profile.device_peak_flops)
 
 
 def _warn_of_skipped(c: Cluster, vote: Vote) -> None:

@@ -65,6 +65,8 @@ def own_tree() -> Tree:
         "microbatch_rows": 4,
         "device_memory_bytes": 8_000_000,
         "stage_devices": [1, 2, 4],
+        "flops": 3.5e9,
+        "device_peak_flops": 989e12,
         "layers": [
             {
                 "name": name,
@@ -143,6 +145,8 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
         microbatch_rows=4,
         device_memory_bytes=8_000_000,
         stage_devices=(1, 2, 4),
+        flops=3.5e9,
+        device_peak_flops=989e12,
         link=Link(latency_ms=0.05, bytes_per_s=2e9),
         ring=Link(latency_ms=0.07, bytes_per_s=1.5e9),
     )
@@ -150,7 +154,16 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
 
 def test_what_may_be_left_out_has_its_default(tmp_path: Path) -> None:
     tree = own_tree()
-    for name in ("device_memory_bytes", "stage_devices", "link", "ring", "network", "provenance"):
+    optional = (
+        "device_memory_bytes",
+        "stage_devices",
+        "flops",
+        "device_peak_flops",
+        "link",
+        "ring",
+        "network",
+    )
+    for name in (*optional, "provenance"):
         del tree[name]
     for layer in tree["layers"]:
         del layer["name"], layer["split"], layer["measured"]

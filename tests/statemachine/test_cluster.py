@@ -822,6 +822,19 @@ def test_a_step_is_told_with_all_that_its_vote_says() -> None:
     assert (third["weight"], third["tokens_per_s"], third["metrics"]) == (1.0, None, {}), "a plain mean"
 
 
+def test_the_utilisation_of_the_devices_is_told_where_their_peak_is_known() -> None:
+    s = Coordination()
+    s.running(4, profile=replace(PROFILE, flops=1e9, device_peak_flops=1e12))
+    s.stepped("node-0", 1, 2)
+    policy = job().policy
+    flops = 1e9 * policy.global_batch / PROFILE.microbatch_rows
+    peak = 1e12 * 4 * policy.devices_per_node
+    assert s.one(EmitEvent).details["mfu"] == pytest.approx(flops / (0.1 * peak))
+    s = running()
+    s.stepped("node-0", 1, 2)
+    assert s.one(EmitEvent).details["mfu"] is None
+
+
 def test_steps_that_another_coordinator_told_are_recalled_and_not_told_again() -> None:
     s = running()
     s.stepped("node-0", 1, 2, 3, 4, 5)

@@ -40,6 +40,8 @@ def with_new_fields(state: Any) -> Any:
             return whole | {"recompute": "none"}
         if "activation_bytes" in whole:
             return whole | {"full": None, "selective": None}
+        if "stage_devices" in whole:
+            return whole | {"flops": None, "device_peak_flops": None}
         if whole.pop("checkpoint_activations", None) is False:
             return whole | {"activation_checkpointing": "none"}
         return whole | ({"exported_step": 0} if "spoiled" in whole else {})

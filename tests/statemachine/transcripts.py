@@ -264,7 +264,7 @@ class Coordination(Script):
         asked: ComputePlan = self.one(ComputePlan)
         return self.feed(PlanReady, generation=asked.generation, plan=self.planner.plan(asked.situation))
 
-    def running(self, nodes: int = 4, steps: int = 10) -> None:
+    def running(self, nodes: int = 4, steps: int = 10, profile: ModelProfile = PROFILE) -> None:
         """Bring the job to its first steps on node-0 … in generation 1, off the record."""
         self.feed(BrokerConnected)
         names = [f"node-{n}" for n in range(nodes)]
@@ -272,7 +272,7 @@ class Coordination(Script):
             self.hello(name, 100 + number)
         self.feed(JobSubmitted, request="r", job=job(steps=steps))
         for number, name in enumerate(names):
-            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
+            self.say(name, Prepared(job_id="job-1", profile=profile if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")
         for name in names:
             self.quiesced(name, 1, report())

@@ -37,13 +37,14 @@ def test_how_long_a_step_took_makes_it_no_other_one() -> None:
 
 
 def test_what_is_plotted_of_a_step() -> None:
-    scalars = row(2, loss_scale=1024.0, tokens_per_s=81920.0).scalars()
+    scalars = row(2, loss_scale=1024.0, tokens_per_s=81920.0, mfu=0.4).scalars()
     assert scalars == {
         "train/loss": 0.5,
         "train/learning_rate": 0.02,
         "train/gradient_norm": 1.0,
         "train/samples_per_s": 320.0,
         "train/tokens_per_s": 81920.0,
+        "train/mfu": 0.4,
         "train/step_s": 0.1,
         "train/loss_scale": 1024.0,
         "train/metrics/accuracy": 0.002,
