@@ -4,7 +4,17 @@ from typing import Any
 
 from rich.text import Text
 
-from ftd.view.text import EVENT_MARKS, JsonMap, clock, duration, number, size, words
+from ftd.view.text import (
+    EVENT_MARKS,
+    JsonMap,
+    clock,
+    duration,
+    learning_rate_words,
+    number,
+    size,
+    throughput_words,
+    words,
+)
 
 
 def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
@@ -38,10 +48,15 @@ def said(name: str, event: JsonMap) -> str:
     """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
     details: dict[str, Any] = event.get("details") or {}
     if name == "StepCommitted":
-        rate = details.get("samples_per_s")
-        speed = f", {number(rate, 0)} samples/s" if rate else ""
-        skipped = ", skipped" if details.get("skipped") else ""
-        return f"step {event.get('step')}  loss {number(details.get('loss'))}{speed}{skipped}"
+        speed = throughput_words(details.get("tokens_per_s"), details.get("samples_per_s"))
+        learning_rate = learning_rate_words(details.get("learning_rate"))
+        parts = [
+            f"step {event.get('step')}  loss {number(details.get('loss'))}",
+            speed,
+            f"learning rate {learning_rate}" if learning_rate else "",
+            "skipped" if details.get("skipped") else "",
+        ]
+        return ", ".join(filter(None, parts))
     reason = " ".join(str(event.get("reason") or "").split())
     recovery: JsonMap | None = details.get("recovery")
     if name == "RecoveryCompleted" and recovery:

@@ -230,6 +230,28 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
+def rate(value: float) -> str:
+    """Something per second: ``0.52``, ``7.3``, ``320``, ``51,200``."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def throughput_words(tokens_per_s: float | None, samples_per_s: float | None) -> str:
+    """``51,200 tokens/s``; samples where the loss has no tokens, and nothing where neither is known."""
+    if tokens_per_s:
+        return f"{rate(tokens_per_s)} tokens/s"
+    return f"{rate(samples_per_s)} samples/s" if samples_per_s else ""
+
+
+def learning_rate_words(value: float | None) -> str:
+    """``0.003``, ``3e-05``; empty where it is unknown, which events call 0."""
+    return f"{value:.3g}" if value else ""
+
+
+def metrics_words(metrics: Mapping[str, float | None] | None) -> str:
+    """``accuracy 0.2500, f1 0.3000``; empty where there are none."""
+    return ", ".join(f"{name} {number(value)}" for name, value in (metrics or {}).items())
+
+
 def clock(at: str | None) -> str:
     """The local wall-clock time of an ISO-8601 stamp, to the millisecond."""
     if not at:

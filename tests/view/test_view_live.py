@@ -50,6 +50,35 @@ def test_a_frame_shows_nodes_pipelines_progress_and_events(
     assert "× 5 microbatches" in text
 
 
+@pytest.mark.parametrize("width", [80, 110, 140])
+def test_a_frame_shows_tokens_the_learning_rate_and_evaluations(
+    run_events: list[Json], state: Json, event: Make, width: int
+) -> None:
+    def evaluated(step: int, loss: float) -> Json:
+        details = {"loss": loss, "weight": 512.0, "metrics": {"accuracy": 0.25}, "took_s": 0.1}
+        return event("Evaluated", 1000.5 + step / 10, step=step, generation=1, details=details)
+
+    picture = at_step_90(run_events, state)
+    before = "\n".join(frame(picture, width, 40))
+    assert "held out" not in before and "learning rate" not in before and "tokens" not in before
+    newest = {**run_events[3], "event": "StepCommitted", "step": 91}
+    newest["details"] = {"loss": 2.6, "tokens_per_s": 40960.0, "samples_per_s": 320.0, "learning_rate": 3e-4}
+    for told in (evaluated(40, 4.3), evaluated(80, 2.9), newest):
+        picture.see_event(told)
+    lines = frame(picture, width, 40)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width and len(lines) <= 40
+    assert "40,960 tokens/s, 100 ms" in text and "samples/s" not in text
+    assert ("lr 0.0003" if width == 80 else "learning rate 0.0003") in text
+    assert "held out 2.9000" in text and "step 80, accuracy 0.2500" in text
+    assert text.count("◆") == 3, "two in the chart, and one that says what they are"
+    assert "40,960 tokens/s" in picture.progress_line()
+    picture.see_event(event("RolledBack", 1012.0, step=60, generation=4, details={"to_step": 60}))
+    assert "held out 4.3000" in "\n".join(frame(picture, width, 40))
+    small = "\n".join(frame(picture, 80, 24))
+    assert "lr 0.0003" in small and "◆ held out 4.30" in small and "accuracy" not in small
+
+
 def test_stages_are_as_wide_as_their_layers(run_events: list[Json], state: Json) -> None:
     lines = frame(at_step_90(run_events, state))
     bar = next(line for line in lines if line.startswith("│ A "))
@@ -165,7 +194,7 @@ def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json
     nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
     picture.see_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
     lines = frame(picture, 80, 24)
-    assert any("1182 samples/s, 41 ms" in line for line in lines)
+    assert any("1,182 samples/s, 41 ms" in line for line in lines)
     assert any("node-0" in line and "drained" in line for line in lines)
     assert any("node-1" in line and "draining" in line for line in lines)
 

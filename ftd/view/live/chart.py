@@ -1,4 +1,5 @@
-"""The loss as a small bar chart: block characters, a colour where a failure or a join happened."""
+"""The loss as a small bar chart: block characters, a colour where a failure or a join happened, and a mark at
+the loss of each evaluation."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,6 +10,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 FAILURE_STYLE = "red"
 CHANGE_STYLE = "green"
 LINE_STYLE = "#5fafff"
+EVALUATION_MARK, EVALUATION_STYLE = "◆", "bold #ffaf5f"
 
 
 class History:
@@ -81,29 +83,45 @@ def loss_chart(
     height: int,
     failures: Sequence[int] = (),
     changes: Sequence[int] = (),
+    evaluations: Sequence[tuple[int, float | None]] = (),
 ) -> Text:
     """``height`` lines of at most ``width`` characters, with the steps of failures and changes coloured.
 
     A value that is not finite leaves its column empty.
+
+    :param evaluations: steps, and the loss on held-out data after each; the newest of a column is drawn.
     """
     columns = resample(history.values, width)
     finite = [v for v in columns if v - v == 0]
     if not finite:
         said = "no loss was a finite number" if columns else "waiting for the first step"
         return Text(said, style="dim")
-    low, high = min(finite), max(finite)
+    held_out = {
+        column_of(step, history, width): loss
+        for step, loss in evaluations
+        if loss is not None and loss - loss == 0
+    }
+    drawn = [*finite, *held_out.values()]
+    low, high = min(drawn), max(drawn)
     span = high - low or 1.0
-    levels = [1 + round((v - low) / span * (height * 8 - 1)) if v - v == 0 else 0 for v in columns]
+
+    def level(value: float) -> int:
+        return 1 + round((value - low) / span * (height * 8 - 1))
+
+    levels = [level(v) if v - v == 0 else 0 for v in columns]
+    marks = {column: (level(loss) - 1) // 8 for column, loss in held_out.items()}
     styles = [LINE_STYLE] * len(columns)
     for steps, style in ((changes, CHANGE_STYLE), (failures, FAILURE_STYLE)):
         for step in steps:
             styles[column_of(step, history, width)] = style
     chart = Text(no_wrap=True)
     for row in reversed(range(height)):
-        for level, style in zip(levels, styles, strict=True):
+        for column, (top, style) in enumerate(zip(levels, styles, strict=True)):
             marked = style != LINE_STYLE
-            filled = min(max(level - row * 8, 0), 8)
-            if filled == 0 and marked:
+            filled = min(max(top - row * 8, 0), 8)
+            if marks.get(column) == row:
+                chart.append(EVALUATION_MARK, style=EVALUATION_STYLE)
+            elif filled == 0 and marked:
                 chart.append("╵" if row == height - 1 else "╎", style=f"dim {style}")
             else:
                 chart.append(BLOCKS[filled], style=style)

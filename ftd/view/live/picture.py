@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ftd.view.blocks import PipelineBars, node_table
 from ftd.view.lines import event_line
-from ftd.view.live.chart import History, loss_chart
+from ftd.view.live.chart import EVALUATION_MARK, EVALUATION_STYLE, History, loss_chart
 from ftd.view.live.rows import rows_for
 from ftd.view.text import (
     PHASE_STYLES,
@@ -25,9 +25,12 @@ from ftd.view.text import (
     duration,
     is_failure,
     leader_words,
+    learning_rate_words,
+    metrics_words,
     number,
     planning_words,
     plural,
+    throughput_words,
     waiting_words,
 )
 
@@ -35,6 +38,8 @@ QUIET_S = 5.0
 """While it trains, the coordinator says something twice in a second."""
 MOST_WORRY = 4
 """Lines of it."""
+MOST_EVALUATIONS = 1000
+"""The newest ones are drawn."""
 _TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
@@ -49,7 +54,11 @@ class Picture:
         self._failures: list[int] = []
         self._changes: list[int] = []
         self._colours = NodeColours()
+        self._evaluations: deque[tuple[int, JsonMap]] = deque(maxlen=MOST_EVALUATIONS)
+        """Steps, and the details of the evaluations after them."""
         self._loss: float | None = None
+        self._newest: JsonMap = {}
+        """Details of the newest committed step."""
         self._seen_step = 0
         self._recorded_step = 0
         self._several = False
@@ -87,7 +96,9 @@ class Picture:
         if name == "JobSubmitted":
             self._begin_anew()
         if name == "StepCommitted":
-            self._see_step(int(event["step"]), details.get("loss"))
+            self._see_step(int(event["step"]), details)
+        if name == "Evaluated":
+            self._see_evaluation(int(event["step"]), details)
         if name == "LeaderElected":
             self._several = True
         if name == "RolledBack":
@@ -116,10 +127,13 @@ class Picture:
         """Another job: what its predecessor's steps were is no part of it."""
         self._losses = History()
         self._failures, self._changes = [], []
-        self._loss, self._seen_step, self._recorded_step = None, 0, 0
+        self._evaluations.clear()
+        self._loss, self._newest, self._seen_step, self._recorded_step = None, {}, 0, 0
 
-    def _see_step(self, step: int, loss: float | None) -> None:
-        self._seen_step = max(self._seen_step, step)
+    def _see_step(self, step: int, details: JsonMap) -> None:
+        if step >= self._seen_step:
+            self._seen_step, self._newest = step, details
+        loss = details.get("loss")
         if loss is None or step <= self._recorded_step:
             return
         self._recorded_step = step
@@ -133,6 +147,12 @@ class Picture:
             self._state = {**self._state, "step": step}
         self._recorded_step = min(self._recorded_step, step)
         self._losses.cut(step)
+        while self._evaluations and self._evaluations[-1][0] > step:
+            self._evaluations.pop()
+
+    def _see_evaluation(self, step: int, details: JsonMap) -> None:
+        if not self._evaluations or step > self._evaluations[-1][0]:
+            self._evaluations.append((step, details))
 
     def progress_line(self) -> str:
         """Where the run stands, for a log."""
@@ -145,7 +165,7 @@ class Picture:
             f"{'progress':<10}",
             f"step {self.step}" + (f"/{total}" if total else ""),
             f"loss {number(self._current_loss())}",
-            f"{number(self._state.get('samples_per_s'), 0)} samples/s",
+            self._throughput() or "– samples/s",
             f"{phase}, {plural(at_work, 'node')} at work",
         ]
         waiting = waiting_words(self._state)
@@ -173,7 +193,11 @@ class Picture:
         most = max(1, min(MOST_WORRY, height - 9))
         lines = list(worry.wrap(Console(width=width), width - 4))[:most] if worry else []
         rows = rows_for(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
-        parts: list[RenderableType] = [self._headline(lines, width)]
+        fewer = rows_for(height - len(lines) - 1, wide=wide, nodes=known, pipelines=len(pipelines))
+        learning: tuple[Text, ...] = ()
+        if fewer.chart and (learning := self._learning(wide=wide)):
+            rows = fewer
+        parts: list[RenderableType] = [self._headline(learning, lines, width)]
         nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
         if wide and nodes is not None and rows.chart:
             left = min(max(44, width * 9 // 20), 60)
@@ -194,14 +218,15 @@ class Picture:
         parts.append(self._event_box(rows.events))
         return Group(*parts)
 
-    def _headline(self, worry: Sequence[Text], width: int) -> RenderableType:
+    def _headline(self, learning: Sequence[Text], worry: Sequence[Text], width: int) -> RenderableType:
         phase = str(self._state.get("phase") or "WAITING")
         style = PHASE_STYLES.get(phase, "white")
         job: JsonMap = self._state.get("job") or {}
+        batch = f"global batch {job['global_batch']}" if "global_batch" in job else ""
         total = self.total_steps
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(width=13)
-        grid.add_column(width=16 if self.step else 21)
+        grid.add_column(width=17 if self.step else 21)
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
         share = self.step / total if total else 0.0
@@ -225,8 +250,10 @@ class Picture:
             Text(f"generation {self._state.get('generation', 0)}", style="dim"),
             Text.assemble(("loss ", "dim"), (number(self._current_loss()), "bold")),
             self._speed(),
-            Text(f"global batch {job['global_batch']}" if "global_batch" in job else "", style="dim"),
+            Text(self._learning_rate() if not learning and self._learning_rate() else batch, style="dim"),
         )
+        if learning:
+            grid.add_row("", *learning)
         title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
         return Panel(
             Group(grid, *worry),
@@ -252,13 +279,34 @@ class Picture:
             return str(self._state.get("outcome") or "")
         return "\n".join(filter(None, [waiting_words(self._state), *barred_words(self._state)]))
 
+    def _throughput(self) -> str:
+        """Tokens per second where the loss has some; empty while nothing is computed."""
+        samples_per_s = self._state.get("samples_per_s")
+        return throughput_words(self._newest.get("tokens_per_s"), samples_per_s) if samples_per_s else ""
+
     def _speed(self) -> Text:
-        rate, step_s = self._state.get("samples_per_s"), self._state.get("step_s")
-        if not rate or not step_s:
+        throughput, step_s = self._throughput(), self._state.get("step_s")
+        if not throughput or not step_s:
             return Text("")
-        speed = Text.assemble((number(rate, 0), "bold"), (" samples/s, ", "dim"), duration(step_s))
-        speed.no_wrap, speed.overflow = True, "ellipsis"  # One line in 80 columns.
-        return speed
+        value, unit = throughput.split()
+        return _one_line(Text.assemble((value, "bold"), (f" {unit}, ", "dim"), duration(step_s)))
+
+    def _learning_rate(self, name: str = "lr") -> str:
+        value = learning_rate_words(self._newest.get("learning_rate"))
+        return f"{name} {value}" if value else ""
+
+    def _learning(self, *, wide: bool) -> tuple[Text, ...]:
+        """The newest evaluation, and the learning rate; nothing while neither is known."""
+        rate = self._learning_rate("learning rate" if wide else "lr")
+        loss = where = Text("")
+        if self._evaluations:
+            step, details = self._evaluations[-1]
+            loss = Text.assemble(("held out ", "dim"), (number(details.get("loss")), "bold"))
+            said = filter(
+                None, [f"{'after ' if wide else ''}step {step}", metrics_words(details.get("metrics"))]
+            )
+            where = _one_line(Text(", ".join(said), style="dim"))
+        return (loss, where, Text(rate, style="dim")) if rate or self._evaluations else ()
 
     def _left(self, total: int | None) -> str:
         step_s = self._state.get("step_s")
@@ -273,6 +321,7 @@ class Picture:
             height=rows,
             failures=self._failures,
             changes=self._changes,
+            evaluations=[(step, details.get("loss")) for step, details in self._evaluations],
         )
         legend = Text(no_wrap=True, overflow="ellipsis")
         values = self._losses.values
@@ -284,6 +333,9 @@ class Picture:
             legend.append("   █", style="green").append(
                 f" {plural(len(self._changes), 'other change')}", style="dim"
             )
+            if self._evaluations:
+                held_out = f" held out {number(self._evaluations[-1][1].get('loss'), 2)}"
+                legend.append(f"   {EVALUATION_MARK}", style=EVALUATION_STYLE).append(held_out, style="dim")
         return _box(Group(chart, legend), "loss", height)
 
     def _event_box(self, rows: int) -> RenderableType:
@@ -296,6 +348,12 @@ def _box(content: RenderableType, title: str, height: int | None = None) -> Pane
     return Panel(
         content, title=f"[dim]{title}[/]", title_align="left", border_style="bright_black", height=height
     )
+
+
+def _one_line(text: Text) -> Text:
+    """Cut off what a narrow terminal has no room for."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def _whole(seconds: float) -> str:
