@@ -45,6 +45,10 @@ class StepRecord:
     step_s: float | None
     generation: int | None
     at_s: float
+    learning_rate: float | None = None
+    """Of the optimizer's first parameter group; ``None`` where it is unknown."""
+    weight: float | None = None
+    """Rows of the global batch, or its tokens that count; ``None`` where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,6 +235,8 @@ class ReportBuilder:
             step_s=_finite(details.get("step_s")),
             generation=event.get("generation"),
             at_s=self._since(float(event["monotonic"])),
+            learning_rate=_finite(details.get("learning_rate")) or None,
+            weight=_finite(details.get("weight")),
         )
 
     def _recovery(self, event: JsonMap, faults: Sequence[tuple[str | None, float]]) -> Recovery:

@@ -12,12 +12,15 @@ from rich.text import Text
 from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
 from ftd.view.live.chart import History, loss_chart
+from ftd.view.rates import median_throughput
 from ftd.view.sentences import decided, tries, uneventful, what_happened
 from ftd.view.text import (
     NodeColours,
     duration,
     how_words,
     is_failure,
+    learning_rate_words,
+    metrics_words,
     milliseconds,
     number,
     plural,
@@ -103,7 +106,8 @@ def _add_evaluations(grid: Table, report: Report) -> None:
     first, last = report.evaluations[0], report.evaluations[-1]
     trend = f"{number(first.loss)} → {number(last.loss)}" if first is not last else number(last.loss)
     times = plural(len(report.evaluations), "evaluation")
-    grid.add_row("held out", f"loss {trend}  ({times}, the last after step {last.step})")
+    said = ", ".join(filter(None, [f"{times}, the last after step {last.step}", metrics_words(last.metrics)]))
+    grid.add_row("held out", f"{trend}   ({said})")
 
 
 def _add_skipped(grid: Table, report: Report) -> None:
@@ -134,10 +138,10 @@ def _speed(report: Report) -> str:
     times = sorted(s.step_s for s in report.steps if s.step_s)
     if not times:
         return ""
-    median_s = times[len(times) // 2]
-    batch = report.job.global_batch
-    rate = f", {number(batch / median_s, 0)} samples/s" if batch else ""
-    return f"   (median step {duration(median_s)}{rate})"
+    said = [f"median step {duration(times[len(times) // 2])}", median_throughput(report)]
+    if learning_rate := learning_rate_words(report.steps[-1].learning_rate):
+        said.append(f"learning rate {learning_rate}")
+    return f"   ({', '.join(filter(None, said))})"
 
 
 def _worst(failures: Sequence[Recovery]) -> str:
@@ -164,6 +168,7 @@ class _Chart:
             height=CHART_HEIGHT,
             failures=[r.step for r in changes if is_failure(r.cause, r.rolled_back_steps)],
             changes=[r.step for r in changes if not is_failure(r.cause, r.rolled_back_steps)],
+            evaluations=[(one.step, one.loss) for one in self._report.evaluations],
         )
 
 

@@ -10,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from ftd.view.document import SCHEMA_VERSION, Report, ReportError
+from ftd.view.pages.report_page import report_page
+from ftd.view.rates import counts_tokens, learning_rates, throughput
 from ftd.view.report import ReportBuilder
 from ftd.view.schema import schema_of
 from ftd.view.summary import render_summary
@@ -103,6 +105,29 @@ def test_what_a_rollback_undid_and_nobody_did_again_is_not_there(event: Make, re
     assert [step.step for step in report.steps] == list(range(1, 8))
     assert [evaluation.step for evaluation in report.evaluations] == [5]
     assert report.final.step == 7
+
+
+def test_speed_is_told_in_tokens_where_the_loss_has_some(run_events: list[Json], event: Make) -> None:
+    """A batch of 32 rows with 4096 tokens that count, at a learning rate that falls."""
+    submitted = event("JobSubmitted", 999.0, details={"name": "gpt", "steps": 120, "global_batch": 32})
+    rows = built([submitted, *run_events])
+    assert not counts_tokens(rows) and "320 samples/s" in page(rows) and not learning_rates(rows)
+    events = [
+        {**e, "details": {**e["details"], "weight": 4096.0, "learning_rate": 1 / e["step"]}}
+        if e["event"] == "StepCommitted"
+        else e
+        for e in run_events
+    ]
+    report = built([submitted, *events])
+    assert counts_tokens(report)
+    last = report.steps[-1]
+    assert (last.learning_rate, last.weight) == (1 / 120, 4096.0)
+    assert "median step 100 ms, 40,960 tokens/s, learning rate 0.00833" in page(report)
+    fastest = max(value for _, value in throughput(report))
+    assert fastest == pytest.approx(40960.0, rel=0.5)
+    assert [value for _, value in learning_rates(report)][:2] == [1.0, 0.5]
+    for said in ("40,960", "tokens/s", "0.00833", "learning rate"):
+        assert said in report_page(report)
 
 
 def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:

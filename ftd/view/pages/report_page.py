@@ -8,9 +8,18 @@ from ftd.view.document import Kept, Recovery, Report
 from ftd.view.pages.page import figures, page, table, themed
 from ftd.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
 from ftd.view.plots.report_plot import drawn
-from ftd.view.rates import goodput
+from ftd.view.rates import goodput, median_throughput
 from ftd.view.sentences import told, uneventful, what_happened
-from ftd.view.text import duration, how_words, is_failure, milliseconds, number, plural, size
+from ftd.view.text import (
+    duration,
+    how_words,
+    is_failure,
+    learning_rate_words,
+    milliseconds,
+    number,
+    plural,
+    size,
+)
 
 PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
 _MOMENT = "%Y-%m-%d %H:%M:%S UTC"
@@ -77,6 +86,14 @@ def _glance(report: Report) -> list[tuple[str, str]]:
     if report.evaluations:
         last = report.evaluations[-1]
         shown.append((f"held-out loss after step {last.step}", number(last.loss)))
+        shown += [
+            (f"held-out {name.replace('_', ' ')}", number(value)) for name, value in last.metrics.items()
+        ]
+    if speed := median_throughput(report):
+        value, unit = speed.split()
+        shown.append((unit, value))
+    if report.steps and (learning_rate := learning_rate_words(report.steps[-1].learning_rate)):
+        shown.append(("learning rate", learning_rate))
     return shown
 
 

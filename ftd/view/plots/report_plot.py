@@ -1,4 +1,4 @@
-"""A run as a picture: loss, throughput and goodput over time, with what failed and what changed."""
+"""A run as a picture: losses, throughput, goodput and learning rate over time, with what failed and changed."""
 
 import io
 from collections.abc import Sequence
@@ -9,12 +9,23 @@ from ftd.errors import ConfigurationError
 from ftd.view.document import Report
 from ftd.view.files import require_format, write
 from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
-from ftd.view.rates import committed_at_s, goodput, throughput
+from ftd.view.rates import (
+    committed_at_s,
+    counts_tokens,
+    evaluated,
+    goodput,
+    learning_rates,
+    throughput,
+)
 from ftd.view.text import is_failure
 
 FORMATS = (".png", ".svg")
 MOST_POINTS = 2_000
 """Of a curve: more cannot be told apart."""
+MOST_MARKS = 100
+"""Of evaluations."""
+_SPEEDS = ("samples/s", "tokens/s")
+_HELD_OUT: Any = {"color": INK, "linewidth": 0.8, "marker": "D", "markersize": 3.5}
 _STYLE: Any = {
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -50,8 +61,9 @@ def drawn(report: Report, kind: str) -> bytes:
     losses = [(at_s, step.loss) for step, at_s in steps if step.loss is not None]
     panels: list[tuple[str, Sequence[tuple[float, float]], str]] = [
         ("loss", losses, BLUE),
-        ("samples/s", throughput(report), GREEN),
+        ("tokens/s" if counts_tokens(report) else "samples/s", throughput(report), GREEN),
         ("goodput", goodput(report), ORANGE),
+        ("learning rate", learning_rates(report), BLUE),
     ]
     panels = [panel for panel in panels if panel[1]]
     with mpl.rc_context(_STYLE):
@@ -59,6 +71,8 @@ def drawn(report: Report, kind: str) -> bytes:
         axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         for one, (name, series, colour) in zip(axes, panels, strict=True):
             _panel(one, name, series, colour)
+            if name == "loss":
+                _evaluations(one, evaluated(report))
             _mark(one, report)
         axes[-1].set_xlabel("seconds since the first event")
         _legend(axes[0], report)
@@ -70,7 +84,7 @@ def drawn(report: Report, kind: str) -> bytes:
 def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: str) -> None:
     every = max(1, len(series) // MOST_POINTS)
     shown = [*series[::every], series[-1]]
-    steps = {"drawstyle": "steps-mid"} if name == "samples/s" else {}
+    steps = {"drawstyle": "steps-mid"} if name in _SPEEDS else {}
     axes.plot([at for at, _ in shown], [value for _, value in shown], color=colour, linewidth=1.3, **steps)
     axes.set_ylabel(name)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,8 +93,18 @@ def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: 
     if name == "goodput":
         axes.set_ylim(0, 1.05)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    elif name == "samples/s":
+    elif name in _SPEEDS:
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    elif name == "learning rate":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+
+
+def _evaluations(axes: Any, series: Sequence[tuple[float, float]]) -> None:
+    if series:
+        every = max(1, len(series) // MOST_MARKS)
+        shown = [*series[:-1:every], series[-1]]
+        axes.plot([at for at, _ in shown], [value for _, value in shown], **_HELD_OUT)
 
 
 def _mark(axes: Any, report: Report) -> None:
@@ -101,5 +125,7 @@ def _legend(axes: Any, report: Report) -> None:
         for kind, label in ((True, "failure"), (False, "other change"))
         if kind in kinds
     ]
+    if evaluated(report):
+        shown.insert(0, Line2D([], [], label="on held-out data", **_HELD_OUT))
     if shown:
-        axes.legend(handles=shown, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+        axes.legend(handles=shown, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown))
