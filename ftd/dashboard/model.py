@@ -26,6 +26,7 @@ MOST_IN_DELTA = 300
 """Who misses more between two deltas is better off with the document."""
 PAGE = 500
 MOST_MARKS = 300
+MOST_EVALUATIONS = 100
 MOST_LAYOUTS = 4
 _NODE_FIELDS = ("state", "devices", "host", "in_plan", "draining", "speed")
 """Without what changes with every step of every node."""
@@ -51,6 +52,7 @@ class Model:
         self._nodes: dict[str, Json] = {}
         self._events: deque[Json] = deque(maxlen=MOST_EVENTS)
         self._marks: deque[Json] = deque(maxlen=MOST_MARKS)
+        self._evaluations: list[Json] = []
         self._index = ChapterIndex()
         self._number = 0
         self._mark_number = 0
@@ -117,6 +119,8 @@ class Model:
                 details.get("step_s") or 0.0,
                 details.get("samples_per_s"),
                 stride,
+                tokens_per_s=details.get("tokens_per_s"),
+                learning_rate=details.get("learning_rate"),
             )
 
     def _follow(self, message: EventMessage) -> None:
@@ -129,11 +133,17 @@ class Model:
                     details.get("loss"),
                     details.get("step_s") or 0.0,
                     details.get("samples_per_s"),
+                    tokens_per_s=details.get("tokens_per_s"),
+                    learning_rate=details.get("learning_rate"),
                 )
+            case "Evaluated":
+                self._keep_evaluation(message.step or 0, at_s, details)
             case "RolledBack":
                 self.trend.roll_back(details["to_step"])
+                self._evaluations = [one for one in self._evaluations if one["step"] <= details["to_step"]]
             case "JobSubmitted":
                 self.trend.clear()
+                self._evaluations = []
             case "PlanChosen" if message.generation is not None:
                 self._keep_layout(message.generation, details["pipelines"])
             case "SnapshotCompleted":
@@ -150,6 +160,14 @@ class Model:
                     "said": message.reason[:MOST_REASON],
                 }
             )
+
+    def _keep_evaluation(self, step: int, at_s: float, details: Json) -> None:
+        """A step's evaluation, in a new list, so that a change is noticed; when full, every other one goes."""
+        kept = [one for one in self._evaluations if one["step"] < step]
+        if len(kept) >= MOST_EVALUATIONS:
+            kept = kept[1::2]
+        shown = {"step": step, "at": at_s, "loss": details["loss"], "metrics": details["metrics"]}
+        self._evaluations = [*kept, shown]
 
     def _keep_layout(self, generation: int, pipelines: list[Json]) -> None:
         self._layouts[generation] = pipelines
@@ -181,6 +199,7 @@ class Model:
             "oldest": self._events[0]["n"] if self._events else self._number + 1,
             "trend": [0, self.trend.points],
             "marks": list(self._marks),
+            "evaluations": self._evaluations,
             "recovery": self.recoveries.running,
             "recoveries": list(self.recoveries.done),
         }
@@ -203,6 +222,8 @@ class Model:
             delta["nodes"] = nodes
         if self._where != told.where:
             delta["where"] = self._where
+        if self._evaluations is not told.evaluations:
+            delta["evaluations"] = self._evaluations
         if (count := self._number - told.events) > 0:
             delta["events"] = [
                 self._events[i] for i in range(-min(count, MOST_IN_DELTA, len(self._events)), 0)
@@ -220,6 +241,7 @@ class Model:
             state=self._state,
             nodes=self._nodes,
             where=self._where,
+            evaluations=self._evaluations,
             events=self._number,
             marks=self._mark_number,
             recovery=running,
@@ -250,6 +272,7 @@ class _Told:
         self.state: Json = told.get("state", {})
         self.nodes: dict[str, Json] = told.get("nodes", {})
         self.where: Json | None = told.get("where")
+        self.evaluations: list[Json] | None = told.get("evaluations")
         self.events: int = told.get("events", 0)
         self.marks: int = told.get("marks", 0)
         self.recovery: Json | None = told.get("recovery")

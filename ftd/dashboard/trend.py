@@ -1,14 +1,15 @@
-"""Loss, throughput and goodput over time in bounded memory: when full, neighbours are merged in pairs.
+"""Loss, throughput, goodput and learning rate over time in bounded memory: when full, neighbours are merged in pairs.
 
 A point stands for a run of committed steps, as a list that goes to the page as it is::
 
-    [step, at_s, loss, samples, productive_s, elapsed_s, steps]
+    [step, at_s, loss, samples, productive_s, elapsed_s, steps, tokens, learning_rate]
 
 ``step`` is its last, committed at ``at_s`` (seconds since 1970); ``loss`` the mean over those that were
-finite, else ``None``; ``samples`` and ``steps`` what was committed in the ``elapsed_s`` since the point
-before. Of these, ``productive_s`` went into steps that still count: a step that a rollback undid counts
-no more. Steps that were heard of all at once, since the broker or the coordinator had been away, are one
-point, for the time since the point before: training went on meanwhile.
+finite, else ``None``; ``samples``, ``steps`` and ``tokens`` (0 where the loss has none) what was committed in
+the ``elapsed_s`` since the point before; ``learning_rate`` that of ``step``, ``None`` where it is unknown. Of
+the time, ``productive_s`` went into steps that still count: a step that a rollback undid counts no more.
+Steps that were heard of all at once, since the broker or the coordinator had been away, are one point, for the
+time since the point before: training went on meanwhile.
 """
 
 import math
@@ -16,7 +17,7 @@ import math
 Point = list[float | None]
 
 MOST_POINTS = 1000
-_STEP, _AT, _LOSS, _SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS = range(7)
+_STEP, _AT, _LOSS, _SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS, _TOKENS, _RATE = range(9)
 
 
 class Trend:
@@ -43,6 +44,9 @@ class Trend:
         step_s: float,
         samples_per_s: float | None,
         steps: int = 1,
+        *,
+        tokens_per_s: float | None = None,
+        learning_rate: float | None = None,
     ) -> None:
         """A step was committed that took so long; or it stands for the last ``steps``, which were like it."""
         took_s = max(0.0, step_s) * steps
@@ -59,6 +63,8 @@ class Trend:
             min(took_s, elapsed_s + (idle_s if belated else 0.0)),
             elapsed_s,
             steps,
+            (tokens_per_s or 0.0) * took_s,
+            learning_rate or None,
         ]
         if last is not None and follows and (belated or _number(last, _STEPS) + steps <= self._stride):
             self.points[-1] = _merged(last, new)
@@ -105,6 +111,8 @@ def _merged(first: Point, second: Point) -> Point:
     losses = [(p[_LOSS], _number(p, _STEPS)) for p in (first, second)]
     finite = [(loss, steps) for loss, steps in losses if loss is not None]
     weight = sum(steps for _, steps in finite)
-    sums = [_number(first, i) + _number(second, i) for i in (_SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS)]
+    sums = [
+        _number(first, i) + _number(second, i) for i in (_SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS, _TOKENS)
+    ]
     mean = sum(loss * steps for loss, steps in finite) / weight if weight else None
-    return [second[_STEP], second[_AT], mean, *sums]
+    return [second[_STEP], second[_AT], mean, *sums, second[_RATE]]

@@ -48,8 +48,8 @@ def cluster() -> Iterator[Playground]:
 @pytest.fixture
 def ground(cluster: Playground, tmp_path: Path) -> Playground:
     """All three are in the plan, and there is a snapshot."""
-    path = write_job(tmp_path, delay_s=0.02)
-    path.write_text(path.read_text() + "[snapshot]\nevery_steps = 10\n")
+    tables = "[snapshot]\nevery_steps = 10\n[evaluation]\nevery_steps = 10\n"
+    path = write_job(tmp_path, delay_s=0.02, arguments="held_out = 16", tables=tables)
     for name in ("node-0", "node-1", "node-2"):
         if not cluster.cluster.fleet.running(name):
             cluster.on_loop(cluster.cluster.start_node(name))
@@ -108,6 +108,9 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
         await page.until("document.querySelectorAll('.stage').length >= 3", "a stage on each node")
         await page.until("document.querySelectorAll('.bucket').length", "where the snapshot is")
         await page.until("document.querySelector('.js-plotly-plot')", "the chart")
+        for figure, said in (("held-out", "after step"), ("rate", "samples/s"), ("learning-rate", "0.003")):
+            tile = f"document.querySelector('[data-figure={figure}]')"
+            await page.until(f"!{tile}.hidden && {tile}.innerText.includes('{said}')", figure)
 
         await asyncio.to_thread(ground.on_loop, ground.cluster.kill("node-2"))
         await page.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the dead node")

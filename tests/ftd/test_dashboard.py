@@ -21,7 +21,7 @@ from ftd.dashboard.assets import PLOTLY
 from ftd.dashboard.dashboard import Dashboard
 from ftd.dashboard.feed import Feed, Gone
 from ftd.dashboard.layout import buckets, what_each_keeps, withstands
-from ftd.dashboard.model import FIRST_EVENTS, MOST_EVENTS, PAGE, Model
+from ftd.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, Model
 from ftd.dashboard.server import DashboardServer
 from ftd.dashboard.trend import Point, Trend
 from ftd.errors import ConfigurationError
@@ -46,7 +46,7 @@ def patched(document: Json, delta: Json) -> Json:
     made["trend"] = [0, [*document["trend"][1][:first], *points]]
     for part in ("events", "marks", "recoveries"):
         made[part] = [*document[part], *delta.get(part, [])]
-    for part in ("recovery", "where"):
+    for part in ("recovery", "where", "evaluations"):
         made[part] = delta.get(part, document[part])
     return made
 
@@ -58,6 +58,7 @@ def copied(value: Any) -> Any:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("commit"), st.floats(0.1, 3.0)),
+        st.tuples(st.just("evaluate"), st.none()),
         st.tuples(st.just("lose"), st.sampled_from(NAMES)),
         st.tuples(st.just("state"), st.sets(st.sampled_from(NAMES))),
         st.tuples(st.just("back"), st.integers(1, 5)),
@@ -84,6 +85,8 @@ def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
             case "commit":
                 step, at_s = step + 1, at_s + value
                 model.on_event(committed(step, at_s, step_s=value), own=True)
+            case "evaluate":
+                model.on_event(event("Evaluated", at_s, step=step, loss=0.5, metrics={}), own=True)
             case "lose":
                 generation += 1
                 for told in recovery(generation, [value], at_s, step):
@@ -105,6 +108,38 @@ def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
     now = copied(model.document())
     assert page == {**now, "oldest": page["oldest"]}
     assert model.take() is None
+
+
+def test_evaluations_are_kept_until_they_are_undone_or_another_job_begins() -> None:
+    model = Model()
+
+    def evaluate(step: int) -> None:
+        told = event("Evaluated", float(step), step=step, loss=1 / step, metrics={"accuracy": 0.5})
+        model.on_event(told, own=True)
+
+    def steps() -> list[int]:
+        return [one["step"] for one in model.document()["evaluations"]]
+
+    for step in (10, 20, 30):
+        evaluate(step)
+    first = model.document()["evaluations"][0]
+    assert (first["step"], first["loss"], first["metrics"]) == (10, 0.1, {"accuracy": 0.5})
+    model.on_event(event("RolledBack", 31.0, step=20, to_step=20), own=True)
+    assert steps() == [10, 20]
+    for step in range(30, 3000, 10):
+        evaluate(step)
+    assert len(steps()) <= MOST_EVALUATIONS and steps()[-1] == 2990 and steps() == sorted(steps())
+    assert steps()[0] < 500, "thinned out, and not cut off"
+    model.on_event(event("JobSubmitted", 3000.0), own=True)
+    assert steps() == []
+
+
+def test_the_trend_has_tokens_and_the_learning_rate() -> None:
+    trend = Trend(4)
+    for number in range(1, 6):
+        trend.commit(number, float(number), 1.0, 0.5, 32.0, tokens_per_s=1000.0, learning_rate=1 / number)
+    assert sum(point[7] or 0.0 for point in trend.points) == 5 * 500.0
+    assert trend.points[-1][8] == 1 / 5 and len(trend.points) < 5
 
 
 def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
@@ -218,7 +253,7 @@ def test_steps_that_were_heard_of_all_at_once_took_the_time_since_the_one_before
         trend.commit(number, 1030.5 + number / 1000, 1.0, 1.0, 32.0)
     trend.commit(31, 1031.5, 1.0, 1.0, 32.0)
     assert len(trend.points) == 12
-    step, _, _, samples, productive_s, elapsed_s, steps = trend.points[10]
+    step, _, _, samples, productive_s, elapsed_s, steps, _, _ = trend.points[10]
     assert (step, samples, steps) == (30, 640, 20)
     assert elapsed_s == pytest.approx(20.5, abs=0.1) and productive_s == pytest.approx(20)
     assert goodput(trend.points) > 0.95

@@ -1,8 +1,8 @@
 // The key figures.
 
-import { NODE_MARKS, age, duration, make, number, percent, plural, say, size } from "./words.js";
+import { NODE_MARKS, age, duration, learningRate, make, number, percent, plural, rate, say, show, size } from "./words.js";
 
-const AT = 1, PRODUCTIVE = 4, ELAPSED = 5;
+const AT = 1, PRODUCTIVE = 4, ELAPSED = 5, STEPS = 6, TOKENS = 7, RATE = 8;
 const $ = (id) => document.getElementById(id);
 const tiles = new Map();
 
@@ -20,12 +20,19 @@ export function goodput(points, until) {
 export const over = (state) => ["FINISHED", "FAILED"].includes(state.phase) || (state.phase === "WAITING");
 
 export function drawFigures(store) {
-  const { state, nodes, trend } = store.document;
+  const { state, nodes, trend, evaluations } = store.document;
   const all = Object.values(nodes);
   const healthy = all.filter((n) => n.state !== "OFFLINE" && n.state !== "UNHEALTHY").length;
   tile("loss", "loss", number(state.loss), state.step ? `at step ${state.step.toLocaleString("en")}` : "no step yet");
-  tile("rate", "throughput", state.samples_per_s ? number(state.samples_per_s, 0) : "–",
-    state.step_s ? `samples/s · ${duration(state.step_s)} a step` : "samples/s");
+  const evaluation = evaluations.at(-1);
+  const metrics = Object.entries(evaluation?.metrics ?? {}).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value)}`);
+  tile("held-out", "held-out loss", number(evaluation?.loss), evaluation ? [`after step ${evaluation.step.toLocaleString("en")}`, ...metrics].join(" · ") : "");
+  show(tiles.get("held-out").box, !!evaluation);
+  const last = trend[1].at(-1), tokens = tokensPerSecond(state, last);
+  const a = state.step_s ? ` · ${duration(state.step_s)} a step` : "";
+  tile("rate", "throughput", rate(tokens ?? state.samples_per_s), `${tokens ? "tokens" : "samples"}/s${a}`);
+  tile("learning-rate", "learning rate", learningRate(last?.[RATE]), last ? `at step ${last[0].toLocaleString("en")}` : "");
+  show(tiles.get("learning-rate").box, !!last?.[RATE]);
   const share = goodput(trend[1], over(state) ? null : store.now());
   tile("goodput", "goodput", percent(share), "time in steps that count");
   tile("nodes", "nodes", `${healthy.toLocaleString("en")}`,
@@ -35,6 +42,11 @@ export function drawFigures(store) {
   const checkpoint = state.checkpoint;
   tile("checkpoint", "checkpoint", checkpoint?.step != null ? `step ${checkpoint.step.toLocaleString("en")}` : checkpoint ? "none yet" : "off",
     checkpoint?.writing_step != null ? `writing step ${checkpoint.writing_step}` : checkpoint?.step != null ? size(checkpoint.size_bytes) : "on a disk");
+}
+
+/** Of the newest steps, computed as fast as the newest one was; null where the loss has no tokens, or nothing is computed. */
+function tokensPerSecond(state, point) {
+  return state.step_s && point?.[TOKENS] ? point[TOKENS] / point[STEPS] / state.step_s : null;
 }
 
 function snapshotTile(store, state) {

@@ -12,13 +12,13 @@ import { drawTrends, setUpTrends, themeChanged } from "./trends.js";
 
 const PANELS = [
   [["state", "nodes", "trend", "link"], drawHeader],
-  [["state", "nodes", "trend"], drawFigures],
+  [["state", "nodes", "trend", "evaluations"], drawFigures],
   [["recovery", "recoveries", "state"], drawRecovery],
   [["pipelines", "nodes"], drawGrid],
   [["nodes", "pipelines"], drawNodes],
   [["where", "state", "nodes"], drawKept],
   [["events"], drawEvents],
-  [["trend", "marks"], drawTrends],
+  [["trend", "marks", "evaluations"], drawTrends],
 ];
 const view = { node: null, changed: null };
 let dirty = new Set();

@@ -147,7 +147,7 @@ export class Store {
       known[part].push(...delta[part]);
       if (known[part].length > MOST_KEPT) known[part].splice(0, known[part].length - MOST_KEPT);
     }
-    for (const part of ["recovery", "where"]) if (part in delta) known[part] = delta[part];
+    for (const part of ["recovery", "where", "evaluations"]) if (part in delta) known[part] = delta[part];
     this.onChange(changed);
   }
 

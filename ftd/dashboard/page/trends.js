@@ -1,8 +1,8 @@
-// Loss, throughput and goodput over time, with failures marked; drawn by plotly, which comes after the first paint.
+// Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which comes after the first paint.
 
 import { clock, make, number, percent, plural, say } from "./words.js";
 
-const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5;
+const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5, TOKENS = 7, RATE = 8;
 const PERIOD_MS = 1000;
 const MOST_LINES = 40;
 const KINDS = {
@@ -76,24 +76,25 @@ function requestIdle(work) {
 }
 
 function draw() {
-  const { trend, marks } = store.document;
+  const { trend, marks, evaluations } = store.document;
   const points = trend[1];
   if (!points.length) return;
   drawnAt = performance.now();
   performance.mark("ftd-chart");
   const box = $("chart");
   if (!box.classList.contains("js-plotly-plot")) box.replaceChildren();
-  const [data, layout] = figure(points, marks, getComputedStyle(document.documentElement), box);
+  const [data, layout] = figure(points, marks, evaluations, getComputedStyle(document.documentElement), box);
   plotly.react(box, data, layout, { displaylogo: false, responsive: false, displayModeBar: false, scrollZoom: false });
   const last = points.at(-1);
   box.dataset.line = layout.xaxis.gridcolor;
   box.setAttribute("role", "img");
   box.ariaLabel = `Loss, throughput and goodput since ${clock(points[0][AT])}: loss from ${number(points[0][LOSS])} to ${number(last[LOSS])}, `
+    + (evaluations.length ? `${number(evaluations.at(-1).loss)} on held-out data, ` : "")
     + plural(marks.filter((m) => m.kind === "failure").length, "failure");
   performance.measure("ftd-chart", "ftd-chart");
 }
 
-function figure(points, marks, style, box) {
+function figure(points, marks, evaluations, style, box) {
   const colour = (name) => style.getPropertyValue(name).trim();
   const local = (seconds) => new Date((seconds - new Date(seconds * 1000).getTimezoneOffset() * 60) * 1000).toISOString().slice(0, 23);
   const x = points.map((p) => local(p[AT]));
@@ -102,11 +103,18 @@ function figure(points, marks, style, box) {
     x, y, yaxis: axis, type: "scatter", mode: points.length > 1 ? "lines" : "markers", name, line: { color: colour(hue), width: 1.8, ...more?.line },
     customdata: steps, hovertemplate: `%{y} · step %{customdata}<extra>${name}</extra>`, ...more,
   });
+  const [amount, speed] = points.some((p) => p[TOKENS]) ? [TOKENS, "tokens/s"] : [SAMPLES, "samples/s"];
+  const learning = new Set(points.map((p) => p[RATE])).size > 1;
   const data = [
     line(points.map((p) => p[LOSS]), "y3", "loss", "--accent"),
-    line(points.map((p) => (p[ELAPSED] > 0 ? Math.round((10 * p[SAMPLES]) / p[ELAPSED]) / 10 : null)), "y2", "samples/s", "--second"),
+    line(points.map((p) => (p[ELAPSED] > 0 ? Math.round((10 * p[amount]) / p[ELAPSED]) / 10 : null)), "y2", speed, "--second"),
     line(points.map((p) => (p[ELAPSED] > 0 ? Math.min(1, p[PRODUCTIVE] / p[ELAPSED]) : null)), "y", "goodput", "--good",
       { fill: "tozeroy", fillcolor: `color-mix(in srgb, ${colour("--good")} 14%, transparent)`, hovertemplate: "%{y:.1%} · step %{customdata}<extra>goodput</extra>" }),
+    ...(learning ? [line(points.map((p) => p[RATE]), "y5", "learning rate", "--accent", { hovertemplate: "%{y:.3~g} · step %{customdata}<extra>learning rate</extra>" })] : []),
+    ...(evaluations.length ? [line(evaluations.map((e) => e.loss), "y3", "held-out loss", "--ink", {
+      x: evaluations.map((e) => local(e.at)), customdata: evaluations.map((e) => e.step), mode: "lines+markers",
+      line: { color: colour("--ink"), width: 1, dash: "dot" }, marker: { symbol: "diamond", size: 7, color: colour("--ink") },
+    })] : []),
     ...markers(points, marks, colour, local),
   ];
   data[2].fillcolor = tint(colour("--good"), 0.15);
@@ -115,21 +123,24 @@ function figure(points, marks, style, box) {
   const axis = (domain, more) => ({
     domain, gridcolor: faint, zeroline: false, linecolor: faint, tickfont: { size: 11 }, nticks: 4, fixedrange: true, ...more,
   });
+  // The learning rate is the lowest of the four, where it is not the same all the time.
+  const above = (...domain) => domain.map((share) => (learning ? 0.24 + 0.76 * share : share));
   const layout = {
-    width: box.clientWidth, height: narrow ? 340 : 400, autosize: false, margin: { l: 58, r: 8, t: 4, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    width: box.clientWidth, height: (narrow ? 340 : 400) * (learning ? 1.25 : 1), autosize: false, margin: { l: 58, r: 8, t: 4, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: style.getPropertyValue("--sans") || "system-ui", color: colour("--faint"), size: 12 },
     showlegend: false, hovermode: "x unified", hoversubplots: "axis", dragmode: narrow ? false : "zoom", uirevision: "one",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: faint, font: { color: colour("--ink") } },
-    xaxis: { type: "date", gridcolor: faint, linecolor: faint, anchor: "y", showspikes: false, nticks: narrow ? 4 : 9 },
-    yaxis: axis([0, 0.24], { tickformat: ".0%", range: [0, 1.04], title: { text: "goodput", font: { size: 12 } } }),
-    yaxis2: axis([0.31, 0.57], { rangemode: "tozero", title: { text: "samples/s", font: { size: 12 } } }),
-    yaxis3: axis([0.64, 0.97], { title: { text: "loss", font: { size: 12 } } }),
+    xaxis: { type: "date", gridcolor: faint, linecolor: faint, anchor: learning ? "y5" : "y", showspikes: false, nticks: narrow ? 4 : 9 },
+    ...(learning ? { yaxis5: axis([0, 0.18], { rangemode: "tozero", tickformat: ".2~g", title: { text: narrow ? "lr" : "learning rate", font: { size: 12 } } }) } : {}),
+    yaxis: axis(above(0, 0.24), { tickformat: ".0%", range: [0, 1.04], title: { text: "goodput", font: { size: 12 } } }),
+    yaxis2: axis(above(0.31, 0.57), { rangemode: "tozero", separatethousands: true, title: { text: speed, font: { size: 12 } } }),
+    yaxis3: axis(above(0.64, 0.97), { title: { text: "loss", font: { size: 12 } } }),
     yaxis4: { domain: [0, 1], range: [0, 1], visible: false, fixedrange: true, anchor: "x" },
   };
   return [data, layout];
 }
 
-/** A line through all three, and a mark at its top: its shape says the kind without its colour. */
+/** A line through all of them, and a mark at its top: its shape says the kind without its colour. */
 function markers(points, marks, colour, local) {
   const since = points[0][AT] - points[0][ELAPSED];
   const within = marks.filter((m) => m.at >= since);
@@ -165,5 +176,6 @@ function legend(known) {
   const since = first ? first[AT] - first[ELAPSED] : Infinity;
   for (const mark of known.marks) if (mark.at >= since) counts[mark.kind] = (counts[mark.kind] ?? 0) + 1;
   const parts = Object.entries(KINDS).filter(([kind]) => counts[kind]).map(([kind, look]) => `${look.mark} ${look.words} ${counts[kind]}`);
+  if (known.evaluations.length) parts.push("◆ loss on held-out data");
   say($("legend"), parts.length ? `marked: ${parts.join("   ")}` : "");
 }

@@ -61,6 +61,18 @@ export function number(value, digits = 4) {
   return value.toFixed(digits);
 }
 
+/** Something per second: 0.52, 7.3, 320, 51,200. */
+export function rate(value) {
+  if (value == null || !isFinite(value)) return "–";
+  return value >= 10 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(2)));
+}
+
+export function learningRate(value) {
+  if (!value) return "–";
+  const [digits, power] = value.toExponential(2).split("e");
+  return value < 1e-3 ? `${Number(digits)}e${power}` : String(Number(value.toPrecision(3)));
+}
+
 export function percent(share) {
   if (share == null || !isFinite(share)) return "–";
   return `${(100 * share).toFixed(share >= 0.9995 || share < 0.1 ? 0 : 1)} %`;
