@@ -66,7 +66,7 @@ class Nodes:
                     if event["event"] == name:
                         found.setdefault(milestone, time.monotonic() - began)
                 if event["event"] in ("JobFailed", "JobStopped"):
-                    raise RuntimeError(f"{event['event']}: {event['text']}")
+                    raise RuntimeError(f"{event['event']}: {event.get('reason')}")
                 if event["event"] == "JobFinished":
                     break
         if await process.wait():
@@ -98,6 +98,9 @@ async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], li
     theirs: list[float] = []
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(private_directory())
+        os.environ["XDG_CACHE_HOME"] = str(
+            directory / "cache"
+        )  # The nodes' compile cache is empty at first, too.
         job = directory / JOB.name
         text = JOB.read_text().replace("failures = 1", f"failures = {min(1, given.nodes - 1)}")
         text = text.replace("llama.py:build", f"{JOB.parent}/llama.py:build")

@@ -74,6 +74,7 @@ class DaemonConfig:
     chaos: bool
     runtime_dir: Path
     preload: tuple[str, ...]
+    compile_cache_dir: Path
     snapshot_dir: Path
     """This node's own, below what ``node.snapshot_dir`` says."""
     snapshot_limit_bytes: int | None
@@ -201,6 +202,9 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> Daemo
         chaos=file.node.chaos,
         runtime_dir=(directory / runtime) if runtime else own / file.cluster / node,
         preload=file.node.preload,
+        compile_cache_dir=(directory / file.node.compile_cache_dir)
+        if file.node.compile_cache_dir
+        else _default_compile_cache_dir(),
         snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
@@ -307,6 +311,12 @@ def _default_snapshot_dir() -> Path:
     """In shared memory, where there is some; it stays when the session ends."""
     shared = Path("/dev/shm")
     return (shared if shared.is_dir() else Path("/tmp")) / f"ftd-{os.getuid()}"
+
+
+def _default_compile_cache_dir() -> Path:
+    """Of this user on this host: all nodes here share it, as torch allows."""
+    base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ftd" / "compiled"
 
 
 def _default_state_dir(cluster: str) -> Path:

@@ -46,6 +46,8 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Sockets and logs of the trainers."""
     preload: tuple[str, ...] = ("transformers",)
     """Modules that jobs import, loaded once for all trainers, before jobs come; left out where not installed."""
+    compile_cache_dir: str | None = None
+    """What torch.compile made is kept here for restarts, joins and later jobs; trainers execute it."""
     snapshot_dir: str | None = None
     """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
     snapshot_limit_mib: int | None = None

@@ -22,7 +22,7 @@ from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MetricsServer
 from ftd.node.faults.chaos import Chaos
 from ftd.node.hearing import Hearing
-from ftd.node.processes import adopt_orphans, remove_stale, trainer_environment
+from ftd.node.processes import adopt_orphans, compile_cache, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots.service import Snapshots
 from ftd.node.starving import Starving
@@ -122,12 +122,13 @@ class NodeDaemon:
         self._exit: asyncio.Future[int] = loop.create_future()
         adopt_orphans()
         self._make_directory()
+        self._make_compile_cache()
         self._supervisor = Supervisor(
             devices=self._config.devices,
             directory=self._directory,
             feed=self._on_trainer,
             cause=self._driver.cause,
-            environment=trainer_environment,
+            environment=self._trainer_environment,
             preload=self._config.preload,
             aside=self._on_aside,
         )
@@ -198,6 +199,18 @@ class NodeDaemon:
                 field="node.runtime_dir",
                 remedy="choose a directory that this user can write to",
             ) from error
+
+    def _trainer_environment(self, device: int) -> dict[str, str]:
+        return trainer_environment(device) | self._compile_cache
+
+    def _make_compile_cache(self) -> None:
+        """Without one, torch takes a directory below /tmp, and the node works as well."""
+        self._compile_cache: dict[str, str] = {}
+        try:
+            self._compile_cache = compile_cache(self._config.compile_cache_dir)
+        except OSError as error:
+            path = str(self._config.compile_cache_dir)
+            log.warning("compile_cache_not_usable", path=path, reason=error.strerror or str(error))
 
     async def _listen(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -109,6 +111,23 @@ def trainer_environment(device: int) -> dict[str, str]:
     if not given:
         return {"CUDA_VISIBLE_DEVICES": str(device)}
     return {"CUDA_VISIBLE_DEVICES": given[device]} if device < len(given) else {}
+
+
+def compile_cache(directory: Path) -> dict[str, str]:
+    """Make the directory where trainers find what torch.compile made before; return their variables for it.
+
+    Trainers execute what is in it, so no other user may write there. A directory that this process' environment
+    names already is left as it is.
+
+    :raises OSError: it cannot be made or used.
+    """
+    if _COMPILE_CACHE in os.environ:
+        return {}
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not os.access(directory, os.W_OK):
+        raise PermissionError(errno.EACCES, "this user, and nobody else, must be able to write there")
+    return {_COMPILE_CACHE: str(directory)}
 
 
 def remove_stale(directory: Path) -> None:

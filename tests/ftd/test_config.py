@@ -50,7 +50,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         'cluster = "lab"\nsecret_file = "secret"\n'
         '[broker]\nurl = "mqtt://broker.example:1999"\nusername = "u"\npassword = "p"\n'
         '[node]\nname = "n1"\ndevices = 8\nhost = "10.0.0.1"\nrendezvous_port = 4000\nchaos = true\n'
-        'runtime_dir = "run"\npreload = ["transformers", "peft"]\n'
+        'runtime_dir = "run"\npreload = ["transformers", "peft"]\ncompile_cache_dir = "made"\n'
         'snapshot_dir = "memory"\nsnapshot_limit_mib = 3\nsnapshot_port = 4001\nsnapshot_rate_mib_s = 2\n'
         "checkpoint_rate_mib_s = 5\n"
         '[coordinator]\nstate_dir = "journal"\n'
@@ -65,6 +65,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
     assert (config.rendezvous_port, config.chaos) == (4000, True)
     assert config.runtime_dir == tmp_path / "run"
     assert config.preload == ("transformers", "peft")
+    assert config.compile_cache_dir == tmp_path / "made"
     assert config.state_dir == tmp_path / "journal"
     assert config.snapshot_dir == tmp_path / "memory" / "lab-n1"
     assert (config.snapshot_limit_bytes, config.snapshot_port) == (3 << 20, 4001)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ftd.mqtt.session import MqttSession
-from ftd.node.processes import alive, descendants, trainer_environment
+from ftd.node.processes import alive, compile_cache, descendants, trainer_environment
 from ftd.wire.codec import decode_from_node, encode_to_nodes
 from ftd.wire.topics import Topics
 from statemachine.envelopes import FromNode, ToNodes
@@ -150,6 +150,18 @@ def test_each_trainer_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "7"}
     assert trainer_environment(2) == {}
+
+
+def test_the_compile_cache_is_this_user_s_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    place = directory / "cache" / "compiled"
+    assert compile_cache(place) == {"TORCHINDUCTOR_CACHE_DIR": str(place)}
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o777)
+    with pytest.raises(PermissionError, match="nobody else"):
+        compile_cache(place)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert compile_cache(place) == {}
 
 
 def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker: RunningBroker) -> None:
