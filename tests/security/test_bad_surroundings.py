@@ -256,7 +256,7 @@ def test_a_full_disk_ends_the_coordinator_with_the_remedy_and_loses_nothing(
     mounted = (
         shutil.which("mount") is not None
         and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(state)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(state)], capture_output=True, check=False
         ).returncode
     )
     if not mounted:
