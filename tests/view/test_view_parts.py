@@ -101,6 +101,17 @@ def test_the_chart_falls_and_marks_the_failure() -> None:
     assert any(FAILURE_STYLE in str(span.style) for span in chart.spans)
 
 
+def test_evaluations_are_marked_where_they_were_made_and_widen_the_scale() -> None:
+    history = History()
+    for step in range(11, 21):
+        history.add(step, 2.0)
+    evaluations = [(5, 9.0), (12, 4.0), (15, math.nan), (17, None), (20, 2.0)]
+    chart = loss_chart(history, width=40, height=4, evaluations=evaluations)
+    rows = chart.plain.split("\n")
+    assert [row.count("◆") for row in rows] == [1, 0, 0, 1]
+    assert rows[0].index("◆") == 1 and rows[-1].index("◆") == 9
+
+
 def test_the_chart_survives_losses_that_are_not_finite() -> None:
     history = History()
     for step, loss in enumerate([3.0, math.nan, math.inf, 1.0], start=1):

@@ -89,7 +89,8 @@ def loss_chart(
 
     A value that is not finite leaves its column empty.
 
-    :param evaluations: steps, and the loss on held-out data after each; the newest of a column is drawn.
+    :param evaluations: steps, and the loss on held-out data after each. The newest of a column is drawn, and
+        none from before the first value.
     """
     columns = resample(history.values, width)
     finite = [v for v in columns if v - v == 0]
@@ -99,7 +100,7 @@ def loss_chart(
     held_out = {
         column_of(step, history, width): loss
         for step, loss in evaluations
-        if loss is not None and loss - loss == 0
+        if step >= history.first_step and loss is not None and loss - loss == 0
     }
     drawn = [*finite, *held_out.values()]
     low, high = min(drawn), max(drawn)
