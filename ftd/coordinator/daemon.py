@@ -63,6 +63,7 @@ from statemachine.effects import (
 )
 from statemachine.election.leadership import Leader, Peer
 from statemachine.events import BrokerConnected, BrokerLost, Event, StepsMissed
+from statemachine.messages import Prepare
 from statemachine.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")
@@ -319,6 +320,9 @@ class Coordinator:
                 self._emit(effect)
             case RecordSteps():
                 self._events.recall(effect.steps, self._driver.now())
+            case SendCommand(command=Prepare(profile=True)):
+                self._planning.expect()
+                self._commands.send(effect)
             case SendCommand() | BroadcastCommand() | ForgetNode():
                 self._commands.send(effect)
             case PersistState():

@@ -28,14 +28,13 @@ class PlanProcess:
         running = self._process is not None and self._process.returncode is None
         return self._process.pid if self._process is not None and running else None
 
-    async def run(self, work: Work) -> AsyncGenerator[Answer, None]:
-        """Its answers; the last is ``Done`` or ``Refused``. Left early, by a cancellation or otherwise, the
-        process is killed.
+    async def start(self) -> asyncio.subprocess.Process:
+        """Start it in advance, so that it has imported the planner when there is work.
 
-        :raises PeerError: it could not be started, ended before its last answer, or said something else.
+        :raises PeerError: it could not be started.
         """
         try:
-            process = self._process = await asyncio.create_subprocess_exec(
+            self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
@@ -44,6 +43,20 @@ class PlanProcess:
             )
         except OSError as error:
             raise PeerError(f"the planning process cannot be started: {error}") from None
+        return self._process
+
+    async def dismiss(self) -> None:
+        """End a process that was started in advance and got no work."""
+        if self._process is not None:
+            await _end(self._process, None)
+
+    async def run(self, work: Work) -> AsyncGenerator[Answer, None]:
+        """Its answers; the last is ``Done`` or ``Refused``. Left early, by a cancellation or otherwise, the
+        process is killed.
+
+        :raises PeerError: it could not be started, ended before its last answer, or said something else.
+        """
+        process = self._process or await self.start()
         assert process.stdin and process.stdout and process.stderr, "all three were asked for"
         said = asyncio.ensure_future(_last_words(process.stderr))
         try:
@@ -68,15 +81,16 @@ class PlanProcess:
                 raise
 
 
-async def _end(process: asyncio.subprocess.Process, said: asyncio.Future[str]) -> None:
+async def _end(process: asyncio.subprocess.Process, said: asyncio.Future[str] | None) -> None:
     """Kill it if it still runs, and let go of its pipes: they are closed when they are read to the end."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    said.cancel()
     if process.stdin is not None:
         process.stdin.close()
-    await asyncio.gather(said, return_exceptions=True)
+    if said is not None:
+        said.cancel()
+        await asyncio.gather(said, return_exceptions=True)
     await process.communicate()
 
 

@@ -1,8 +1,9 @@
 """The process that precomputes: ``python -P -m ftd.coordinator.plan_worker PARENT``, one for each build.
 
-It reads one ``Work`` from stdin and answers with frames on stdout (``plan_process`` is the other end): how
-far it is, what it has so far, and at last ``Done`` or ``Refused``. A frame is four bytes of length, big
-endian, and msgpack. It runs at low priority, and the kernel ends it with its parent.
+It imports the planner, reads one ``Work`` from stdin, which may come later or never, and answers with frames on
+stdout (``plan_process`` is the other end): how far it is, what it has so far, and at last ``Done`` or ``Refused``.
+A frame is four bytes of length, big endian, and msgpack. It runs at low priority, and the kernel ends it with its
+parent.
 """
 
 import os
@@ -133,7 +134,12 @@ def main() -> None:
     os.nice(_NICENESS)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What a library prints must not get between the frames.
-    length = int.from_bytes(sys.stdin.buffer.read(LENGTH_BYTES), "big")
+    import planner.planner  # noqa: F401  # Most of a second, which nobody waits for while the model is measured.
+
+    header = sys.stdin.buffer.read(LENGTH_BYTES)
+    if not header:
+        return  # It was started in advance, and is not needed.
+    length = int.from_bytes(header, "big")
     given = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Work)
     work(given, out)
 

@@ -7,6 +7,7 @@ imported at start, so that the path of a failure imports nothing.
 """
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -84,6 +85,8 @@ class PlanningService:
         self._planner: Planner | None = None
         self._planned_job = ""
         self._process: PlanProcess | None = None
+        self._expecting: asyncio.Task[PlanProcess] | None = None
+        """Starts the process for the next build in advance."""
         self._building: asyncio.Task[None] | None = None
         self._rehearsal: asyncio.Task[None] | None = None
         self._foresight = Foresight()
@@ -107,6 +110,24 @@ class PlanningService:
         """Now, in the worker thread, and not on the path of a failure."""
         self._start(self._in_thread(_warm_up))
 
+    def expect(self) -> None:
+        """A model is being measured: the process can import the planner meanwhile."""
+        if self._expecting is None and not self.building:
+            self._expecting = asyncio.ensure_future(_started(PlanProcess(self._command)))
+
+    async def _dismiss(self) -> None:
+        """Do without the process that was started in advance."""
+        expecting, self._expecting = self._expecting, None
+        if expecting is not None:
+            await (await expecting).dismiss()
+
+    async def _next_process(self) -> PlanProcess:
+        if self._expecting is None:
+            return PlanProcess(self._command)
+        process = await asyncio.shield(self._expecting)  # Who is cancelled here leaves it to the next build.
+        self._expecting = None
+        return process
+
     def build(self, effect: BuildTemplates) -> None:
         """A build that is under way is given up: the new one is for more nodes, or for another job."""
         self._stop_building()
@@ -114,6 +135,7 @@ class PlanningService:
 
     def cancel(self, effect: CancelTemplates) -> None:
         """The job is over. Without a build under way, nothing happens."""
+        self._start(self._dismiss())
         if effect.job_id == self._planned_job:
             self._stop_building()
 
@@ -134,6 +156,7 @@ class PlanningService:
     async def close(self) -> None:
         """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
         self._stop_building()
+        await self._dismiss()
         for work in self._work:
             if not work.cancelling():  # A second cancellation would interrupt what the first one tidies up.
                 work.cancel()
@@ -200,6 +223,7 @@ class PlanningService:
         key = await self._in_thread(lambda: self._cache.key(work))
         if await self._in_thread(lambda: self._read(planner, key)):
             _log.info("read", job=profiled.job.job_id, nodes=work.max_nodes)
+            await self._dismiss()
             self._ready(effect)
             return
         try:
@@ -247,7 +271,7 @@ class PlanningService:
         :raises PeerError: the process failed.
         """
         began_at, made = time.monotonic(), b""
-        process = self._process = PlanProcess(self._command)
+        process = self._process = await self._next_process()
         async with aclosing(process.run(work)) as answers:
             async for answer in answers:
                 match answer:
@@ -369,6 +393,12 @@ def _restore(planner: "Planner", precomputed: bytes) -> None:
     from planner.precomputed import Precomputed
 
     planner.restore(msgspec.msgpack.decode(precomputed, type=Precomputed))
+
+
+async def _started(process: PlanProcess) -> PlanProcess:
+    with contextlib.suppress(PeerError):  # It is tried again when there is work, and told then.
+        await process.start()
+    return process
 
 
 def _warm_up() -> None:

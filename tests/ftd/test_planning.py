@@ -158,6 +158,42 @@ def test_templates_come_from_another_process_and_a_plan_is_made_of_them(tmp_path
     play(Scene(tmp_path), story)
 
 
+def test_a_process_that_is_started_in_advance_does_the_next_build(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        scene.service.expect()
+        assert scene.service._expecting is not None
+        expected = (await scene.service._expecting).pid
+        scene.service.build(build())
+        await scene.until(lambda: scene.service.pid)
+        assert scene.service.pid == expected
+        assert isinstance(await asyncio.wait_for(scene.fed.get(), PATIENCE_S), TemplatesReady)
+        await scene.settled()
+
+    play(Scene(tmp_path), story)
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "closed", "found on disk"])
+def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, ending: str) -> None:
+    if ending == "found on disk":
+        built(tmp_path, build())
+
+    async def story(scene: Scene) -> None:
+        scene.service.expect()
+        assert scene.service._expecting is not None
+        pid = (await scene.service._expecting).pid
+        assert pid is not None and alive(pid)
+        match ending:
+            case "cancelled":
+                scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
+            case "closed":
+                await scene.service.close()
+            case _:
+                assert isinstance(await scene.ask(build()), TemplatesReady)
+        await scene.until(lambda: not alive(pid))
+
+    play(Scene(tmp_path), story)
+
+
 def test_too_few_nodes_to_start_with_the_wanted_tolerance_is_a_pause(tmp_path: Path) -> None:
     _, answer = answers(tmp_path, build(replace(POLICY, tolerate=3)), asking(3))
     assert isinstance(answer, PlanImpossible) and answer.too_few and answer.needed == 4
