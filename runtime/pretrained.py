@@ -96,6 +96,10 @@ class PretrainedWeights:
         """Canonical names of tensors that keep the values which the model gives them."""
         self._check(wanted, missing, shapes)
 
+    def has(self, name: str) -> bool:
+        """Whether the files have a value for the tensor, by any name of the model's."""
+        return bool(self._names_of_sources(self._canonical[name]))
+
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill ``tensors`` in place, converted to the type and device of each; keys are names of the model's.
 

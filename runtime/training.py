@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError, WithWeights
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
 from runtime.wire.protocol import TrainingData
@@ -82,10 +83,11 @@ class Training:
     """Run one after the other: each takes what the one before returned, a tensor or a tuple of tensors
     with the samples in dim 0. The first takes the samples' input. To tie weights let two layers hold
     the same ``nn.Parameter``. Give either this or ``model``."""
-    model: nn.Module | Callable[[], nn.Module] | None = None
-    """A module that is cut into layers, usually a Hugging Face ``PreTrainedModel``, or a function that
-    makes it. It takes a dictionary's entries by keyword and a tuple's by position; where ``loss`` is given,
-    the last entry of a tuple is the target and not handed to it."""
+    model: nn.Module | Callable[[], nn.Module] | DeferredModule | None = None
+    """A module that is cut into layers, usually a Hugging Face ``PreTrainedModel``, or better a function that
+    makes it: a trainer then has memory for its own layers alone. The module takes a dictionary's entries by
+    keyword and a tuple's by position; where ``loss`` is given, the last entry of a tuple is the target and not
+    handed to it."""
     split: Sequence[str] | None = None
     """Names of the submodules before which ``model`` may be cut, in the order in which they run;
     ``None``: its repeated blocks are found."""
@@ -144,7 +146,7 @@ def load_training(data: TrainingData) -> Training:
         for layer in training.layers:
             layer.to(dtype)
         return replace(training, layers=tuple(training.layers))
-    return replace(training, model=_made(training.model, data.function).to(dtype))
+    return replace(training, model=_made(training.model, data.function, dtype))
 
 
 # --- finding the function ------------------------------------------------------------------------
@@ -265,20 +267,38 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _made(model: Any, function: str) -> nn.Module:
-    """Return the model, made by its callable where it is one.
+def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | DeferredModule:
+    """Return the model; one that a function makes gets no memory for its tensors.
 
     :raises TrainingError: it cannot be made, or is of a kind that cannot be trained.
     """
-    if not isinstance(model, nn.Module):
-        try:
-            model = model()
-        except TrainingError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise TrainingError(f"{function}: Training.model raised {_describe(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise TrainingError(f"{function}: Training.model must make an nn.Module, not {_a(model)}")
+    if isinstance(model, nn.Module):
+        return _checked(model, function).to(dtype)
+    recording = Recording()
+    try:
+        with Recorder(recording, exact=not isinstance(model, WithWeights) or model.exact):
+            made = model.build() if isinstance(model, WithWeights) else model()
+            if isinstance(made, nn.Module):
+                made.to(dtype)
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TrainingError(f"{function}: Training.model raised {_describe(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise TrainingError(f"{function}: Training.model must make an nn.Module, not {_a(made)}")
+    _checked(made, function)
+    weights = model.weights(made) if isinstance(model, WithWeights) else None
+    try:
+        return DeferredModule(made, recording, weights)
+    except UnseenError as error:
+        raise TrainingError(
+            f"{function}: Training.model writes to a parameter from several threads; make the model in one thread, "
+            "or give Training.model the module itself"
+        ) from error
+
+
+def _checked(model: nn.Module, function: str) -> nn.Module:
+    """:raises TrainingError: the model is of a kind that cannot be trained."""
     config = getattr(model, "config", None)
     if getattr(model, "hf_device_map", None) is not None:
         raise TrainingError(

@@ -246,6 +246,7 @@ class Engine:
         with self.pace.idle():
             communicator.form(sorted({bucket.owners for bucket in buckets}), self._talks(world))
         formed = time.monotonic()
+        self._provide(seat, world)
         if self.sharding is not None:
             received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)
         else:
@@ -299,6 +300,17 @@ class Engine:
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
+
+    def _provide(self, seat: Seat, world: WorldData) -> None:
+        """Hold what this rank needs of the layers that it is to begin with, and nothing else of them."""
+        if not self.model.provides or self.committed_step > 0:
+            return
+        sent = {transfer.layer for transfer in world.transfers if transfer.source == seat.rank}
+        needed = {*seat.layers, *sent}
+        self.model.drop(self.model.held - needed)
+        for layer in sorted(needed & self.complete):
+            self.pace.tick()
+            self.model.provide([layer])
 
     def _talks(self, world: WorldData) -> frozenset[Talk]:
         """Return which ranks will talk to each other; other rows of a microbatch go to other devices."""
@@ -520,10 +532,11 @@ class Engine:
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
         self.evaluation = None
         self._buffers = []
-        if self.model.held != self.owned:
+        if self.model.held != self.owned or self.complete != self.owned:
             # The first commit of a generation: what others own now is out of date here.
             self.complete = set(self.owned)
             self.model.drop(set(range(self.model.layer_count)) - self.owned)
+            self.model.forget_beginning()
         self.pace.tick()
         if self.sharding is not None and not vote.skipped:
             self.complete = set()

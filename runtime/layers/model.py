@@ -1,13 +1,15 @@
 """The model as a list of layers, some of which this process holds.
 
 The layers are the user's own list (``runtime.layers.chain``), or parts of a module that is run in windows
-(``runtime.layers.windows``). At the start a process holds all layers, *pristine*. A layer that is dropped has
-its parameters and persistent buffers replaced by meta tensors, which have shapes but no memory; ``materialise``
-gives it memory again, to be filled by a transfer. A tensor that several layers share (a tied weight) is one
-tensor while at least one of them is held, under one *canonical* name: the first one in model order.
+(``runtime.layers.windows``). At the start a process can *provide* every layer with the values that training
+begins with. It holds all layers where the training function made them itself, and none where it returned a
+function that makes the model (``runtime.deferred``). A layer that is not held has meta tensors, which have
+shapes but no memory, for parameters and persistent buffers; ``materialise`` gives it memory, to be filled by a
+transfer. A tensor that several layers share (a tied weight) is one tensor while at least one of them is held,
+under one *canonical* name: the first one in model order.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from runtime.data.batches import (
     signature,
     to_device,
 )
+from runtime.deferred import DeferredModule
 from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
@@ -92,30 +95,33 @@ class Model:
         batch = first_batch(training, rows, self._precision.parameters)
         self.find_problem: Callable[[Batch], tuple[int, str] | None] | None = None
         """Returns the row of a batch that the model cannot take, and why."""
+        self._initial = training.model if isinstance(training.model, DeferredModule) else None
+        self._exact = False
+        """Whether runs whose results are not kept need the values that training begins with."""
         self._structure: LayerChain | WindowedModule
         if training.layers is not None:
             self._structure = LayerChain(training.layers)
+            for layer in self._structure.roots:
+                layer.to(device).train()
         else:
-            assert isinstance(training.model, nn.Module)
-            self._check_ids(Vocabulary(training.model), batch)
-            training.model.to(device).train()
+            root = self._root_on(device)
+            self._check_ids(Vocabulary(root), batch)
             with self._autocast():
                 self._structure = WindowedModule(
-                    training.model,
+                    root,
                     training.split,
                     to_device(batch, device),
                     rows,
                     caller(has_loss=training.loss is not None),
+                    self._present,
                 )
-        for root in self._structure.roots:
-            root.to(device).train()
         low = self._precision.compute is not None
         self._loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
         self._tensors = self._shared_tensors()
         self._trainable = [t for t in self._tensors if t.trainable]
         count = self._structure.layer_count
         self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
-        self._held = frozenset(range(count))
+        self._held = frozenset(range(count) if self._initial is None else ())
         self._version = 0
         self._check: Callable[[], None] = _no_check
         self._dropout = [False] * count
@@ -126,6 +132,14 @@ class Model:
         """Signature of the first samples, whose shapes every trainer knows."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
         self._probe(batch, rows, verified=verified)
+
+    def _root_on(self, device: torch.device) -> nn.Module:
+        """Return the training's model in training mode; what has memory is on the device."""
+        if self._initial is not None:
+            self._initial.to_device(device)
+            return self._initial.root.train()
+        assert isinstance(self.training.model, nn.Module)
+        return self.training.model.to(device).train()
 
     def _check_ids(self, vocabulary: Vocabulary, batch: Batch) -> None:
         self.find_problem = vocabulary.problem
@@ -251,6 +265,52 @@ class Model:
             if tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device=self.device))
 
+    def provide(self, layers: Collection[int]) -> None:
+        """Hold ``layers`` with the values that training begins with, where they are not held."""
+        for layer in sorted(set(layers) - self._held):
+            if self._initial is None:
+                raise RuntimeError(f"layer {layer} was dropped, and nothing can make it again")
+            self._initial.fill(self._materialised(layer))
+
+    @contextmanager
+    def provided(self, layer: int) -> Iterator[None]:
+        """Inside, hold ``layer``, for runs whose results are not kept; memory that this takes is freed afterwards.
+
+        A layer that is not held has values like those that training begins with (``DeferredModule.fill_alike``).
+        """
+        if layer in self._held:
+            yield
+            return
+        assert self._initial is not None
+        tensors = self._materialised(layer)
+        (self._initial.fill if self._exact else self._initial.fill_alike)(tensors)
+        try:
+            yield
+        finally:
+            self.drop([layer])
+
+    def _materialised(self, layer: int) -> dict[str, Tensor]:
+        """Hold ``layer``, and return what is to be filled."""
+        fresh = [tensor for tensor in self.tensors_of(layer) if tensor.value.is_meta]
+        self.materialise(layer)
+        return {tensor.name: tensor.value for tensor in fresh}
+
+    def forget_beginning(self) -> None:
+        """Give back what layers are provided from: training has begun."""
+        if self._initial is not None:
+            self._initial.forget()
+            self._initial = None
+
+    @property
+    def provides(self) -> bool:
+        """Whether layers that are not held can be provided."""
+        return self._initial is not None
+
+    def _present(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        if self._initial is None:
+            return nullcontext()
+        return self._initial.present(modules, self.device, exact=self._exact)
+
     # --- running it -----------------------------------------------------------------------------
 
     def forward(
@@ -327,11 +387,12 @@ class Model:
         with self.buffers_kept():
             for layer in range(self.layer_count):
                 tick()
-                x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
                 last = layer == self.layer_count - 1
-                outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
-                roots = [t for t in outputs if t.requires_grad]
-                torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
+                with self.provided(layer):
+                    x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
+                    outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
+                    roots = [t for t in outputs if t.requires_grad]
+                    torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
                 if not last:
                     tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
                     x = tensors if isinstance(x, tuple) else tensors[0]
@@ -373,7 +434,7 @@ class Model:
                 probe = DropoutProbe()
                 given = x
                 try:
-                    with probe:
+                    with probe, self.provided(index):
                         x = self.forward(index, index + 1, x, step=0, row=0, batch=batch)
                 except TrainingError:
                     raise
@@ -386,10 +447,15 @@ class Model:
                 if index < self.layer_count - 1 or isinstance(self._structure, LayerChain):
                     self._check_output(index, x, rows)
                     shapes[index] = shape_of(x)
+            if self._initial is not None and not self._exact and not _finite(x):
+                self._exact = True
+                self._probe(batch, rows, verified=verified)
+                return
             end, received = self.layer_count, given
 
             def last(changed: Batch) -> Any:
-                return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
+                with self.provided(end - 1):
+                    return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
 
             self._loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
         self._shapes[self.first_signature] = shapes
@@ -398,12 +464,20 @@ class Model:
             tolerance = 0.02 if self._precision.compute is not None else 1e-7 if exact else 1e-5
             with self._autocast():
                 self._structure.verify(
-                    batch, rows, lambda output: self._loss(output, batch, rows)[0], tolerance
+                    batch,
+                    rows,
+                    lambda output: self._loss(output, batch, rows)[0],
+                    tolerance,
+                    self.provided,
                 )
 
     def _whole(self, batch: Batch) -> Any:
         """Return the output of all layers in evaluation mode."""
-        return self.forward(0, self.layer_count, None, step=0, row=0, batch=batch, train=False)
+        x: Any = None
+        for layer in range(self.layer_count):
+            with self.provided(layer):
+                x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch, train=False)
+        return x
 
     def _check_output(self, index: int, output: object, rows: int) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
@@ -561,6 +635,10 @@ def _parameter(tensor: SharedTensor) -> nn.Parameter:
     value = tensor.value
     assert isinstance(value, nn.Parameter)
     return value
+
+
+def _finite(output: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in leaves_of(output) if isinstance(leaf, Tensor))
 
 
 def _set_mode(layer: nn.Module, train: bool) -> None:

@@ -22,8 +22,8 @@ trained wrongly. Every run checks that the blocks run in their order, each once.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,7 @@ class WindowedModule:
 
     :param batch: a microbatch to record with; its rows are in dim 0.
     :param call: runs the module on a batch.
+    :param present: gives modules memory while the module runs as a whole, where they have none.
     :raises TrainingError: the module cannot be cut; the message says what was tried, where it failed and the
         ways out.
     """
@@ -128,9 +129,13 @@ class WindowedModule:
         batch: Batch,
         rows: int,
         call: Callable[[nn.Module, Batch], Any],
+        present: Callable[[Iterable[nn.Module]], AbstractContextManager[None]] = lambda modules: (
+            nullcontext()
+        ),
     ) -> None:
         self.root = root
         self._call = call
+        self._present = present
         names = list(split) if split is not None else find_blocks(root)
         if split is not None:
             _check_split(root, names)
@@ -140,6 +145,8 @@ class WindowedModule:
         self._units = _units(root, self._ancestors, self._blocks)
         self._layers_of_unit: dict[str, set[int]] = {}
         self._window: _Window | None = None
+        self._shaping = False
+        """Whether a unit runs on the meta device, for the shapes of what it returns."""
         self._cuts: list[_Cut] = []
         self._exit: list[int] = []
         self._exit_per_row: list[bool] = []
@@ -239,12 +246,18 @@ class WindowedModule:
         return f"{type(self.root).__name__} cannot be cut at {self._names[0]} … {self._names[-1]}"
 
     def verify(
-        self, batch: Batch, rows: int, compare: Callable[[Any], Tensor], tolerance: float = 1e-5
+        self,
+        batch: Batch,
+        rows: int,
+        compare: Callable[[Any], Tensor],
+        tolerance: float = 1e-5,
+        held: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
     ) -> None:
         """Compare the layers run one by one with the whole module, in evaluation mode.
 
         :param compare: makes one tensor of the module's output.
         :param tolerance: relative difference that is taken for rounding.
+        :param held: gives a layer memory, where it has none.
         :raises TrainingError: they differ.
         """
         self._check_state(batch)
@@ -252,10 +265,11 @@ class WindowedModule:
         self.root.eval()
         try:
             with torch.no_grad():
-                wanted = compare(self._call(self.root, batch))
+                with self._whole():
+                    wanted = compare(self._call(self.root, batch))
                 tensors: Any = ()
                 for layer in range(self.layer_count):
-                    with self._without(layer):
+                    with held(layer), self._without(layer):
                         tensors = self._verified(layer, batch, tensors, rows)
                 found = compare(tensors)
         finally:
@@ -285,6 +299,10 @@ class WindowedModule:
 
         That code runs in every window, on stand-ins in all but one.
         """
+        with self._whole():
+            self._check_own_buffers(batch)
+
+    def _check_own_buffers(self, batch: Batch) -> None:
         own = {
             f"{name}.{key}" if name else key: buffer
             for name, module in self.root.named_modules()
@@ -308,6 +326,12 @@ class WindowedModule:
                 f"into a submodule of its own that changes it; {WAYS_OUT}"
             )
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside, the module can be run as a whole: what is around the blocks has memory."""
+        with self._present([m for m in self.root.modules() if id(m) in self._ancestors]):
+            yield
+
     # --- recording -------------------------------------------------------------------------------
 
     def _record(self, batch: Batch, rows: int) -> list[int]:
@@ -323,6 +347,14 @@ class WindowedModule:
         results: list[list[Any]] = []
         handles = []
         found: dict[int, _Cut] = {}
+        running: dict[nn.Module, ExitStack] = {}
+
+        def begin(module: nn.Module, arguments: Any) -> None:
+            running[module] = ExitStack()
+            running[module].enter_context(self._present(module.modules()))
+
+        def end(module: nn.Module, arguments: Any, output: Any) -> None:
+            running.pop(module).close()
 
         def enter(number: int) -> Callable[..., None]:
             def hook(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -371,11 +403,13 @@ class WindowedModule:
             self.root.eval()
             for parameter in trainable:
                 parameter.requires_grad_(False)
+            for part in (*self._blocks, *self._units.values()):
+                handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
             for number, block in enumerate(self._blocks):
                 handles.append(block.register_forward_pre_hook(enter(number), with_kwargs=True))
                 handles.append(block.register_forward_hook(leave(number), with_kwargs=True))
             handles += [m.register_forward_hook(unit(name)) for name, m in self._units.items()]
-            with torch.enable_grad():
+            with torch.enable_grad(), self._whole():
                 output = self._call(self.root, batch)
         except Exception as error:
             raise TrainingError(
@@ -384,6 +418,8 @@ class WindowedModule:
         finally:
             for handle in handles:
                 handle.remove()
+            for stack in running.values():
+                stack.close()
             for parameter in trainable:
                 parameter.requires_grad_(True)
             self.root.train(was_training)
@@ -452,7 +488,8 @@ class WindowedModule:
                     "(torch.utils.checkpoint around its blocks); leave that out, and let ftd do it: "
                     'activation_checkpointing = "auto"'
                 )
-            return original(*arguments, **named)
+            with self._present(self._blocks[number].modules()):
+                return original(*arguments, **named)
         if number != window.due:
             ran, due = self._names[number], self._names[window.due]
             raise TrainingError(f"{self._uncut}: {ran} ran where {due} was due; {CHOICES}; {WAYS_OUT}")
@@ -507,7 +544,12 @@ class WindowedModule:
 
     def _run_unit(self, name: str, original: Any, arguments: Any, named: Any) -> Any:
         window = self._window
-        if window is None or window.first <= window.segment < window.end:
+        if window is None:
+            if self._shaping:
+                return original(*arguments, **named)
+            with self._present(self._units[name].modules()):
+                return original(*arguments, **named)
+        if window.first <= window.segment < window.end:
             return original(*arguments, **named)
         return self._stand_in(name, original, arguments, named)
 
@@ -522,7 +564,7 @@ class WindowedModule:
             away, there = tree.tree_unflatten(
                 [t.to("meta") if isinstance(t, Tensor) else t for t in leaves], structure
             )
-            window, self._window = self._window, None
+            window, self._window, self._shaping = self._window, None, True
             try:
                 with torch.no_grad():
                     output = torch.func.functional_call(unit, held, away, there)
@@ -532,7 +574,7 @@ class WindowedModule:
                     f"depends on values: {type(error).__name__}: {error}; {WAYS_OUT}"
                 ) from error
             finally:
-                self._window = window
+                self._window, self._shaping = window, False
             results, made = tree.tree_flatten(output)
             self._shapes[key] = (
                 [_Zeros(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in results],

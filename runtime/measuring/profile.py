@@ -143,7 +143,7 @@ def measure(
     devices_per_node: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LayersMeasured:
-    """Profile all layers of a model that is held completely. Leaves parameters and buffers as they were.
+    """Profile the layers of a model, one after the other. Leaves parameters and buffers as they were.
 
     :param progress: called with the number of layers that are done, and of all.
     :raises TrainingError: the job recomputes selectively, and a layer cannot.
@@ -165,25 +165,26 @@ def measure(
     counts = sorted({*fullest.values()} - {rows})
     with model.buffers_kept(), model.recomputing("none"):
         for layer in range(model.layer_count):
-            given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
-            look = _look(given)
-            equal = looks.setdefault(look, {})
-            times = _time_layer(given, "none", equal)
-            if peak is not None:
-                if look not in flops:
-                    flops[look] = count_flops(partial(given.outputs, _as_received(activation)))
-                total_flops += flops[look]
-            parts, problem = _measure_parts(given, counts, equal)
-            unmeasured += [problem] if problem else []
-            kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
-            again, problem = _measure_recomputation(given, _WAYS[data.activation_checkpointing], equal)
-            if problem and data.activation_checkpointing == "selective":
-                raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
-            unselectable += [problem] if problem else []
-            cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
-            for case, found in cases[-1].items():
-                equal.setdefault(case, found.times)
-            sizes.append(_sizes(model, layer, optimizer_bytes, output_bytes))
+            with model.provided(layer):
+                given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
+                look = _look(given)
+                equal = looks.setdefault(look, {})
+                times = _time_layer(given, "none", equal)
+                if peak is not None:
+                    if look not in flops:
+                        flops[look] = count_flops(partial(given.outputs, _as_received(activation)))
+                    total_flops += flops[look]
+                parts, problem = _measure_parts(given, counts, equal)
+                unmeasured += [problem] if problem else []
+                kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
+                again, problem = _measure_recomputation(given, _WAYS[data.activation_checkpointing], equal)
+                if problem and data.activation_checkpointing == "selective":
+                    raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
+                unselectable += [problem] if problem else []
+                cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
+                for case, found in cases[-1].items():
+                    equal.setdefault(case, found.times)
+                sizes.append(_sizes(model, layer, optimizer_bytes, output_bytes))
             progress(layer + 1, model.layer_count)
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
@@ -397,13 +398,23 @@ def _as_received(x: Activation | None) -> Activation | None:
 
 
 def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
-    """What the user's optimizer keeps for each parameter: found by a step on zeros of the same shapes."""
-    named = [
-        (name, nn.Parameter(torch.zeros_like(parameter)))
-        for name, parameter in model.named_parameters(range(model.layer_count))
-    ]
+    """What the user's optimizer keeps for each parameter: found by a step on the meta device, which takes no memory.
+
+    An optimizer that needs values makes its step on zeros.
+    """
+    named = model.named_parameters(range(model.layer_count))
     if not named:
         return {}
+    try:
+        return _state_bytes(training, named, torch.device("meta"))
+    except Exception:
+        return _state_bytes(training, named, model.device)
+
+
+def _state_bytes(
+    training: Training, like: list[tuple[str, nn.Parameter]], device: torch.device
+) -> dict[str, int]:
+    named = [(name, nn.Parameter(torch.zeros_like(parameter, device=device))) for name, parameter in like]
     optimizer = training.optimizer(named)
     for _, parameter in named:
         parameter.grad = torch.zeros_like(parameter)

@@ -5,6 +5,7 @@ Being stopped by a failure elsewhere is normal here: the main thread comes back 
 its state, reports, and waits for the next generation in the same process.
 """
 
+import ctypes
 import gc
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ from runtime.wire.protocol import (
     Stepped,
 )
 from storage.description import encode_description
+
+_LIBC = ctypes.CDLL(None)
 
 
 class _ForeignError(RuntimeError):
@@ -114,6 +117,8 @@ class Trainer:
         # must not have to pay. What is here now stays anyway.
         gc.collect()
         gc.freeze()
+        # What checking and measuring the model took would stay with this process.
+        _LIBC.malloc_trim(0)
         self._pace.show("")
         if prepare.describe:
             self._describe(engine, prepare.job_id)

@@ -48,6 +48,11 @@ class HuggingFaceModel:
         return place if started else None
 
     @property
+    def exact(self) -> bool:
+        """Whether random weights are drawn one after the other; a model from files has no use for most of them."""
+        return self.directory is None
+
+    @property
     def vocabulary(self) -> int | None:
         """The number of token ids that the model takes; None for one that takes no tokens."""
         size: int | None = getattr(self.config.get_text_config(), "vocab_size", None)
@@ -67,9 +72,19 @@ class HuggingFaceModel:
         return positions
 
     def __call__(self) -> nn.Module:
-        """Make the model on torch's default device, with its weights unless that is the meta device.
+        """Make the model with the weights that training starts from.
 
         :raises TrainingError: the weights do not fit the model, or transformers cannot make it.
+        """
+        model = self.build()
+        if (weights := self.weights(model)) is not None:
+            weights.load_into(model.state_dict())
+        return model
+
+    def build(self) -> nn.Module:
+        """Make the model with random weights.
+
+        :raises TrainingError: transformers cannot make it.
         """
         kind = _auto_class(self.task)
         try:
@@ -83,8 +98,6 @@ class HuggingFaceModel:
         if self.table.lora is not None:
             _add_adapters(model, self.table.lora, self.task)
         made: nn.Module = model
-        if torch.get_default_device().type != "meta" and (weights := self.weights(made)) is not None:
-            weights.load_into(made.state_dict())
         return made
 
     def weights(self, model: nn.Module) -> PretrainedWeights | None:

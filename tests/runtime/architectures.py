@@ -432,9 +432,13 @@ def build(
     :param unlabelled: samples all of whose labels are -100.
     """
     entry = ARCHITECTURES[architecture]
-    model = entry.make(**(options or {}))
+
+    def make() -> nn.Module:
+        model = entry.make(**(options or {}))
+        return lora(model) if adapters else model
+
     return Training(
-        model=lora(model) if adapters else model,
+        model=make,
         split=entry.split,
         loss=None if entry.own_loss else class_loss,
         dataset=Samples(entry.task, variable=variable, unlabelled=frozenset(unlabelled)),

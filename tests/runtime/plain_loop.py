@@ -44,10 +44,12 @@ def plain_loop(
         random.seed(data.seed)
         np.random.seed(data.seed % 2**32)
         training = make()
+        model = training.model if training.layers is None else nn.Sequential(*training.layers)
+        if not isinstance(model, nn.Module):
+            assert callable(model)
+            model = model()
     dtype = torch.float64 if data.precision == "float64" else torch.float32
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(data.precision)
-    model = training.model if training.layers is None else nn.Sequential(*training.layers)
-    assert isinstance(model, nn.Module)
     model.to(dtype).train()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = training.optimizer(named)

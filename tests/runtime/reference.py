@@ -33,6 +33,7 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
         dtype=PRECISIONS[data.precision].parameters,
     )
     everything = range(model.layer_count)
+    model.provide(everything)
     rows, microbatches = data.microbatch_rows, data.global_batch // data.microbatch_rows
     losses: list[float] = []
     for step in range(1, steps + 1):

@@ -1,5 +1,6 @@
 """Loading microbatches, in the trainer and in worker processes, with equal results."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -531,8 +532,12 @@ def test_closing_ends_everything_at_once_and_twice(tmp_path: Path, others: set[i
 
 def sockets_of(pid: int) -> set[str]:
     """The sockets that a process holds, besides its output."""
-    descriptors = [path for path in Path(f"/proc/{pid}/fd").iterdir() if int(path.name) > 2]
-    return {str(path.readlink()) for path in descriptors if "socket:" in str(path.readlink())}
+    links = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # It was closed meanwhile.
+            if int(path.name) > 2:
+                links.add(str(path.readlink()))
+    return {link for link in links if "socket:" in link}
 
 
 def test_no_worker_outlives_its_trainer(tmp_path: Path) -> None:

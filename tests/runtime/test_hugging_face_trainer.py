@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from runtime.data.sampling import Sampler
+from runtime.deferred import DeferredModule
 from runtime.wire.protocol import TrainingData
 from tests.runtime.architectures import take_out_casts
 from tests.runtime.reference import load
@@ -33,14 +34,15 @@ class Recording(Trainer):
 def trainer_losses(job: TrainingData, directory: Path) -> list[float]:
     """Return the loss of each step of a ``Trainer`` that is given the samples in the job's order."""
     training = load(job)
-    assert isinstance(training.model, nn.Module)
+    assert isinstance(training.model, DeferredModule)
+    model = training.model.materialise()
     sampler = Sampler(len(training.dataset), job.global_batch, job.seed)
     order = [training.dataset[index] for step in range(1, STEPS + 1) for index in sampler.indices(step)]
-    optimizer = training.optimizer(list(training.model.named_parameters()))
+    optimizer = training.optimizer(list(model.named_parameters()))
     assert training.scheduler is not None
     accumulated = job.global_batch // job.microbatch_rows
     trainer = Recording(
-        model=training.model,
+        model=model,
         args=TrainingArguments(
             output_dir=str(directory),
             max_steps=STEPS,

@@ -166,6 +166,7 @@ def test_a_stage_keeps_what_the_profile_says_of_its_layers(precision: str) -> No
     )
     model = Model(load(data), data)
     layers = measure(model, data).profile.layers[1:-1]
+    model.provide(range(model.layer_count))
     batch = first_batch(model.training, 8, torch.float32)
     with torch.no_grad():
         received = flatten(model.forward(0, 1, None, step=1, row=0, batch=batch))

@@ -1,0 +1,602 @@
+"""Building a model without memory for its large tensors, and making each of them later, bit for bit.
+
+While a factory runs in a ``Recorder``, a large tensor gets an address but no memory, since memory comes into being
+when it is written to, and what would write to it is *recorded* instead. A random operation is also carried out
+on scratch memory, so that the generator goes on as if the tensor had been filled; the generator's state before
+is recorded. ``Recording.make`` repeats, from these states, what a tensor depends on. So it gives the value that
+the factory's code would have made, whatever that code does: scaled residual projections, orthogonal matrices,
+copies of other parameters.
+
+Small tensors are computed as always. An operation that needs the values of large ones gets them, made for that
+moment; code that gets hold of memory without an operation of torch (``numpy``) gets the real tensor from then
+on.
+"""
+
+import ctypes
+import mmap
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MAP_NORESERVE = 0x4000
+"""As in <sys/mman.h> of Linux; this version of Python does not name it."""
+_NOISE = 65537
+"""Numbers of noise; a prime, so that rows of a matrix differ."""
+LARGE_BYTES = 1 << 16
+"""Tensors of this size or more get no memory."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_aten = torch.ops.aten
+_EMPTY = frozenset((_aten.empty.memory_format, _aten.empty_strided.default))
+_FACTORIES = _EMPTY | frozenset(
+    (
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.rand.default,
+        _aten.rand.generator,
+        _aten.randn.default,
+        _aten.randn.generator,
+        _aten.eye.default,
+        _aten.eye.m,
+    )
+)
+_VIEWS = frozenset((_aten._unsafe_view.default,))
+"""Operations that return a view, but do not say so."""
+_OVERWRITES = frozenset(
+    (
+        _aten.normal_.default,
+        _aten.uniform_.default,
+        _aten.zero_.default,
+        _aten.fill_.Scalar,
+        _aten.fill_.Tensor,
+        _aten.copy_.default,
+    )
+)
+"""Operations whose result does not depend on what their first argument held."""
+_FIXED_DRAWS = frozenset(
+    (
+        _aten.normal_.default,
+        _aten.uniform_.default,
+        _aten.rand.default,
+        _aten.rand.generator,
+        _aten.randn.default,
+        _aten.randn.generator,
+    )
+)
+"""Random operations that draw as often whatever their arguments hold."""
+_RESHAPING = ("set_", "resize_", "resize_as_")
+_READERS = frozenset(
+    (
+        Tensor.numpy,
+        Tensor.tolist,
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.__reduce_ex__,
+        Tensor.share_memory_,
+    )
+)
+"""Methods that give access to memory without an operation of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor without memory lies: a view of a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def within(self, memory: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(memory, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """A recorded call; there are places in its arguments instead of tensors without memory."""
+
+    function: Any
+    arguments: Any
+    """(positional, by keyword)"""
+    random_state: Tensor | None
+    """The generator's state before the call."""
+    results: tuple[Place, ...]
+    """Where the tensors go that are returned; empty for an operation in place."""
+    writes: frozenset[int]
+    reads: frozenset[int]
+    """Storages whose content before the call matters."""
+
+
+class UnseenError(RuntimeError):
+    """A tensor was written to by the thread that makes the model and by another one."""
+
+
+class Recording:
+    """What happened to tensors without memory, which it can make."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """By address; held, so that no other storage gets the address."""
+        self._sizes: dict[int, int] = {}
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return where a tensor without memory lies; ``None`` for any other."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return None
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            return None
+        return Place(key, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def make(self, place: Place, target: Tensor) -> None:
+        """Put the value of a tensor into ``target``, which has its shape."""
+        memory = _Memory(self._sizes)
+        alike = (
+            target.device.type == "cpu" and target.dtype == place.dtype and target.stride() == place.stride
+        )
+        size = target.numel() * target.element_size()
+        if alike and size == self._sizes[place.storage] == target.untyped_storage().nbytes():
+            memory[place.storage] = target.untyped_storage()
+            self._contents({place.storage}, memory)
+        else:
+            self._contents({place.storage}, memory)
+            target.copy_(place.within(memory[place.storage]))
+
+    def values_of(self, arguments: Any) -> Any:
+        """Return arguments with values in fresh memory instead of places."""
+        leaves = tree.tree_leaves(arguments, is_leaf=_is_place)
+        memory = _Memory(self._sizes)
+        self._contents({leaf.storage for leaf in leaves if _is_place(leaf)}, memory)
+        return _filled(arguments, memory)
+
+    def scratch(self, arguments: Any) -> Any:
+        """Return arguments with memory of any content instead of places."""
+        memory = _Memory(self._sizes)
+        return _filled(arguments, memory)
+
+    def hide(self, tensor: Tensor) -> Place:
+        """Take up a tensor whose memory was not written to."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        self._sizes[storage._cdata] = storage.nbytes()
+        place = self.place_of(tensor)
+        assert place is not None
+        return place
+
+    def written_unseen(self, place: Place) -> bool:
+        """Whether something else than a recorded operation, such as another thread, wrote to a tensor.
+
+        :raises UnseenError: recorded operations did as well, so that nobody knows its value.
+        """
+        storage = self._storages[place.storage]
+        pages = (ctypes.c_ubyte * (-(-storage.nbytes() // mmap.PAGESIZE)))()
+        address = ctypes.c_void_p(storage.data_ptr())
+        if _LIBC.mincore(address, ctypes.c_size_t(storage.nbytes()), pages) != 0:
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        if not any(page & 1 for page in pages):
+            return False
+        if any(place.storage in operation.writes for operation in self._operations):
+            raise UnseenError
+        return True
+
+    def settle(self, tensor: Tensor) -> None:
+        """Give a tensor, and all that share its memory, their values for good."""
+        place = self.place_of(tensor)
+        if place is not None:
+            memory = _Memory(self._sizes)
+            self._contents({place.storage}, memory)
+            self._storages.pop(place.storage).copy_(memory[place.storage])
+
+    def add(self, operation: _Operation) -> None:
+        self._operations.append(operation)
+
+    def end(self) -> None:
+        """Give back the addresses: nothing more is recorded."""
+        self._storages.clear()
+
+    def _contents(self, storages: set[int], memory: "_Memory") -> None:
+        """Carry out what the content of storages depends on."""
+        needed, chosen = set(storages), []
+        for operation in reversed(self._operations):
+            if not needed.isdisjoint(operation.writes):
+                chosen.append(operation)
+                needed -= operation.writes - operation.reads
+                needed |= operation.reads
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for operation in reversed(chosen):
+                arguments, named = _filled(operation.arguments, memory)
+                if operation.random_state is not None:
+                    generator = named.get("generator")
+                    (torch.default_generator if generator is None else generator).set_state(
+                        operation.random_state
+                    )
+                returned = operation.function(*arguments, **named)
+                results = [t for t in tree.tree_leaves(returned) if isinstance(t, Tensor)]
+                for place, result in zip(operation.results, results, strict=False):
+                    place.within(memory[place.storage]).copy_(result)
+
+
+class _Memory(dict[int, torch.UntypedStorage]):
+    """Fresh memory for storages, when it is asked for."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self._sizes = sizes
+
+    def __missing__(self, key: int) -> torch.UntypedStorage:
+        self[key] = _reserved(self._sizes[key]).untyped_storage()
+        return self[key]
+
+
+class Recorder:
+    """``with Recorder(recording):`` around the code that makes a model.
+
+    :param exact: give large tensors the values that they would have if the model was built at once, which takes
+        the time to draw all of them. Else each is drawn from a stream of its own, when it is made.
+    :param large_bytes: size from which a tensor gets no memory.
+    """
+
+    def __init__(self, recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> None:
+        streams = None if exact else random.Random(int(torch.randint(2**62, ())))
+        self._operations = _Operations(recording, streams, large_bytes)
+        self._access = _Access(recording)
+
+    def __enter__(self) -> None:
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
+        self._access.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._access.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class Weights(Protocol):
+    """Values of some of a model's tensors, such as those in files."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value for the tensor of this name."""
+
+    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place; those that there are no values for stay as they are."""
+
+
+@runtime_checkable
+class WithWeights(Protocol):
+    """Makes a model whose weights are read by name."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the values that ``build`` gives are to be those of a model that is built at once."""
+
+    def build(self) -> nn.Module:
+        """Make the model with values of its own."""
+
+    def weights(self, model: nn.Module) -> Weights | None:
+        """Return the values that training begins with; ``None``: the model's own."""
+
+
+class DeferredModule:
+    """A module whose parameters and persistent buffers are on the meta device, and the values they begin with.
+
+    Other tensors, which are few and small, are as the factory made them.
+
+    :param root: was made while ``recording``, whose tensors get no memory any more.
+    :param weights: values to begin with in place of those that the factory made.
+    :raises UnseenError: several threads wrote to one tensor.
+    """
+
+    def __init__(self, root: nn.Module, recording: Recording, weights: Weights | None = None) -> None:
+        self.root = root
+        self._recording = recording
+        self._weights = weights
+        self._values: dict[str, Place | Tensor] = {}
+        state = {n: t for n, t in root.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        for name, tensor in state.items():
+            place = recording.place_of(tensor)
+            self._values[name] = (
+                tensor.detach() if place is None or recording.written_unseen(place) else place
+            )
+        lasting = {id(tensor): _as_meta(tensor) for tensor in state.values()}
+        for module in root.modules():
+            for table in _tables(module):
+                for key, value in table.items():
+                    if id(value) in lasting:
+                        table[key] = lasting[id(value)]
+            for leaf in _tensors(
+                [v for k, v in vars(module).items() if k not in ("_parameters", "_modules")]
+            ):
+                recording.settle(leaf)
+        recording.end()
+
+    def to_device(self, device: torch.device) -> None:
+        """Move the tensors that are not on the meta device."""
+        for module in self.root.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(device)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place with the values that training begins with; keys are names in ``state_dict``."""
+        if self._weights is not None:
+            self._weights.load_into(tensors)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if self._weights is None or not self._weights.has(name):
+                    value = self._values[name]
+                    if isinstance(value, Place):
+                        self._recording.make(value, tensor.detach())
+                    else:
+                        tensor.copy_(value)
+
+    def forget(self) -> None:
+        """Give back what the values are made of."""
+        self._recording, self._weights = Recording(), None
+        self._values.clear()
+
+    def fill_alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place with values that are quickly made, for runs whose results are not kept.
+
+        Matrices get noise, so that what depends on them differs from row to row; vectors get ones. Buffers,
+        small ones and integers get their values.
+        """
+        exact = {}
+        for name, tensor in tensors.items():
+            kept = not isinstance(self._values[name], Place) or not isinstance(tensor, nn.Parameter)
+            if kept or not tensor.is_floating_point():
+                exact[name] = tensor
+            elif tensor.dim() < 2:
+                tensor.detach().fill_(1)
+            else:
+                _fill_with_noise(tensor.detach())
+        self.fill(exact)
+
+    def materialise(self) -> nn.Module:
+        """Return the module with memory and values for all tensors, for a process that has use for them."""
+        self._swap(self.root.modules(), torch.device("cpu"), self.fill)
+        return self.root
+
+    @contextmanager
+    def present(
+        self, modules: Iterable[nn.Module], device: torch.device, *, exact: bool = False
+    ) -> Iterator[None]:
+        """Inside, the modules' own tensors that are on the meta device are real ones.
+
+        :param exact: with the values that training begins with, else as ``fill_alike`` makes them.
+        """
+        away = self._swap(modules, device, self.fill if exact else self.fill_alike)
+        try:
+            yield
+        finally:
+            for table, key, old in away:
+                table[key] = old
+
+    def _swap(
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        fill: Callable[[Mapping[str, Tensor]], None],
+    ) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Put real tensors in the places of those on the meta device; returns the places and what was there."""
+        names = {id(m): name for name, m in self.root.named_modules()}
+        away: list[tuple[dict[str, Any], str, Tensor]] = []
+        fresh: dict[int, Tensor] = {}
+        wanted: dict[str, Tensor] = {}
+        for module in modules:
+            for table in _tables(module):
+                for key, old in table.items():
+                    if old is None or not old.is_meta:
+                        continue
+                    if id(old) not in fresh:
+                        made = torch.empty_like(old, device=device)
+                        if isinstance(old, nn.Parameter):
+                            made = nn.Parameter(made, requires_grad=old.requires_grad)
+                        fresh[id(old)] = made
+                        name = names[id(module)]
+                        wanted[f"{name}.{key}" if name else key] = made
+                    away.append((table, key, old))
+        fill(wanted)
+        for table, key, old in away:
+            table[key] = fresh[id(old)]
+        return away
+
+
+class _Access(TorchFunctionMode):
+    """Settles tensors whose memory is read without an operation."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _READERS:
+            self._recording.settle(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations on large tensors."""
+
+    def __init__(self, recording: Recording, streams: random.Random | None, large_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+        self._streams = streams
+        self._large_bytes = large_bytes
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = args, kwargs or {}
+        placed = tree.tree_map_only(Tensor, lambda t: self._recording.place_of(t) or t, given)
+        some = any(_is_place(leaf) for leaf in tree.tree_leaves(placed, is_leaf=_is_place))
+        if (not some and function not in _FACTORIES) or function.is_view or function in _VIEWS:
+            return function(*given[0], **given[1])
+        written = _written(function, *given)
+        if function._schema.name.partition("::")[2] in _RESHAPING:
+            for tensor in _tensors(given):
+                self._recording.settle(tensor)
+            return function(*given[0], **given[1])
+        if written:
+            return self._in_place(function, given, placed, written)
+        return self._functional(function, given, placed)
+
+    def _in_place(self, function: Any, given: Any, placed: Any, written: list[Tensor]) -> Any:
+        places = [self._recording.place_of(tensor) for tensor in written]
+        if not all(places):
+            # A small tensor is made of large ones.
+            args, kwargs = self._recording.values_of(placed)
+            function(*args, **kwargs)
+            return _returned(function, given, written)
+        writes = frozenset(place.storage for place in places if place is not None)
+        whole = (
+            function in _OVERWRITES
+            and written[0].numel() * written[0].element_size() == written[0].untyped_storage().nbytes()
+        )
+        reads = _storages(placed if not whole else (placed[0][1:], placed[1]))
+        self._add(function, placed, (), writes, reads)
+        return _returned(function, given, written)
+
+    def _functional(self, function: Any, given: Any, placed: Any) -> Any:
+        away = torch.device(given[1].get("device") or "cpu")
+        if away.type != "cpu" and function in _FACTORIES:
+            return function(*given[0], **given[1])
+        try:
+            like = _on_meta(function, given) if away.type == "cpu" else None
+        except Exception:
+            like = None  # What it returns depends on values.
+        results = [] if like is None else _tensors(like)
+        if not results or sum(t.numel() * t.element_size() for t in results) < self._large_bytes:
+            args, kwargs = self._recording.values_of(placed)
+            return function(*args, **kwargs)
+        made = {id(t): _unwritten(t) for t in results}
+        places = tuple(self._recording.hide(made[id(t)]) for t in results)
+        if function not in _EMPTY:
+            writes = frozenset(place.storage for place in places)
+            self._add(function, placed, places, writes, _storages(placed))
+        return tree.tree_map_only(Tensor, lambda t: made[id(t)], like)
+
+    def _add(
+        self,
+        function: Any,
+        placed: Any,
+        results: tuple[Place, ...],
+        writes: frozenset[int],
+        reads: frozenset[int],
+    ) -> None:
+        # What is small may change afterwards.
+        kept = tree.tree_map_only(Tensor, lambda t: t.detach().clone(), placed)
+        state = None
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            generator = placed[1].get("generator") or torch.default_generator
+            state = generator.get_state()
+            if self._streams is not None:
+                generator.manual_seed(self._streams.getrandbits(63))
+            else:
+                fixed = function in _FIXED_DRAWS
+                args, kwargs = self._recording.scratch(kept) if fixed else self._recording.values_of(kept)
+                function(*args, **kwargs)
+        self._recording.add(_Operation(function, kept, state, results, writes, reads))
+
+
+def _reserved(size_bytes: int) -> Tensor:
+    """Return bytes that have no memory until they are written to, and give it back to the system at once.
+
+    An allocator would use memory again that was written to before.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1), flags=flags), dtype=torch.uint8)
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    memory = _reserved(like.untyped_storage().nbytes())
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(memory.untyped_storage(), 0, like.size(), like.stride())
+
+
+def _is_place(leaf: Any) -> bool:
+    return isinstance(leaf, Place)
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return where the module's own parameters and buffers are."""
+    return module._parameters, module._buffers
+
+
+def _fill_with_noise(tensor: Tensor) -> None:
+    noise = _noise().to(tensor)
+    if not tensor.is_contiguous():
+        tensor.copy_(noise.repeat(-(-tensor.numel() // _NOISE))[: tensor.numel()].view(tensor.shape))
+        return
+    flat = tensor.view(-1)
+    whole = flat.numel() // _NOISE * _NOISE
+    flat[:whole].view(-1, _NOISE).copy_(noise)
+    flat[whole:].copy_(noise[: flat.numel() - whole])
+
+
+@cache
+def _noise() -> Tensor:
+    return torch.empty(_NOISE).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)  # Marks that an optimizer may group parameters by.
+    return made
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def _storages(placed: Any) -> frozenset[int]:
+    leaves = tree.tree_leaves(placed, is_leaf=_is_place)
+    return frozenset(leaf.storage for leaf in leaves if _is_place(leaf))
+
+
+def _filled(arguments: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
+    def fill(leaf: Any) -> Any:
+        return leaf.within(memory[leaf.storage]) if _is_place(leaf) else leaf
+
+    return tree.tree_map(fill, arguments, is_leaf=_is_place)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    found: list[Tensor] = []
+    for number, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += _tensors(value)
+    return found
+
+
+def _returned(function: Any, given: Any, written: list[Tensor]) -> Any:
+    """Return what an operation in place returns: what it wrote to."""
+    count = len(function._schema.returns)
+    return None if not count else written[0] if count == 1 else tuple(written[:count])
+
+
+def _on_meta(function: Callable[..., Any], given: Any) -> Any:
+    """Return what an operation would return, without memory."""
+    args, kwargs = tree.tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), given
+    )
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
+    if "device" in kwargs or function in _FACTORIES:
+        kwargs["device"] = torch.device("meta")
+    return function(*args, **kwargs)

@@ -1,0 +1,207 @@
+"""A model is built without memory, and each of its tensors gets the value that it would have had."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError
+from tests.runtime.architectures import ARCHITECTURES, lora
+from tests.runtime.harness import ROOT
+
+
+class Unusual(nn.Module):
+    """Initialised in ways that depend on values, on other parameters and on memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orthogonal = nn.Linear(64, 64)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.copied = nn.Linear(64, 64)
+        self.copied.weight.data.copy_(self.orthogonal.weight.data.t() * 2)
+        with torch.no_grad():
+            self.copied.weight[3:9] = 0.5
+        self.product = nn.Parameter(torch.randn(64, 64) @ torch.randn(64, 64))
+        with torch.no_grad():
+            self.product /= self.product.norm()
+        self.twice = nn.Parameter(self.product.detach().clone().double())
+        self.table = nn.Embedding(50, 64, padding_idx=3)
+        nn.init.trunc_normal_(self.table.weight)
+        self.table.weight.data += torch.from_numpy(self.table.weight.detach().numpy().copy())
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+        self.sparse = nn.Linear(64, 64)
+        nn.init.sparse_(self.sparse.weight, 0.3)
+        self.recurrent = nn.LSTM(16, 32, 2)
+        self.tied = nn.Linear(64, 64, bias=False)
+        self.tied.weight = self.orthogonal.weight
+        self.register_buffer("mask", torch.tril(torch.ones(64, 64, dtype=torch.bool)), persistent=False)
+        self.register_buffer("statistics", torch.rand(64, 64))
+        self.apply(self._scale)
+
+    @staticmethod
+    def _scale(module: nn.Module) -> None:
+        if isinstance(module, nn.LSTM):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.02 / len(list(module.parameters())) ** 0.5)
+
+
+def at_once(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(seed)
+    return make(), torch.get_rng_state()
+
+
+def deferred(make: Callable[[], nn.Module], seed: int = 3, **options: Any) -> tuple[nn.Module, Recording]:
+    torch.manual_seed(seed)
+    recording = Recording()
+    with Recorder(recording, **options):
+        made = make()
+    return made, recording
+
+
+def check_equal(make: Callable[[], nn.Module], large_bytes: int) -> int:
+    """Compare a deferred module with one that is built at once; returns how many tensors had no memory."""
+    with torch.random.fork_rng(devices=[]):
+        wanted, state = at_once(make)
+        made, recording = deferred(make, large_bytes=large_bytes)
+        assert torch.equal(torch.get_rng_state(), state)
+    lasting = made.state_dict(keep_vars=True)
+    without = sum(recording.place_of(value) is not None for value in lasting.values())
+    other = DeferredModule(made, recording).materialise()
+    for (name, value), (same, expected) in zip(
+        other.state_dict().items(), wanted.state_dict().items(), strict=True
+    ):
+        assert name == same
+        assert value.dtype == expected.dtype and value.stride() == expected.stride(), name
+        assert torch.equal(value, expected), name
+    for (name, value), (_, expected) in zip(other.named_buffers(), wanted.named_buffers(), strict=True):
+        assert torch.equal(value, expected), name
+    return without
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.mark.parametrize("large_bytes", [0, 4096])
+def test_values_are_those_of_a_module_that_is_built_at_once(large_bytes: int) -> None:
+    assert check_equal(Unusual, large_bytes) > 8
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "modernbert", "mamba2", "resnet", "t5"])
+def test_values_of_architectures(architecture: str) -> None:
+    assert check_equal(ARCHITECTURES[architecture].make, 0) > 8
+
+
+def test_values_of_adapters() -> None:
+    assert check_equal(lambda: lora(ARCHITECTURES["llama"].make()), 0) > 8
+
+
+def test_tied_tensors_stay_tied() -> None:
+    made, recording = deferred(Unusual, large_bytes=0)
+    whole = DeferredModule(made, recording).materialise()
+    assert isinstance(whole, Unusual)
+    assert whole.tied.weight is whole.orthogonal.weight
+
+
+def test_memory_that_is_written_behind_torchs_back_counts() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+            self.weight.detach().numpy()[0] = np.arange(64)
+
+    assert check_equal(Written, 0) == 0
+
+
+class FromAnotherThread(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(self.weight.detach().fill_, 2.0).result()
+
+
+def test_what_another_thread_wrote_counts() -> None:
+    assert check_equal(lambda: FromAnotherThread(torch.empty(64, 64)), 0) == 1
+
+
+def test_a_tensor_that_two_threads_wrote_to_is_refused() -> None:
+    made, recording = deferred(lambda: FromAnotherThread(torch.zeros(64, 64)), large_bytes=0)
+    with pytest.raises(UnseenError):
+        DeferredModule(made, recording)
+
+
+def test_a_tensor_is_filled_alone_and_as_often_as_it_is_needed() -> None:
+    wanted, _ = at_once(Unusual)
+    made, recording = deferred(Unusual, large_bytes=0)
+    module = DeferredModule(made, recording)
+    expected = wanted.state_dict()["copied.weight"]
+    for dtype in (torch.float32, torch.float32, torch.float64):
+        value = torch.empty(64, 64, dtype=dtype)
+        module.fill({"copied.weight": value})
+        assert torch.equal(value, expected.to(dtype))
+    assert all(parameter.is_meta for parameter in module.root.parameters())
+
+
+def test_present_modules_have_memory_for_a_while() -> None:
+    made, recording = deferred(Unusual, large_bytes=0)
+    module = DeferredModule(made, recording)
+    before = dict(module.root.named_parameters())
+    assert isinstance(module.root, Unusual)
+    with module.present(module.root.table.modules(), torch.device("cpu")):
+        assert module.root.table(torch.tensor([1])).isfinite().all()
+        assert module.root.sparse.weight.is_meta
+    assert dict(module.root.named_parameters()) == before
+
+
+def test_streams_differ_from_tensor_to_tensor_and_are_the_same_every_time() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    values = []
+    for _ in range(2):
+        made, recording = deferred(make, exact=False, large_bytes=4096)
+        values.append([p.detach() for p in DeferredModule(made, recording).materialise().parameters()])
+    first, second = values
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[2]) and not torch.equal(first[1], first[3])
+    assert float(first[0].abs().max()) == pytest.approx(1 / 8, rel=0.01)
+
+
+MEMORY = """
+import torch
+from torch import nn
+from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError
+
+def peak_mib():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+torch.set_num_threads(1)
+nn.Linear(10, 10)(torch.zeros(1, 10))
+before = peak_mib()
+recording = Recording()
+with Recorder(recording):
+    made = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
+module = DeferredModule(made, recording)
+for number in range(24):
+    with module.present([made[number]], torch.device("cpu"), exact=True):
+        made[number](torch.zeros(1, 2048))
+print(peak_mib() - before)
+"""
+
+
+def test_memory_is_that_of_the_largest_tensors() -> None:
+    """24 matrices of 16 MiB; one of them is scratch memory for random numbers, or present. The rest is code."""
+    found = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert float(found.stdout) < 8 * 16
