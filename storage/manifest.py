@@ -57,6 +57,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return range(1)
         return range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
+    def digest_of_block(self, number: int) -> str:
+        """The digest of one of ``blocks``."""
+        return self.blocks[number * _HEX : (number + 1) * _HEX]
+
     def block(self, number: int) -> tuple[int, int]:
         """First byte of a block, and the one behind its last."""
         if not self.blocks:
@@ -67,7 +71,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Are these bytes the block that was written?"""
         if not self.blocks:
             return self.intact(data)
-        return xxhash.xxh3_64_hexdigest(data) == self.blocks[number * _HEX : (number + 1) * _HEX]
+        return xxhash.xxh3_64_hexdigest(data) == self.digest_of_block(number)
 
     def intact(self, data: Any) -> bool:
         """Are these bytes, all of the part, as they were written?"""
@@ -117,6 +121,11 @@ class Digests:
             if self.size_bytes % BLOCK_BYTES == 0:
                 self._blocks.append(self._block.hexdigest())
                 self._block.reset()
+
+    def skip(self, digest: str) -> None:
+        """A whole block follows, and this is its digest; not the only block of its part."""
+        self._blocks.append(digest)
+        self.size_bytes += BLOCK_BYTES
 
     def part(self, name: str, offset: int) -> Part:
         """All of it was taken."""

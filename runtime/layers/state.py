@@ -68,6 +68,11 @@ class LayerStates:
         )
         return header, [tensor for _, _, _, tensor in tensors]
 
+    def frozen(self, layer: int) -> frozenset[str]:
+        """Return the names of the layer's parameters that training does not change."""
+        tensors = self._model.tensors_of(layer)
+        return frozenset(t.name for t in tensors if t.kind == "parameter" and not t.trainable)
+
     def pack(self, layer: int) -> tuple[bytes, Tensor]:
         """Header and payload. The payload is a copy: training may go on while it is sent."""
         header, tensors = self.describe(layer)

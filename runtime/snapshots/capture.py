@@ -11,11 +11,11 @@ from torch import Tensor
 from runtime.layers.state import LayerStates
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import Bytes, Mover
-from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
+from runtime.snapshots.pieces import Bucket, Unit, frozen_blocks, source_of, units_of
 from runtime.wire.protocol import VoteData
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES
-from storage.manifest import Digests, Part
+from storage.manifest import BLOCK_BYTES, Digests, Part
 from storage.shards import ShardLayout
 
 
@@ -40,6 +40,10 @@ class Capture:
     small: list[tuple[str, bytes]] = field(default_factory=list)
     groups: list[dict[str, object]] = field(default_factory=list)
     """For the manifest."""
+    frozen: dict[int, frozenset[int]] = field(default_factory=dict)
+    """By a shard's offset, numbers of its blocks that training does not change, where there are any."""
+    there: dict[int, Part] = field(default_factory=dict)
+    """By a shard's offset, the shard as the slot had it before, whose frozen blocks are not copied again."""
     slot: Bytes | None = None
     taken: int = 0
     copied: int = 0
@@ -63,11 +67,33 @@ class Capture:
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
         self.units += units_of(layout, group.owner, bucket, offset, self.unit_bytes)
+        self.note_frozen(layout, group.owner, bucket, offset)
         name = f"group-{group.first_layer}"
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
         self.small.append((f"{name}/small", small))
         self.describe(group, bucket.size_bytes)
+
+    def note_frozen(self, layout: ShardLayout, owner: int, bucket: Bucket, offset: int) -> None:
+        """Note which blocks of the shard at ``offset`` training does not change."""
+        if bucket.has_frozen:
+            self.frozen[offset] = frozen_blocks(layout, owner, bucket)
+
+    def keep_frozen(self, parts: Iterable[Part]) -> None:
+        """Leave out what the slot has already: it held ``parts`` of the same generation, which are complete."""
+        shards = set(self.shards)
+        self.there = {
+            part.offset: part
+            for part in parts
+            if (part.name, part.offset, part.size_bytes) in shards
+            and part.blocks
+            and part.offset in self.frozen
+        }
+        self.units = [unit for unit in self.units if not (unit.frozen and self._shard_of(unit) in self.there)]
+        self.left_bytes = sum(unit.read_bytes for unit in self.units)
+
+    def _shard_of(self, unit: Unit) -> int:
+        return max(offset for _, offset, _ in self.shards if offset <= unit.offset)
 
     def describe(self, group: Group, bucket_bytes: int, *, parts: int = 0) -> None:
         """Name what was added of a group.
@@ -115,7 +141,7 @@ class Capture:
 
     def digests_at(self, unit: Unit) -> Digests | None:
         """Those of its shard, if its bytes are the next to be taken."""
-        offset = max(offset for _, offset, _ in self.shards if offset <= unit.offset)
+        offset = self._shard_of(unit)
         digests = self.digests.setdefault(offset, Digests())
         return digests if offset + digests.size_bytes == unit.offset else None
 
@@ -134,21 +160,40 @@ class Capture:
         parts = []
         for name, offset, size in ranges:
             digests = self.digests.get(offset) or Digests()
-            digests.update(self.slot[offset + digests.size_bytes : offset + size])
+            self._take_rest(digests, offset, size)
             parts.append(digests.part(name, offset))
         return tuple(parts)
+
+    def _take_rest(self, digests: Digests, offset: int, size: int) -> None:
+        """Take the digests of a part's bytes from where they end; those of frozen blocks are as they were.
+
+        So a frozen block that was damaged since it was copied does not count as sound.
+        """
+        assert self.slot is not None
+        there = self.there.get(offset)
+        if there is not None:
+            while size - digests.size_bytes >= BLOCK_BYTES:
+                number, within = divmod(digests.size_bytes, BLOCK_BYTES)
+                if not within and number in self.frozen[offset]:
+                    digests.skip(there.digest_of_block(number))
+                else:
+                    begin = offset + digests.size_bytes
+                    digests.update(self.slot[begin : begin + BLOCK_BYTES - within])
+        digests.update(self.slot[offset + digests.size_bytes : offset + size])
 
 
 def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
     """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
     header, tensors = states.describe(layer)
     begin = bucket.size_bytes
+    still = states.frozen(layer)
     buffers: list[Tensor] = []
     for entry, tensor in zip(header.entries, tensors, strict=True):
         if entry.role == "buffer":
             buffers.append(tensor)
         else:
-            bucket.add(source_of(tensor), _padded(entry.size_bytes))
+            frozen = entry.role == "parameter" and entry.name in still
+            bucket.add(source_of(tensor), _padded(entry.size_bytes), frozen=frozen)
     return LayerImage(
         layer=layer,
         offset=begin,

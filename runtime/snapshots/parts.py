@@ -38,6 +38,7 @@ def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, 
         layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
         offset = capture.shards_bytes
         capture.units += units_of(layout, 0, bucket, offset, capture.unit_bytes)
+        capture.note_frozen(layout, 0, bucket, offset)
         capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
     image = ShardedImage(
         parts=parts, layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
@@ -76,7 +77,9 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
     runs: list[Run] = []
     scalars: partimage.Scalars = {}
 
-    def add(name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None) -> None:
+    def add(
+        name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None, *, frozen: bool = False
+    ) -> None:
         size = tensor.numel() * tensor.element_size()
         runs.append(
             Run(
@@ -91,7 +94,7 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
                 size_bytes=size,
             )
         )
-        bucket.add(source_of(tensor.detach()), padded(size))
+        bucket.add(source_of(tensor.detach()), padded(size), frozen=frozen)
 
     for mine in one.slices:
         cut = mine.slice
@@ -109,7 +112,7 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
             flat = tensor.value.detach().reshape(-1)
             flat = flat.cpu() if one.replica else flat
             start, end = (flat.numel() * number // one.parts for number in (one.part, one.part + 1))
-            add(tensor.name, "parameter", "", flat[start:end], start, end - start)
+            add(tensor.name, "parameter", "", flat[start:end], start, end - start, frozen=True)
     return PartOfLayer(
         layer=one.layer,
         offset=begin,

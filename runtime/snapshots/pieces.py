@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.script.tensor_image import gathered
 from runtime.snapshots.movers import Bytes, Mover, Source
+from storage.manifest import BLOCK_BYTES as DIGEST_BYTES
 from storage.manifest import Digests
 from storage.shards import ALIGNMENT_BYTES, ShardLayout
 
@@ -36,13 +37,31 @@ class Bucket:
     size_bytes: int = 0
     _starts: list[int] = field(default_factory=list)
     _sources: list[Source] = field(default_factory=list)
+    _changing: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges that training changes, ascending; empty where nothing is frozen."""
+    has_frozen: bool = False
 
-    def add(self, source: Source, padded_bytes: int) -> None:
-        """Behind the last; zeros follow it up to ``padded_bytes``."""
+    def add(self, source: Source, padded_bytes: int, *, frozen: bool = False) -> None:
+        """Behind the last; zeros follow it up to ``padded_bytes``.
+
+        :param frozen: training does not change it.
+        """
         if len(source):
             self._starts.append(self.size_bytes)
             self._sources.append(source)
-        self.size_bytes += padded_bytes
+        end = self.size_bytes + padded_bytes
+        if frozen:
+            self.has_frozen = True
+        elif self._changing and self._changing[-1][1] == self.size_bytes:
+            self._changing[-1] = self._changing[-1][0], end
+        else:
+            self._changing.append((self.size_bytes, end))
+        self.size_bytes = end
+
+    def is_frozen(self, start: int, end: int) -> bool:
+        """Whether training changes none of the bytes [start, end)."""
+        number = bisect_right(self._changing, start, key=lambda one: one[1])
+        return number == len(self._changing) or self._changing[number][0] >= end
 
     def fill(self, target: Bytes, starts: tuple[int, ...], digests: Digests | None = None) -> None:
         """``target`` becomes the XOR of the bucket's bytes from each of ``starts`` on.
@@ -98,6 +117,8 @@ class Unit:
     offset: int
     size_bytes: int
     starts: tuple[int, ...]
+    frozen: bool = False
+    """Training changes none of these bytes."""
 
     @property
     def read_bytes(self) -> int:
@@ -114,10 +135,35 @@ def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int, unit_
     :param unit_bytes: read for one unit, at most (``Schedule.unit_bytes``).
     """
     units: list[Unit] = []
+    frozen = frozen_blocks(layout, owner, bucket) if bucket.has_frozen else frozenset()
     for piece in layout.pieces(owner):
         most = max(1, unit_bytes // len(piece.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for done in range(0, piece.size_bytes, most):
+        done = 0
+        while done < piece.size_bytes:
             size = min(most, piece.size_bytes - done)
+            first = piece.offset + done
+            still = first // DIGEST_BYTES in frozen
+            if frozen:
+                # A unit is of blocks that are all frozen, or of others.
+                end = first // DIGEST_BYTES + 1
+                while end * DIGEST_BYTES < first + size and (end in frozen) == still:
+                    end += 1
+                size = min(size, end * DIGEST_BYTES - first)
             starts = tuple(source + done for source in piece.sources)
-            units.append(Unit(bucket, offset + piece.offset + done, size, starts))
+            units.append(Unit(bucket, offset + first, size, starts, still))
+            done += size
     return units
+
+
+def frozen_blocks(layout: ShardLayout, owner: int, bucket: Bucket) -> frozenset[int]:
+    """Return the numbers of the owner's shard's blocks (``storage.manifest.Part``) that training does not change."""
+    changing: set[int] = set()
+    for piece in layout.pieces(owner):
+        end = piece.offset + piece.size_bytes
+        for number in range(piece.offset // DIGEST_BYTES, -(-end // DIGEST_BYTES)):
+            first = max(number * DIGEST_BYTES, piece.offset) - piece.offset
+            last = min((number + 1) * DIGEST_BYTES, end) - piece.offset
+            if not all(bucket.is_frozen(source + first, source + last) for source in piece.sources):
+                changing.add(number)
+    # The last block, which may be a part of one, always counts as changing.
+    return frozenset(range(layout.shard_bytes(owner) // DIGEST_BYTES)) - changing

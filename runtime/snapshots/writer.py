@@ -28,7 +28,7 @@ from runtime.wire.protocol import Mend, Snapped, SnapshotFailed, SnapshotReport,
 from runtime.zero.sharding import Sharding
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
-from storage.manifest import Manifest
+from storage.manifest import Manifest, Part
 from storage.pages import put_together
 
 _SLOTS = 2
@@ -57,6 +57,15 @@ class _Forget:
     """Snapshots of later steps: of a past that was undone."""
 
     after_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filled:
+    """A snapshot that was completed in a slot."""
+
+    address: int
+    size_bytes: int
+    parts: tuple[Part, ...]
 
 
 _Task = Capture | _Reserve | _Keep | _Forget | Mend
@@ -99,6 +108,8 @@ class SnapshotWriter:
         self._capture: Capture | None = None
         """The newest, while it may be being copied."""
         self._reserved = False
+        self._filled: dict[int, _Filled] = {}
+        """By a slot's number, what it holds of the present generation. The thread's own."""
         self._kept: int | None = None
         self._pinned = 0
         self._spared: int | None = None
@@ -287,6 +298,7 @@ class SnapshotWriter:
             case Capture():
                 self._carry(task)
             case _Reserve():
+                self._filled.clear()
                 self._arena.reserve(task.size_bytes, _SLOTS)
                 put_together(task.read)
             case _Keep():
@@ -296,6 +308,7 @@ class SnapshotWriter:
             case Mend():
                 self._arena.mend(task.step, task.generation, task.part, task.offset, task.data)
             case _Forget():
+                self._filled.clear()  # A generation begins: layers, and their places, may be others.
                 self._arena.release(m.step for m in self._arena.snapshots if m.step > task.after_step)
 
     def _carry(self, capture: Capture) -> None:
@@ -303,7 +316,12 @@ class SnapshotWriter:
         slot = self._arena.begin(capture.size_bytes)
         if self._device.type == "cuda":
             self._side.pin(slot.number, slot.view)
+        address = slot.view.ctypes.data
+        before = self._filled.pop(slot.number, None)
         with self._changed:
+            # A slot that was made larger meanwhile lies elsewhere, or holds less than it is to hold.
+            if before is not None and before.address == address and before.size_bytes >= capture.size_bytes:
+                capture.keep_frozen(before.parts)
             capture.slot = slot.view
             self._changed.notify_all()
         while self._make_next(capture, idle=self._await_turn(capture)):
@@ -323,6 +341,8 @@ class SnapshotWriter:
                 layout=capture.layout(),
             )
         )
+        if capture.frozen:
+            self._filled[slot.number] = _Filled(address=address, size_bytes=capture.size_bytes, parts=parts)
         with self._changed:
             self._changed.wait_for(lambda: not capture.waiting)
         self._report(

@@ -222,6 +222,62 @@ def test_the_next_step_waits_for_a_slow_copy(
     alone.close()
 
 
+FROZEN = """
+    def build():
+        frozen = nn.Linear(1200, 1200)
+        frozen.requires_grad_(False)
+        layers = [nn.Linear(3, 1200), frozen, nn.Linear(1200, 1)]
+        return Training(
+            layers=layers, loss=functional.mse_loss, dataset=Rows(),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+        )
+"""
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_frozen_is_copied_once_into_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    data = data_for("mine.py:build", script(tmp_path, FROZEN).parent, steps=10, precision="float32")
+    alone = Alone(data, tmp_path / "arena")
+    engine = alone.rank.engine
+    assert engine.snapshots is not None
+    make, copied = Unit.make, [0]
+
+    def counted(unit: Unit, slot: Bytes, digests: Digests | None = None) -> None:
+        copied[-1] += unit.size_bytes
+        make(unit, slot, digests)
+
+    monkeypatch.setattr(Unit, "make", counted)
+    for step in range(1, 6):
+        alone.snap()
+        packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned)}
+        engine.snapshots.finish()
+        assert step in alone.steps()
+        engine.snapshots.keep(step)
+        assert alone.steps() == [step]
+        arena = Arena.open(tmp_path / "arena")
+        (newest,) = arena.snapshots
+        if damaged and step == 4:
+            assert arena.damaged(newest) == ("group-0/shard",), (
+                "what was damaged before does not count as sound"
+            )
+            break
+        (group,) = newest.layout["groups"]
+        for layer, (header, payload) in decoded({0: Kept(arena, newest, group)}, (), 0).items():
+            assert (header, payload) == (packed[layer][0], packed[layer][1].numpy().tobytes())
+        if damaged and step == 2:
+            # In a block of the frozen weight; this slot is written again behind the one after the next step.
+            shard = newest.part("group-0/shard")
+            arena.bytes_of(newest, shard)[2 * MIB + 5] ^= 1
+        copied.append(0)
+    frozen = 1200 * 1200 * 4 // MIB - 1
+    assert copied[0] == copied[1] > frozen * MIB
+    assert copied[2] == copied[3] <= copied[0] - frozen * MIB
+    alone.close()
+
+
 def test_buffers_are_each_replicas_own(tmp_path: Path) -> None:
     run(mine(tmp_path), TWO, "aec", tmp_path)
     groups = kept(tmp_path, 2)

@@ -70,6 +70,49 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
             check_digests(units, expected)
 
 
+@pytest.mark.parametrize("scheme", ["none", "aec", "aec2", "aec+arc:1"])
+def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
+    """The second snapshot copies the other blocks alone, and has the digests of all."""
+    random = np.random.default_rng(1)
+    owners, mib = 4, 1024 * 1024
+    sizes = [(7 * mib, True), (112, False), (9 * mib + 16, True), (2 * mib, False), (5 * mib, True)]
+    values = [random.integers(0, 256, size, dtype=np.uint8) for size, _ in sizes]
+    left_out = 0
+    for owner in range(owners):
+        slot = None
+        parts: tuple[Part, ...] = ()
+        for _ in range(2):
+            bucket = Bucket(HostMover())
+            for value, (size, frozen) in zip(values, sizes, strict=True):
+                bucket.add(source_of(torch.from_numpy(value)), size, frozen=frozen)
+            layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
+            size_bytes = layout.shard_bytes(owner)
+            capture = Capture(
+                generation=1, step=1, vote=VoteData(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
+            )
+            capture.units = units_of(layout, owner, bucket, 0, capture.unit_bytes)
+            capture.note_frozen(layout, owner, bucket, 0)
+            capture.shards.append(("shard", 0, size_bytes))
+            assert sum(unit.size_bytes for unit in capture.units) == size_bytes
+            if slot is None:
+                slot = np.full(size_bytes, 0xA5, dtype=np.uint8)
+            else:
+                capture.keep_frozen(parts)
+                left_out += size_bytes - sum(unit.size_bytes for unit in capture.units)
+            capture.slot = slot
+            for unit in capture.units:
+                unit.make(slot, capture.digests_at(unit))
+            parts = capture.parts()
+            expected = np.zeros(size_bytes, dtype=np.uint8)
+            make_shard(layout, owner, np.concatenate(values), expected)
+            assert slot.tobytes() == expected.tobytes()
+            assert parts == (Part.of("shard", 0, expected),)
+            for value, (_, frozen) in zip(values, sizes, strict=True):
+                if not frozen:
+                    np.bitwise_xor(value, 0x5A, out=value)
+    assert left_out > 4 * mib
+
+
 def check_digests(units: list[Unit], expected: Bytes) -> None:
     """Made beside copying, until somebody else makes a unit: the rest comes behind."""
     capture = Capture(
