@@ -186,7 +186,7 @@ class Recording:
         address = ctypes.c_void_p(storage.data_ptr())
         if _LIBC.mincore(address, ctypes.c_size_t(storage.nbytes()), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore failed")
-        if not any(page & 1 for page in pages):
+        if bytes(pages).count(0) == len(pages):
             return False
         if any(place.storage in operation.writes for operation in self._operations):
             raise UnseenError
@@ -215,18 +215,29 @@ class Recording:
                 chosen.append(operation)
                 needed -= operation.writes - operation.reads
                 needed |= operation.reads
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad():
             for operation in reversed(chosen):
                 arguments, named = _filled(operation.arguments, memory)
-                if operation.random_state is not None:
-                    generator = named.get("generator")
-                    (torch.default_generator if generator is None else generator).set_state(
-                        operation.random_state
-                    )
-                returned = operation.function(*arguments, **named)
+                with _drawing_from(operation.random_state, named.get("generator")):
+                    returned = operation.function(*arguments, **named)
                 results = [t for t in tree.tree_leaves(returned) if isinstance(t, Tensor)]
                 for place, result in zip(operation.results, results, strict=False):
                     place.within(memory[place.storage]).copy_(result)
+
+
+@contextmanager
+def _drawing_from(state: Tensor | None, generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, the generator, or torch's own, goes on from ``state``; afterwards it is as it was before."""
+    if state is None:
+        yield
+        return
+    used = generator or torch.default_generator
+    before = used.get_state()
+    used.set_state(state)
+    try:
+        yield
+    finally:
+        used.set_state(before)
 
 
 class _Memory(dict[int, torch.UntypedStorage]):

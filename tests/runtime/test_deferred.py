@@ -121,6 +121,21 @@ def test_memory_that_is_written_behind_torchs_back_counts() -> None:
     assert check_equal(Written, 0) == 0
 
 
+def test_a_generator_of_the_users_own_is_left_as_it_is() -> None:
+    def make(generator: torch.Generator) -> nn.Module:
+        module = nn.Linear(64, 64)
+        nn.init.normal_(module.weight, generator=generator)
+        return module
+
+    wanted = make(torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    made, recording = deferred(lambda: make(generator), large_bytes=0)
+    state = generator.get_state()
+    other = DeferredModule(made, recording).materialise()
+    assert torch.equal(other.get_parameter("weight"), wanted.get_parameter("weight"))
+    assert torch.equal(generator.get_state(), state)
+
+
 class FromAnotherThread(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
