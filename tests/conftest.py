@@ -7,6 +7,8 @@ they are new each time. No example has a time to keep.
 import os
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch: threads of its own do not survive a fork.
+
 import pytest
 from hypothesis import HealthCheck, settings
 

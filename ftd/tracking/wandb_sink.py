@@ -7,6 +7,7 @@ from their files, as W&B keeps the newest in memory and a killed writer loses th
 """
 
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,13 @@ class WandbSink:
         identity = f"{self._job}-{number}" if number else self._job
         cursor = Cursor()
         if offline:
-            for path in sorted(self._directory.glob(f"wandb/offline-run-*-{identity}/*.wandb")):
+            files = sorted(self._directory.glob(f"wandb/offline-run-*-{identity}/*.wandb"))
+            for path in files:
                 cursor = _held(path, cursor)
+            # W&B names directories by the second, and would lose what is written to one that is there.
+            taken = {path.parent.name.split("-")[2] for path in files}
+            while time.strftime("%Y%m%d_%H%M%S") in taken:
+                time.sleep(0.05)
         self._run = wandb.init(
             project=self._policy.project,
             entity=self._policy.entity or None,
