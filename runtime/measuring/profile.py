@@ -398,32 +398,59 @@ def _as_received(x: Activation | None) -> Activation | None:
 
 
 def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
-    """What the user's optimizer keeps for each parameter: found by a step on the meta device, which takes no memory.
+    """Return what the user's optimizer keeps for each parameter: found by a step on the meta device, without memory.
 
-    An optimizer that needs values makes its step on zeros.
+    An optimizer that cannot do that (fused ones) makes a step for one parameter at a time, which is of zeros.
     """
     named = model.named_parameters(range(model.layer_count))
     if not named:
         return {}
     try:
-        return _state_bytes(training, named, torch.device("meta"))
+        return _state_bytes(training, named, {name for name, _ in named}, torch.device("meta"))
     except Exception:
-        return _state_bytes(training, named, model.device)
+        pass
+    nothing = _zeros_like(named, set(), model.device)
+    groups = {
+        id(parameter): number
+        for number, group in enumerate(training.optimizer(nothing).param_groups)
+        for parameter in group["params"]
+    }
+    known: dict[tuple[int | None, torch.Size, torch.dtype], int] = {}
+    found = {}
+    for name, parameter in nothing:
+        key = groups.get(id(parameter)), parameter.shape, parameter.dtype
+        if key not in known:
+            known[key] = _state_bytes(training, named, {name}, model.device)[name]
+        found[name] = known[key]
+    return found
+
+
+def _zeros_like(
+    like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
+) -> list[tuple[str, nn.Parameter]]:
+    """Return parameters of zeros: those in ``stepped`` on the device, others on the meta device."""
+    return [
+        (name, nn.Parameter(torch.zeros_like(value, device=device if name in stepped else "meta")))
+        for name, value in like
+    ]
 
 
 def _state_bytes(
-    training: Training, like: list[tuple[str, nn.Parameter]], device: torch.device
+    training: Training, like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
 ) -> dict[str, int]:
-    named = [(name, nn.Parameter(torch.zeros_like(parameter, device=device))) for name, parameter in like]
+    """Return the bytes of state that a step leaves for the parameters in ``stepped``."""
+    named = _zeros_like(like, stepped, device)
     optimizer = training.optimizer(named)
-    for _, parameter in named:
-        parameter.grad = torch.zeros_like(parameter)
+    for name, parameter in named:
+        if name in stepped:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return {
         name: sum(
             v.numel() * v.element_size() for v in optimizer.state[parameter].values() if isinstance(v, Tensor)
         )
         for name, parameter in named
+        if name in stepped
     }
 
 

@@ -236,6 +236,29 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
     assert profile.layers[0].backward_ms < profile.layers[1].backward_ms
 
 
+def test_an_optimizer_that_needs_memory_is_measured_one_parameter_at_a_time() -> None:
+    """Momentum in one group, none in the other, and two moments and a step in a fused one."""
+
+    def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        biases = [p for name, p in named if name.endswith("bias")]
+        weights = [p for name, p in named if name.endswith("weight")]
+        return torch.optim.SGD(
+            [{"params": biases, "momentum": 0.0}, {"params": weights}], momentum=0.9, fused=True
+        )
+
+    def fused(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in named], fused=True)
+
+    data = data_for("unused.py:build", precision="float64")
+    found = {}
+    for optimizer in (momentum, fused):
+        training = training_of([nn.Linear(6, 6).double(), nn.Linear(6, 1).double()], optimizer=optimizer)
+        layers = measure(Model(training, data), data).profile.layers
+        found[optimizer] = [layer.optimizer_bytes for layer in layers]
+    assert found[momentum] == [8 * 36, 8 * 6]
+    assert found[fused] == [16 * (36 + 6) + 2 * 4, 16 * (6 + 1) + 2 * 4]
+
+
 def test_the_times_are_the_medians_of_what_was_measured() -> None:
     data = gpt_data()
     found = measure(Model(load(data), data), data)
