@@ -1,0 +1,52 @@
+"""A training function whose data set logs which samples are read, and whose metrics say which were trained on."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftd import Training
+
+
+class Numbered:
+    """Samples that carry their numbers; each read is a line of a file."""
+
+    def __init__(self, samples: int, log: str) -> None:
+        self.inputs = torch.randn(samples, 4, dtype=torch.float64)
+        self.log = Path(log)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")  # One write of a line: whole, whoever else appends.
+        return self.inputs[index], torch.tensor([float(index)], dtype=torch.float64)
+
+
+class Slow(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return value
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean() + 0 * target.mean()
+
+
+def numbers(output: Tensor, batch: Any) -> dict[str, Any]:
+    """Return the means of the samples' numbers and of their squares."""
+    number = batch[1]
+    return {"number": (number.sum(), len(number)), "square": (number.square().sum(), len(number))}
+
+
+def build(*, samples: int, log: str) -> Training:
+    return Training(
+        layers=[nn.Linear(4, 8), Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 1)],
+        loss=loss,
+        metrics=numbers,
+        dataset=Numbered(samples, log),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+    )
