@@ -40,7 +40,7 @@ def parameters_of(first_layer: int, end_layer: int) -> int:
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of the trainers of one node."""
+    """The memory of the trainers of one node."""
 
     base_mib: float = 0.0
     peak_mib: float = 0.0

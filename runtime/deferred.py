@@ -177,7 +177,7 @@ class Recording:
         return place
 
     def written_unseen(self, place: Place) -> bool:
-        """Whether something else than a recorded operation, such as another thread, wrote to a tensor.
+        """Return whether something else than a recorded operation, such as another thread, wrote to a tensor.
 
         :raises UnseenError: recorded operations did as well, so that nobody knows its value.
         """

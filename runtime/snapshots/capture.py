@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.layers.state import LayerStates
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import Bytes, Mover
-from runtime.snapshots.pieces import Bucket, Unit, frozen_blocks, source_of, units_of
+from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
 from runtime.wire.protocol import VoteData
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES
@@ -66,18 +66,23 @@ class Capture:
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
-        self.units += units_of(layout, group.owner, bucket, offset, self.unit_bytes)
-        self.note_frozen(layout, group.owner, bucket, offset)
+        self.add_units(units_of(layout, group.owner, bucket, offset, self.unit_bytes), offset)
         name = f"group-{group.first_layer}"
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
         self.small.append((f"{name}/small", small))
         self.describe(group, bucket.size_bytes)
 
-    def note_frozen(self, layout: ShardLayout, owner: int, bucket: Bucket, offset: int) -> None:
-        """Note which blocks of the shard at ``offset`` training does not change."""
-        if bucket.has_frozen:
-            self.frozen[offset] = frozen_blocks(layout, owner, bucket)
+    def add_units(self, units: Iterable[Unit], offset: int) -> None:
+        """Add the units of the shard at ``offset``, and note which of its blocks training does not change."""
+        frozen: set[int] = set()
+        for unit in units:
+            self.units.append(unit)
+            if unit.frozen:
+                first = unit.offset - offset
+                frozen.update(range(first // BLOCK_BYTES, -(-(first + unit.size_bytes) // BLOCK_BYTES)))
+        if frozen:
+            self.frozen[offset] = frozenset(frozen)
 
     def keep_frozen(self, parts: Iterable[Part]) -> None:
         """Leave out what the slot has already: it held ``parts`` of the same generation, which are complete."""

@@ -37,8 +37,7 @@ def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, 
         )
         layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
         offset = capture.shards_bytes
-        capture.units += units_of(layout, 0, bucket, offset, capture.unit_bytes)
-        capture.note_frozen(layout, 0, bucket, offset)
+        capture.add_units(units_of(layout, 0, bucket, offset, capture.unit_bytes), offset)
         capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
     image = ShardedImage(
         parts=parts, layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)

@@ -38,7 +38,7 @@ class Bucket:
     _starts: list[int] = field(default_factory=list)
     _sources: list[Source] = field(default_factory=list)
     _changing: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges that training changes, ascending; empty where nothing is frozen."""
+    """Ranges that training changes, ascending."""
     has_frozen: bool = False
 
     def add(self, source: Source, padded_bytes: int, *, frozen: bool = False) -> None:
@@ -135,7 +135,7 @@ def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int, unit_
     :param unit_bytes: read for one unit, at most (``Schedule.unit_bytes``).
     """
     units: list[Unit] = []
-    frozen = frozen_blocks(layout, owner, bucket) if bucket.has_frozen else frozenset()
+    frozen = _frozen_blocks(layout, owner, bucket) if bucket.has_frozen else frozenset()
     for piece in layout.pieces(owner):
         most = max(1, unit_bytes // len(piece.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         done = 0
@@ -155,7 +155,7 @@ def units_of(layout: ShardLayout, owner: int, bucket: Bucket, offset: int, unit_
     return units
 
 
-def frozen_blocks(layout: ShardLayout, owner: int, bucket: Bucket) -> frozenset[int]:
+def _frozen_blocks(layout: ShardLayout, owner: int, bucket: Bucket) -> frozenset[int]:
     """Return the numbers of the owner's shard's blocks (``storage.manifest.Part``) that training does not change."""
     changing: set[int] = set()
     for piece in layout.pieces(owner):

@@ -90,8 +90,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
             capture = Capture(
                 generation=1, step=1, vote=VoteData(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
             )
-            capture.units = units_of(layout, owner, bucket, 0, capture.unit_bytes)
-            capture.note_frozen(layout, owner, bucket, 0)
+            capture.add_units(units_of(layout, owner, bucket, 0, capture.unit_bytes), 0)
             capture.shards.append(("shard", 0, size_bytes))
             assert sum(unit.size_bytes for unit in capture.units) == size_bytes
             if slot is None:
