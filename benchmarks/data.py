@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.engines import enter_alone
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import SoloCommunicator
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import PipelineData, Resume, StageData, TrainingData, WorldData
+from runtime.wire.protocol import TrainingData
 
 STEPS = 6
 """Steps of a round; the first is not counted, as the queue is full after a pause."""
@@ -73,24 +73,7 @@ def alone(directory: Path, decode_ms: float, busy: bool, workers: int) -> Engine
         arguments={"decode_ms": decode_ms, "busy": busy},
     )
     engine = Engine(data, torch.device("cpu"), Pace())
-    stage = StageData(first_layer=0, end_layer=3, ranks=(0,))
-    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=GLOBAL_BATCH // MICROBATCH)
-    world = WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
-    engine.settle(0, None)
-    engine.enter(
-        Resume(
-            generation=1,
-            step=0,
-            vote=None,
-            rank=0,
-            world=world,
-            rendezvous_host="",
-            rendezvous_port=0,
-            token="",
-            nodes=("here",),
-        ),
-        SoloCommunicator(),
-    )
+    enter_alone(engine)
     return engine
 
 

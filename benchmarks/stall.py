@@ -24,23 +24,18 @@ import numpy as np
 import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.engines import enter_alone, keep_snapshots
 from benchmarks.linear import SCRIPT
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import SoloCommunicator
 from runtime.snapshots.movers import HostMover
 from runtime.snapshots.pieces import Bucket, source_of, units_of
 from runtime.snapshots.schedule import Schedule
-from runtime.snapshots.writer import SnapshotWriter
 from runtime.streaming import streaming_environment
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import (
-    PipelineData,
-    Resume,
     Snapped,
     SnapshotReport,
-    StageData,
     TrainingData,
-    WorldData,
 )
 from storage.arena import Arena
 from storage.codes import make_code
@@ -128,36 +123,9 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
         microbatch_rows=128,
         arguments={"layers": layers},
     )
-    pace = Pace()
-    engine = Engine(data, torch.device("cpu"), pace)
-    engine.snapshots = SnapshotWriter(
-        job_id="benchmark",
-        directory=arena,
-        limit_bytes=None,
-        states=engine.states,
-        model=engine.model,
-        sharding=engine.sharding,
-        pace=pace,
-        report=reports.append,
-    )
-    stage = StageData(first_layer=0, end_layer=layers, ranks=(0,))
-    pipelines = (PipelineData(stages=(stage,), first_microbatch=0, microbatches=2),)
-    world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",))
-    engine.settle(0, None)
-    engine.enter(
-        Resume(
-            generation=1,
-            step=0,
-            vote=None,
-            rank=0,
-            world=world,
-            rendezvous_host="",
-            rendezvous_port=0,
-            token="",
-            nodes=("here",),
-        ),
-        SoloCommunicator(),
-    )
+    engine = Engine(data, torch.device("cpu"), Pace())
+    keep_snapshots(engine, arena, reports)
+    enter_alone(engine)
     engine.step(lambda: False)
     return engine
 

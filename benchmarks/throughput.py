@@ -36,14 +36,14 @@ from torch.utils.data import default_collate
 
 from benchmarks.clusters import REPOSITORY, run_local
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.engines import enter_alone
 from benchmarks.peers.llama_loop import Text, compile_blocks, make_model, make_optimizer, train_step
 from ftd import sample_indices
 from ftd.config.job import load_job
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import SoloCommunicator
 from runtime.measuring.profile import measure
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import PipelineData, Resume, StageData, TrainingData, WorldData
+from runtime.wire.protocol import TrainingData
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 PARTS = ("steps", "service", "ddp", "precision")
@@ -66,18 +66,7 @@ def alone(data: TrainingData) -> Engine:
     """Return an engine that is about to train all layers by itself."""
     engine = Engine(data, torch.device("cpu"), Pace())
     engine.warm_up()
-    layers = engine.model.layer_count
-    stage = StageData(first_layer=0, end_layer=layers, ranks=(0,))
-    microbatches = data.global_batch // data.microbatch_rows
-    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=microbatches)
-    world = WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
-    engine.settle(0, None)
-    engine.enter(
-        Resume(
-            generation=1, step=0, vote=None, rank=0, world=world, rendezvous_host="", rendezvous_port=0, token=""
-        ),
-        SoloCommunicator(),
-    )  # fmt: skip
+    enter_alone(engine)
     return engine
 
 

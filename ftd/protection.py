@@ -5,6 +5,7 @@ layers that the same stages own, one in each pipeline. So every group has as man
 pipelines.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,6 +35,8 @@ class ProtectedGroup:
     """Parameters and optimizer of its layers; ``None`` where the profile has no bytes."""
     guarantee: int
     """So many owners, whichever, may be lost at once; under ``buddy``, so many of the owner and its buddy."""
+    whole: bool = False
+    """Each owner keeps all of it, whatever the scheme: the devices of a stage hold shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +98,43 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
     templates = [seen.templates[size] for size in set(sizes)]
     cuts = sorted({0, *(stage.end_layer for template in templates for stage in template.stages)})
     known = any(layer.state_bytes for layer in layers)
+    sharded = [
+        range(stage.first_layer, stage.end_layer)
+        for template in templates
+        for stage in template.stages
+        if stage.within == "shard" and stage.devices > 1 and not seen.costs.policy.zero1
+    ]
     groups = tuple(
         ProtectedGroup(
             first_layer=first,
             end_layer=end,
             owners=owners,
             bucket_bytes=sum(layer.state_bytes for layer in layers[first:end]) if known else None,
-            guarantee=guarantee,
+            guarantee=owners - 1 if whole and owners > 1 else guarantee,
+            whole=whole,
         )
         for first, end in pairwise(cuts)
+        for whole in [any(first in run for run in sharded)]
     )
     return SnapshotProtection(
         scheme=scheme,
-        overhead=1.0 if buddy else code.overhead,
+        overhead=1.0 if buddy else _overhead(groups, code),
         node_bytes=_fullest_bytes(seen, code, groups, buddy=buddy) if known else None,
         groups=groups,
         buddy=buddy,
         replicas=_replicas(seen, layers) if known and owners > 1 and _has_replicas(scheme) else None,
     )
+
+
+def _overhead(groups: Sequence[ProtectedGroup], code: Code) -> float:
+    """By the bytes of the groups, or, where the profile has none, by their layers."""
+    if not any(group.whole for group in groups):
+        return code.overhead
+    sizes = [group.bucket_bytes or 0 for group in groups]
+    if not any(sizes):
+        sizes = [group.end_layer - group.first_layer for group in groups]
+    kept = [group.owners - 1 if group.whole else code.overhead for group in groups]
+    return sum(size * more for size, more in zip(sizes, kept, strict=True)) / sum(sizes)
 
 
 def _has_replicas(scheme: str) -> bool:
@@ -142,18 +164,17 @@ def _fullest_bytes(
     seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...], *, buddy: bool = False
 ) -> int:
     """The shards of all stages of a node, and its copies, on the node with the most."""
-    layouts = {
-        group.first_layer: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups
-    }
+    layouts = {group: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups}
     # A shard is as long as its owner has extra cells, so most pipelines of a size are alike.
     alike = {(size, len(code.extra[owner])): owner for owner, size in enumerate(seen.instantiation.sizes)}
     fullest = 0
     for (size, _), owner in alike.items():
         nodes = [0] * size
         for stage in seen.templates[size].stages:
-            for first, layout in layouts.items():
-                if stage.first_layer <= first < stage.end_layer:
-                    nodes[stage.node_offset] += layout.shard_bytes(owner)
+            for group, layout in layouts.items():
+                if stage.first_layer <= group.first_layer < stage.end_layer:
+                    kept = layout.bucket_bytes if group.whole else layout.shard_bytes(owner)
+                    nodes[stage.node_offset] += kept
         if buddy:
             nodes += [0] if seen.nodes > size else []
             nodes = [own + copy for own, copy in zip(nodes, [nodes[-1], *nodes[:-1]], strict=True)]

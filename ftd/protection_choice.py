@@ -42,7 +42,7 @@ def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) 
     limit = min(limits, default=None)
 
     def fullest(scheme: str) -> int | None:
-        return _fullest_bytes(plan, layers, scheme)
+        return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)
 
     if wish.scheme is None:
         return choose(
@@ -137,18 +137,19 @@ def _reason(one: _Candidate, others: list[_Candidate], owners: int) -> str:
     return f"{told}; cheaper to make than {more}" if more else told
 
 
-def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str) -> int | None:
+def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *, zero1: bool) -> int | None:
     if not any(layer.state_bytes for layer in layers):
         return None
     nodes: Counter[str] = Counter()
     buddies = buddies_of(plan, scheme, {*plan.nodes, *plan.idle_nodes})
-    for group in groups_of(plan, scheme):
+    for group in groups_of(plan, scheme, zero1=zero1):
         state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
         layout = ShardLayout(code=code_for(scheme, len(group.owners)), bucket_bytes=state_bytes)
         for owner, node in enumerate(group.owners):
-            nodes[node] += layout.shard_bytes(owner)
+            size_bytes = state_bytes if group.whole else layout.shard_bytes(owner)
+            nodes[node] += size_bytes
             if node in buddies:
-                nodes[buddies[node]] += layout.shard_bytes(owner)
+                nodes[buddies[node]] += size_bytes
     return max(nodes.values())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.preview import Preview
 from planner.stages.costs import StageCosts
 from planner.timeline import Timeline, timeline
-from planner.values import Policy, Recompute, Template
+from planner.values import Policy, Recompute, Template, Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class StageRow:
     node_offset: int
     devices: int
     recompute: Recompute
+    within: Within
     memory_bytes: int
     forward_ms: float
     backward_ms: float
@@ -157,6 +158,7 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
                 devices=stage.devices,
                 memory_bytes=size,
                 recompute=stage.recompute,
+                within=stage.within,
                 forward_ms=forward_ms,
                 backward_ms=backward_ms,
             )

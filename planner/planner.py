@@ -16,13 +16,23 @@ from planner.changes.placement import placed
 from planner.changes.stragglers import estimates_s, notable, rebalance, still_true
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.changes.transfers import transfers
+from planner.changes.transition import released
 from planner.errors import InfeasibleError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator
 from planner.precomputed import Precomputed, check_precomputed
 from planner.reasons import reason_of
-from planner.templates import Templates, check_tolerance, costs_for, smallest_pipeline
-from planner.values import Considered, Device, ModelProfile, PipelinePlacement, Plan, Policy, Situation
+from planner.templates import Templates, check_tolerance, costs_for, smallest_pipeline, why_so_many
+from planner.values import (
+    Considered,
+    Device,
+    ModelProfile,
+    PipelinePlacement,
+    Plan,
+    Policy,
+    Released,
+    Situation,
+)
 
 Told = Callable[[int, int], None]
 """How far something is: done, of all."""
@@ -56,7 +66,7 @@ class Planner:
 
         :raises InfeasibleError, BatchError: it cannot; says what would work.
         """
-        check_tolerance(self.policy, self.n0, nodes)
+        check_tolerance(self.policy, self.n0, nodes, self.costs)
 
     def precompute(self, max_nodes: int, told: Told | None = None, *, present: int | None = None) -> None:
         """Make all templates and instantiations for up to ``max_nodes`` nodes.
@@ -128,7 +138,7 @@ class Planner:
         everything = frozenset(range(len(self.profile.layers)))
         devices = range(self.policy.devices_per_node)
         holdings = {Device(node=node, index=index): everything for node in nodes for index in devices}
-        return Situation(nodes=tuple(nodes), holdings=holdings)
+        return Situation(nodes=tuple(nodes), holdings=holdings, in_memory=False)
 
     def plan(self, situation: Situation) -> Plan:
         """Who computes what, for the usable nodes and what their devices hold.
@@ -141,9 +151,10 @@ class Planner:
         """
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:
+            why = why_so_many(self.costs, self.n0)
             raise TooFewNodesError(
                 f"{len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} usable and "
-                f"{self.fewest_nodes} are needed",
+                f"{self.fewest_nodes} are needed" + (f", because {why}" if why else ""),
                 needed=self.fewest_nodes,
                 present=len(nodes),
             )
@@ -164,6 +175,7 @@ class Planner:
             previous=situation.previous,
             link=self.profile.link,
             horizon_s=horizon_s,
+            memory=self.costs.memory if _leaves_old_layers(situation) else None,
         )
         placements = placed(weighed, by_nodes, self._assigner, masks)
         if unchanged is not None:
@@ -238,7 +250,14 @@ class Planner:
         assert moves is not None, "the nodes were chosen so that they hold every layer"
         parts, part_bytes = situation.parts, 0
         if parts is not None:
-            moves, part_bytes = (), moved_bytes(self.profile, placements, situation.holdings, parts)
+            moves = ()
+            part_bytes = moved_bytes(
+                self.profile, placements, situation.holdings, parts, zero1=self.policy.zero1
+            )
+        gone: tuple[Released, ...] = ()
+        if _leaves_old_layers(situation):
+            memory = self.costs.memory
+            gone = released(self.profile, memory, placements, masks, moves, self.policy.tolerate)
         taken = [placement.nodes for placement in placements]
         used = {node for of_pipeline in taken for node in of_pipeline}
         idle = tuple(node for node in nodes if node not in used)
@@ -250,7 +269,9 @@ class Planner:
         method = considered[0].method if considered else "unchanged" if same else "rebalance"
         slow = {node: speed for node, speed in situation.speeds.items() if node in used and speed < 1}
         sizes = [len(of_pipeline) for of_pipeline in taken]
-        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow)
+        several = [stage for each in placements for stage in each.stages if len(stage.devices) > 1]
+        sharded = sum(stage.within == "shard" for stage in several), len(several)
+        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow, gone, sharded)
         return Plan(
             pipelines=placements,
             transfers=moves,
@@ -260,4 +281,10 @@ class Planner:
             idle_nodes=idle,
             considered=considered,
             part_bytes=part_bytes,
+            released=gone,
         )
+
+
+def _leaves_old_layers(situation: Situation) -> bool:
+    """Whether whole layers stay in devices' memory until the plan's first commit."""
+    return situation.in_memory and situation.parts is None

@@ -63,9 +63,11 @@ def _check_template(template: Template, costs: StageCosts) -> None:
     _require(list(_devices_used(template)) == filled, f"{name} does not use all devices of its nodes")
     for behind, stage in enumerate(reversed(stages)):
         _require(stage.devices in costs.stage_devices, f"{name} has a stage of {stage.devices} devices")
-        quickest = costs.recompute(stage.first_layer, stage.end_layer, stage.devices, behind)
-        recomputes = f"recomputes {stage.recompute} and should {quickest}"
-        _require(stage.recompute == quickest, f"{name} has a stage that {recomputes}")
+        quickest = costs.mode(stage.first_layer, stage.end_layer, stage.devices, behind)
+        recomputes = f"recomputes {stage.recompute} and should {quickest.recompute}"
+        _require(stage.recompute == quickest.recompute, f"{name} has a stage that {recomputes}")
+        divides = f"is to {stage.within} and should {quickest.within}"
+        _require(stage.within == quickest.within, f"{name} has a stage that {divides}")
         _require(_fits(stage, behind, costs), f"{name} has a stage that is too large for a device's memory")
 
 
@@ -77,7 +79,7 @@ def _devices_used(template: Template) -> Iterator[int]:
 def _fits(stage: StageTemplate, behind: int, costs: StageCosts) -> bool:
     limit = costs.memory.limit_bytes
     size = costs.memory.stage_bytes(
-        stage.first_layer, stage.end_layer, stage.devices, behind, stage.recompute
+        stage.first_layer, stage.end_layer, stage.devices, behind, stage.recompute, stage.within
     )
     return limit is None or size <= limit
 

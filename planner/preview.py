@@ -43,7 +43,7 @@ def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: i
         return _of_one_size(costs_for(profile, policy), nodes, template_nodes)
     costs = costs_for(profile, policy)
     check_batch(policy.global_batch, policy.microbatch_rows, 1)
-    check_tolerance(policy, smallest_pipeline(costs), nodes)
+    check_tolerance(policy, smallest_pipeline(costs), nodes, costs)
     templates = Templates(costs, nodes)
     return Preview(
         nodes=nodes,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.values import Considered, Method
+from planner.values import Considered, Method, Released, Within
 
 _STEPS: dict[Method, str] = {
     "simple": "each pipeline goes on with the nodes that are left of it",
@@ -13,6 +13,9 @@ _STEPS: dict[Method, str] = {
     "even": "the pipelines that have survivors share all nodes evenly",
     "rebalance": "the pipelines share the batch anew, by the speed of their nodes",
 }
+
+WITHIN_WORDS: dict[Within, str] = {"replicate": "replicated", "shard": "sharded"}
+"""A stage of several devices, as people read of it: ``2 devices, sharded``."""
 
 _NAMES: dict[Method, str] = {
     "simple": "going on with what is left of each pipeline",
@@ -37,10 +40,14 @@ def reason_of(
     considered: Sequence[Considered] = (),
     horizon_s: float = 0.0,
     slow: Mapping[str, float] | None = None,
+    gone: Sequence[Released] = (),
+    sharded: tuple[int, int] = (0, 0),
 ) -> str:
     """:param sizes: nodes of each pipeline of the plan.
     :param lost, joined: nodes that are gone or new since the previous plan.
     :param slow: speeds of the plan's slow nodes.
+    :param gone: old layers that devices have no room for until the first commit.
+    :param sharded: stages whose devices hold shards, and stages of several devices.
     :param considered: what was weighed, this plan first, over ``horizon_s`` to the next failure.
     """
     news = [f"{names(lost)} left"] if lost else []
@@ -63,6 +70,18 @@ def reason_of(
         sentence += (
             f"; {names(list(slow))} {verb} slow ({speeds} of the usual speed), which {whose} share allows for"
         )
+    shards, several = sharded
+    if shards:
+        where = "all" if shards == several else f"{shards} of {several}"
+        sentence += f"; {where} stages of several devices have their layers in shards"
+    parking = list(dict.fromkeys(each.device.node for each in gone if each.parked))
+    dropping = list(dict.fromkeys(each.device.node for each in gone if each.dropped))
+    if parking:
+        verb = "keeps" if len(parking) == 1 else "keep"
+        sentence += f"; {names(parking)} {verb} old layers in host memory to have room until the first step"
+    if dropping:
+        verb = "drops" if len(dropping) == 1 else "drop"
+        sentence += f"; {names(dropping)} {verb} old layers, which others hold, to have room for the new ones"
     if len(considered) > 1:
         sentence += f"; {trade(considered[0], considered[1], horizon_s)}"
     return f"{' and '.join(news)}: {sentence}." if news else f"{sentence[0].upper()}{sentence[1:]}."

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
+from planner.reasons import WITHIN_WORDS
 from planner.stages.costs import StageCosts
-from planner.stages.feasibility import fewest_nodes, fullest_stage
-from planner.stages.memory import in_flight
+from planner.stages.feasibility import Fullest, fewest_nodes, fullest_stage
+from planner.stages.memory import StageMemory, in_flight
 from planner.values import ModelProfile, Policy, Template
 
 GIB = 1 << 30
@@ -40,12 +41,11 @@ class Templates:
         self.n0 = smallest_pipeline(costs)
         """Fewest nodes that hold one replica."""
         if nodes < self.n0:
-            recomputing = _with_recomputation(costs)
-            fits = recomputing is not None and recomputing <= nodes
+            enough = [setting for setting, fewest in _helpful_settings(costs) if fewest <= nodes]
             raise InfeasibleError(
                 f"one replica of the model needs {self.n0} nodes of {policy.devices_per_node} devices, and "
                 f"there are {nodes}: {_tightest(costs, nodes)}; start {self.n0} nodes or more"
-                + (", or use activation_checkpointing = auto" if fits else "")
+                + (f", or use {' or '.join(enough)}" if enough else "")
             )
         self.by_nodes: dict[int, Template]
         if templates is not None:
@@ -87,23 +87,46 @@ def smallest_pipeline(costs: StageCosts) -> int:
     fewest = fewest_nodes(costs)
     if fewest is not None:
         return fewest
-    recomputing = _with_recomputation(costs)
-    remedy = "smaller layers"
-    if recomputing is not None:
-        remedy = f"activation_checkpointing = auto, which fits on {_nodes(recomputing)} or more"
+    settings = [f"{setting}, which fits on {_nodes(n)} or more" for setting, n in _helpful_settings(costs)]
+    _, memory = _fullest(costs, costs.most_nodes)
+    remedies = ["devices with more memory"]
+    if memory.total - memory.activations <= (costs.memory.limit_bytes or 0):
+        remedies.append("a smaller microbatch")
+    remedies += settings or ["an optimizer that keeps less", "smaller layers"]
     raise InfeasibleError(
         f"the model does not fit into devices of {_size(costs.memory.limit_bytes or 0)} on any number of "
-        f"nodes: {_tightest(costs, costs.most_nodes)}; use devices with more memory, a smaller microbatch or "
-        f"{remedy}"
+        f"nodes: {_tightest(costs, costs.most_nodes)}; use {', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 
 
-def _with_recomputation(costs: StageCosts) -> int | None:
-    """Return the fewest nodes that hold one replica where stages may recompute; ``None`` if none do, or if the
-    job has them recompute already."""
-    if costs.policy.activation_checkpointing == "auto":
-        return None
-    return fewest_nodes(StageCosts(costs.profile, replace(costs.policy, activation_checkpointing="auto")))
+def why_so_many(costs: StageCosts, n0: int) -> str:
+    """Say what does not fit on a node less than n₀; empty where a single one suffices."""
+    return f"on {_nodes(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
+
+
+def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
+    """Return what the job could set for a replica to fit, and the fewest nodes that hold one then.
+
+    Settings are named one by one; together only where none of them suffices alone.
+    """
+    profile, policy = costs.profile, costs.policy
+    settings: list[tuple[str, Policy]] = []
+    recomputing = replace(policy, activation_checkpointing="auto")
+    if policy.activation_checkpointing != "auto":
+        settings.append(("activation_checkpointing = auto", recomputing))
+    if policy.within_node != "auto" and costs.max_devices > 1 and profile.shard_problem is None:
+        settings.append(("within_node = auto", replace(policy, within_node="auto")))
+    found = _fitting(profile, settings)
+    if not found and len(settings) == 2:
+        both = " with ".join(setting for setting, _ in settings)
+        found = _fitting(profile, [(both, replace(recomputing, within_node="auto"))])
+    return found
+
+
+def _fitting(profile: ModelProfile, settings: list[tuple[str, Policy]]) -> list[tuple[str, int]]:
+    """Return those under which a replica fits, each with the fewest nodes that hold one."""
+    fewest = [(setting, fewest_nodes(StageCosts(profile, policy))) for setting, policy in settings]
+    return [(setting, nodes) for setting, nodes in fewest if nodes is not None]
 
 
 def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
@@ -120,9 +143,10 @@ def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
     return whole if fewest_nodes(whole) == fewest_nodes(costs) else costs
 
 
-def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
+def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | None = None) -> None:
     """Whether the job can *start* with ``policy.tolerate`` failures to spare; later it may go on with less.
 
+    :param costs: what n₀ follows from; the error then names settings under which the nodes suffice.
     :raises InfeasibleError: fewer than (f+1)·n₀ nodes.
     :raises BatchError: fewer microbatches than the f+1 pipelines; each must compute something.
     """
@@ -131,9 +155,12 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
         most = nodes // n0 - 1
         fewer = f"at most {most}" if most > 0 else "0"
         advice = f"set tolerance.failures to {fewer}, or start" if most >= 0 else "start"
+        settings = [] if costs is None else _helpful_settings(costs)
+        enough = [setting for setting, fewest in settings if replicas * fewest <= nodes]
         raise InfeasibleError(
             f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {_nodes(n0)} each, "
             f"{_nodes(replicas * n0)}, and there {_are(nodes)}; {advice} {_nodes(replicas * n0)}"
+            + (f", or use {' or '.join(enough)}" if enough else "")
         )
     if policy.microbatches < replicas:
         needed = replicas * policy.microbatch_rows
@@ -147,15 +174,34 @@ def check_tolerance(policy: Policy, n0: int, nodes: int) -> None:
 
 def _tightest(costs: StageCosts, nodes: int) -> str:
     """Which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
-    stage = fullest_stage(costs, nodes)
+    stage, memory = _fullest(costs, nodes)
     one = stage.end_layer - stage.first_layer == 1
     where = f"layer {stage.first_layer}" if one else f"layers {stage.first_layer} to {stage.end_layer - 1}"
+    problem = None
+    if stage.devices > 1:
+        where += f" on {stage.devices} devices, {WITHIN_WORDS[stage.within]},"
+        problem = costs.profile.shard_problem if costs.policy.within_node == "auto" else None
+    gathered = f"gathered of a layer at a time {_short(memory.gathered)}, " if memory.gathered else ""
     alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
-        f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters, gradients, optimizer, "
-        f"{_KEPT[stage.recompute]} of {alive} microbatches in flight) and a device has "
-        f"{_size(costs.memory.limit_bytes or 0)}"
+        f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters "
+        f"{_short(memory.parameters)}, gradients {_short(memory.gradients)}, optimizer "
+        f"{_short(memory.optimizer)}, {gathered}{_KEPT[stage.recompute]} of {alive} microbatches in flight "
+        f"{_short(memory.activations)}) and a device has {_size(costs.memory.limit_bytes or 0)}"
+        + (f"; it cannot be sharded: {problem}" if problem else "")
     )
+
+
+def _fullest(costs: StageCosts, nodes: int) -> tuple[Fullest, StageMemory]:
+    stage = fullest_stage(costs, nodes)
+    memory = costs.memory.breakdown(
+        stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, stage.recompute, stage.within
+    )
+    return stage, memory
+
+
+def _short(size_bytes: int) -> str:
+    return _size(size_bytes).partition(" (")[0]
 
 
 def _size(size_bytes: int) -> str:

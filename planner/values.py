@@ -7,6 +7,7 @@ the same numbers in seconds would not. What a plan says to the rest of ftd is in
 """
 
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
@@ -15,6 +16,12 @@ keeps the outputs of matrix products and attention and computes the rest again; 
 inputs and computes each layer again."""
 ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
 """One ``Recompute`` for all stages; or ``auto``: for each stage the quickest one that fits into memory."""
+Within = Literal["replicate", "shard"]
+"""How the devices of a stage share its work. Both split the rows of a microbatch. ``replicate``: each device
+holds all parameters, gradients and optimizer state. ``shard``: each of k devices holds a k-th of each layer's,
+and gathers a layer's parameters for its forward and its backward pass. A stage of one device is ``replicate``."""
+WithinNode = Literal["auto", "replicate", "shard"]
+"""One ``Within`` for all stages of several devices; or ``auto``: for each stage the quickest one that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,11 @@ class ModelProfile:
     ring: Link = field(default_factory=Link)
     """One hop of the ring in which owners all-reduce gradients: each byte makes 2·(owners − 1) / owners
     of its way 2·(owners − 1) hops long."""
+    inner: Link | None = None
+    """One hop of a ring among the devices of one node, for what a sharded stage gathers and reduces. ``None``: as
+    ``ring``."""
+    shard_problem: str | None = None
+    """Reason why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
     flops: float | None = None
     """Floating-point operations of a microbatch, forward and backward, recomputation not counted; ``None``: unknown.
     No plan depends on it."""
@@ -125,6 +137,8 @@ class Policy:
     """Overrides what the profile says about one device."""
     zero1: bool = False
     """ZeRO-1: each owner of a layer, one in each pipeline, keeps its part of the optimizer's state only."""
+    within_node: WithinNode = "replicate"
+    """How the devices of a stage may share its work."""
 
     @property
     def microbatches(self) -> int:
@@ -141,13 +155,26 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StatePart:
-    """Under ZeRO-1: parameters and optimizer state of part ``part`` of ``parts`` equal ones of a layer."""
+    """Parameters and optimizer state of a range of a layer's elements: [n·start // of, n·end // of) of each
+    vector of n. Kept in lowest terms, so that equal ranges are equal."""
 
     layer: int
-    part: int
-    parts: int
+    start: int
+    end: int
+    of: int
     replica: bool = False
     """Kept on the host for its owner (AOR), as current as the own part."""
+
+    def __post_init__(self) -> None:
+        divisor = gcd(self.start, self.end, self.of)
+        if divisor > 1:
+            for name in ("start", "end", "of"):
+                object.__setattr__(self, name, getattr(self, name) // divisor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the layer."""
+        return self.start == 0 and self.end == self.of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +186,7 @@ class StageTemplate:
     node_offset: int
     devices: int
     recompute: Recompute = "none"
+    within: Within = "replicate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +211,7 @@ class StagePlacement:
     end_layer: int
     devices: tuple[Device, ...]
     recompute: Recompute = "none"
+    within: Within = "replicate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +240,17 @@ class Transfer:
     source: Device
     target: Device
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """Old layers that a device has no room for beside its new stage (``planner.changes.transition``)."""
+
+    device: Device
+    parked: tuple[int, ...]
+    """In host memory from before new state arrives until the first commit; they are held, and can be sent."""
+    dropped: tuple[int, ...]
+    """Other nodes of the plan hold them."""
 
 
 Method = Literal[
@@ -255,6 +295,7 @@ class Plan:
     part_bytes: int = 0
     """Under ZeRO-1: what must move, replicas aside. There are no ``transfers`` then: who sends which part to
     whom the ranks find from what they hold."""
+    released: tuple[Released, ...] = ()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -286,3 +327,6 @@ class Situation:
     parts: dict[Device, tuple[StatePart, ...]] | None = None
     """Under ZeRO-1, what parts of layers each usable device has at that step, replicas included; ``holdings``
     are then the layers whose parameters are whole. ``None``: what is in ``holdings`` is the whole state."""
+    in_memory: bool = True
+    """Whether ``holdings`` takes devices' memory. At step 0 and after a rollback it does not: devices can make or
+    read these layers, and do so for their stages alone."""

@@ -5,51 +5,65 @@ tensors next makes the computing stream wait for it, on the device: the host wai
 memory is registered with the driver (page-locked), without which such copies are not asynchronous.
 """
 
-import contextlib
 import mmap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.device import DeviceRuntime, Stream, device_runtime
+
 
 class SideStreams:
-    """One side stream for each CUDA device that is used."""
+    """One side stream for each device that is used.
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    :param runtime_of: a device's runtime.
+    """
+
+    def __init__(self, runtime_of: Callable[[torch.device], DeviceRuntime] = device_runtime) -> None:
+        self._runtime_of = runtime_of
+        self._streams: dict[torch.device, tuple[DeviceRuntime, Stream]] = {}
         self._pinned: dict[int, tuple[int, int]] = {}
 
     def begin(self, devices: set[torch.device]) -> None:
         """On the training thread: the copies come after what was computed so far."""
         for device in devices:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+                runtime = self._runtime_of(device)
+                self._streams[device] = runtime, runtime.stream()
+            runtime, stream = self._streams[device]
+            computed = runtime.event()
+            computed.record()
+            stream.wait(computed)
 
     def adopt(self, devices: set[torch.device]) -> None:
         """On a thread beside training: what it asks the driver for is not to be done on the first device,
         where it would take memory."""
         for device in sorted(devices, key=str)[:1]:
-            torch.cuda.set_device(device)
+            self._runtime_of(device).adopt()
 
-    @contextlib.contextmanager
+    @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        with torch.cuda.stream(self._streams[device]):
+        runtime, stream = self._streams[device]
+        with runtime.on(stream):
             yield
 
     def hold(self, devices: set[torch.device]) -> None:
         """On the training thread: what is computed from here on comes after the copies."""
         for device in devices:
-            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+            runtime, stream = self._streams[device]
+            copied = runtime.event()
+            with runtime.on(stream):
+                copied.record()
+            runtime.current().wait(copied)
 
     def finish(self, devices: set[torch.device]) -> None:
         """Wait, on the host, until the bytes are there."""
         for device in devices:
-            self._streams[device].synchronize()
+            self._streams[device][1].synchronize()
 
     def pin(self, number: int, view: NDArray[np.uint8]) -> None:
         """Register the slot's memory with the driver, once; where that is refused, copies are slower.
@@ -61,23 +75,23 @@ class SideStreams:
         if known_address == address and known_size >= size:
             return
         self._unpin(number)
-        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if size and int(driver.cudaHostRegister(address, size, 0)) == 0:
+        if size and self._driver.register(address, size):
             self._pinned[number] = (address, size)
-        elif size:
-            # The driver tells this thread's next kernel of it, which is to be one that nobody needs.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         for number in list(self._pinned):
             self._unpin(number)
 
+    @property
+    def _driver(self) -> DeviceRuntime:
+        """Any device: the driver registers memory for all of them."""
+        known = next(iter(self._streams.values()), None)
+        return self._runtime_of(torch.device("cuda")) if known is None else known[0]
+
     def _unpin(self, number: int) -> None:
         address, _ = self._pinned.pop(number, (0, 0))
         if address:
-            driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            driver.cudaHostUnregister(address)
+            self._driver.unregister(address)
 
 
 def copy_piece(target: NDArray[np.uint8], source: Tensor) -> None:

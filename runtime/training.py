@@ -8,6 +8,7 @@ names the thing to fix; nothing below this module has to doubt a ``Training``.
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import sys
 import traceback
@@ -259,6 +260,27 @@ def _check_numbers(data: TrainingData) -> None:
         raise TrainingError(f"seed {data.seed} must lie between 0 and 2^63 - 1")
     if data.clip_gradient_norm is not None and not data.clip_gradient_norm > 0:
         raise TrainingError(f"clip_gradient_norm must be above 0, not {data.clip_gradient_norm}")
+
+
+def torch_device(data: TrainingData) -> torch.device:
+    """Return the device that this process computes on: each trainer of a node is given one as the first.
+
+    :raises TrainingError: CUDA was asked for, and this process sees no such device: the host has none, or not the one
+        that this trainer was given.
+    """
+    if data.device != "cuda" and data.backend != "nccl":
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 0:
+        asked = 'backend "nccl"' if data.backend == "nccl" else 'device "cuda"'
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        raise TrainingError(
+            f"{asked} needs a CUDA device, and this trainer finds none (CUDA_VISIBLE_DEVICES={given}): the host has no "
+            "such GPU, or lost it; see nvidia-smi, set node.devices to the number of GPUs that work, or use backend "
+            '"gloo" and device "cpu"'
+        )
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _seed(seed: int) -> None:

@@ -189,14 +189,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPart:
-    """What a device of the new plan has at the resume step, under ZeRO-1: part ``part`` of ``parts`` of each
-    of the layers ``[first_layer, end_layer)``."""
+    """What a device of the new plan has at the resume step, under ZeRO-1: the range of ``StatePart`` of
+    each of the layers ``[first_layer, end_layer)``."""
 
     device: Device
     first_layer: int
     end_layer: int
-    part: int
-    parts: int
+    start: int
+    end: int
+    of: int
     replica: bool
     whole: bool
     """It holds all parameters and buffers of these layers besides."""
@@ -227,7 +228,7 @@ class DeviceReport:
     """Of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 
@@ -301,6 +302,9 @@ class SnapshotGroup:
     protection: str
     buddy: str = ""
     """Where there is one owner: the node that keeps a copy of its shard; empty: nobody does."""
+    whole: bool = False
+    """Each owner keeps all of it, in parts of its devices, since the devices of a stage hold shards. Otherwise
+    owners share it out as ``protection`` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """How parts of layers lie in a snapshot under ZeRO-1, and whole layers out of all their parts. No torch.
 
-Each owner of a group has one part of each layer: elements of its parameters, and the optimizer's state for
-them. Nothing of that is the same with another owner, so there is no code over it: an owner's shard is its own
-part, and with ``arc:1`` what it has of the next owner's, its replica, beside it. The small part, a
-``ShardedImage``, says which elements of which tensors the bytes are, and what a layer is made of; buffers,
-which differ between replicas, are in it. A tied parameter is in the parts of the first of its layers alone,
-and the others' say so (``WholeLayer.homes``). All parts together make the layer's ordinary header and payload
-(``storage.layerstate``), which do not tell how many owners there were.
+Each owner of a group has parts of each layer: ranges of the elements of its parameters, and the optimizer's
+state for them. There is no code over them: an owner's shard is its own parts, and with ``arc:1`` what it has of
+the next owner's, its replica, beside it. The small part, a ``ShardedImage``, says which elements of which
+tensors the bytes are, and what a layer is made of; buffers, which differ between replicas, are in it. A tied
+parameter is in the parts of the first of its layers alone, and the others' say so (``WholeLayer.homes``). Parts
+that cover the layer, however it was cut, make its ordinary header and payload (``storage.layerstate``), which do
+not tell how many owners there were.
 """
 
 import math
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from storage.errors import DamagedError
 from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
 
-FORMAT = 1
+FORMAT = 2
 Bytes = NDArray[np.uint8]
 Scalars = dict[str, dict[str, int | float | bool | str | None]]
 
@@ -81,9 +81,16 @@ class PartOfLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of all layers of a group, in ascending order."""
+    """The range ``(start, end, of)`` of all layers of a group, in ascending order: elements [n·start // of,
+    n·end // of) of n."""
 
-    part: int
+    start: int
+    end: int
+    of: int
+    replica: bool
+    """Of what another one owns: it is in the replica, and else in the shard."""
+    offset: int
+    """Where its bytes begin there."""
     size_bytes: int
     layers: tuple[PartOfLayer, ...]
 
@@ -92,10 +99,9 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The small part of a group."""
 
     format: int = FORMAT
-    parts: int
     layers: tuple[WholeLayer, ...]
     held: tuple[PartImage, ...]
-    """The owner's own part, then the replica's, if it is kept."""
+    """Of the shard, and of the replica, if it is kept: each without gaps."""
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -110,9 +116,15 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if image.format != FORMAT:
             raise DamagedError(f"parts of format {image.format}; this version reads {FORMAT}")
         numbers = [layer.layer for layer in image.layers]
+        ends = {False: 0, True: 0}
         for held in image.held:
-            if not 0 <= held.part < image.parts or [one.layer for one in held.layers] != numbers:
-                raise DamagedError(f"part {held.part} of {image.parts} is not of layers {numbers}")
+            if not 0 <= held.start < held.end <= held.of or [one.layer for one in held.layers] != numbers:
+                raise DamagedError(
+                    f"the part from {held.start}/{held.of} to {held.end}/{held.of} is not of layers {numbers}"
+                )
+            if held.offset != ends[held.replica]:
+                raise DamagedError(f"a part begins at {held.offset}, and not at {ends[held.replica]}")
+            ends[held.replica] += held.size_bytes
             end = 0
             for one in held.layers:
                 _check_runs(one, end)
@@ -166,7 +178,8 @@ class _State:
 def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> tuple[bytes, Bytes]:
     """Header and payload of a layer (``runtime.layers.state``).
 
-    :param parts: all of them, ``lent`` ones too, each with its bytes from ``PartOfLayer.offset`` on.
+    :param parts: such that cover the layer, ``lent`` ones too, each with its bytes from ``PartOfLayer.offset``
+        on. What several have is the same with all.
     :raises DamagedError: they do not make up the layer.
     """
     place = f"layer {whole.layer}"
@@ -205,10 +218,10 @@ def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> t
 
 
 def _check_complete(place: str, entry: Entry, runs: list[range]) -> None:
-    """Each element came once."""
+    """Raise where an element did not come."""
     end = 0
     for run in sorted(runs, key=lambda one: one.start):
-        if len(run) and run.start != end:
+        if len(run) and run.start > end:
             raise DamagedError(f"{place}: elements of {entry.name} {entry.key} from {end} on: {runs}")
         end = max(end, run.stop)
     if end != math.prod(entry.shape):
@@ -269,7 +282,67 @@ def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
         format=HEADER_FORMAT,
         layer=whole.layer,
         entries=tuple(entries),
-        scalars=scalars,
+        scalars={name: scalars[name] for name in known if name in scalars},
         schedule=whole.schedule,
         size_bytes=end,
     )
+
+
+# --- bytes of one part out of others' ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """Bytes ``[start, end)`` of a flattened tensor of a layer: a parameter (no key) or optimizer state."""
+
+    layer: int
+    name: str
+    key: str
+    start: int
+    end: int
+
+
+def tensor_bytes(
+    held: Sequence[PartImage], first: int, end: int, *, replica: bool
+) -> list[tuple[int, TensorBytes]]:
+    """Return what bytes ``[first, end)`` of a shard, or of a replica, are, each with its distance from ``first``.
+
+    What lies between is padding: zeros.
+    """
+    found: list[tuple[int, TensorBytes]] = []
+    for image in held:
+        if image.replica != replica:
+            continue
+        for part in image.layers:
+            for run in part.runs:
+                begin = image.offset + part.offset + run.offset
+                low, high = max(first, begin), min(end, begin + run.size_bytes)
+                if low < high:
+                    at = _first_byte(run) - begin
+                    some = TensorBytes(
+                        layer=part.layer, name=run.name, key=run.key, start=at + low, end=at + high
+                    )
+                    found.append((low - first, some))
+    return found
+
+
+def find_bytes(held: Sequence[PartImage], wanted: TensorBytes) -> tuple[bool, int, int] | None:
+    """Return where the first of the wanted bytes are, and how many of them follow each other there.
+
+    :returns: whether they are in the replica, their offset and their number; ``None``: they are not there.
+    """
+    for image in held:
+        for part in image.layers:
+            for run in part.runs if part.layer == wanted.layer else ():
+                begin = _first_byte(run)
+                if (run.name, run.key) == (wanted.name, wanted.key) and begin <= wanted.start:
+                    size = min(wanted.end, begin + run.size_bytes) - wanted.start
+                    if size > 0:
+                        offset = image.offset + part.offset + run.offset + wanted.start - begin
+                        return image.replica, offset, size
+    return None
+
+
+def _first_byte(run: Run) -> int:
+    """Of the run, in its flattened tensor."""
+    return 0 if run.count is None else run.start * DTYPE_BYTES[run.dtype]

@@ -52,6 +52,14 @@ class ActivationCheckpointing(StrEnum):
     auto = "auto"
 
 
+class WithinNode(StrEnum):
+    """What each device of a stage of several devices holds."""
+
+    auto = "auto"
+    replicate = "replicate"
+    shard = "shard"
+
+
 class Split(StrEnum):
     """How the devices of a node are split into stages."""
 
@@ -125,6 +133,13 @@ CheckpointingOption = Annotated[
         show_default="the job's, or none",
     ),
 ]
+WithinOption = Annotated[
+    WithinNode | None,
+    typer.Option(
+        help="What each device of a stage of several holds: all of it, or a shard; auto: what fits.",
+        show_default="the job's, or auto",
+    ),
+]
 CompareOption = Annotated[
     bool | None,
     typer.Option(
@@ -164,6 +179,7 @@ def plan(
     tolerate: TolerateOption = None,
     memory: MemoryOption = None,
     activation_checkpointing: CheckpointingOption = None,
+    within_node: WithinOption = None,
     compare: CompareOption = None,
     check: CheckOption = False,
     protection: ProtectionOption = None,
@@ -199,6 +215,7 @@ def plan(
             activation_checkpointing=(
                 None if activation_checkpointing is None else activation_checkpointing.value
             ),
+            within_node=None if within_node is None else within_node.value,
             protection=protection,
         )
     )
@@ -272,6 +289,7 @@ def _as_json(
         "microbatch_rows": policy.microbatch_rows,
         "memory_limit_bytes": told.memory_limit_bytes,
         "activation_checkpointing": policy.activation_checkpointing,
+        "within_node": policy.within_node,
         "templates": [_template_json(row) for row in told.templates],
         "instantiation": {
             "iteration_ms": told.iteration_ms,
@@ -305,6 +323,7 @@ def _template_json(row: "TemplateRow") -> dict[str, Any]:
             {
                 "node": stage.node_offset,
                 "recompute": stage.recompute,
+                "within": stage.within,
                 "forward_ms": stage.forward_ms,
                 "backward_ms": stage.backward_ms,
                 "memory_bytes": stage.memory_bytes,

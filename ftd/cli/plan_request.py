@@ -43,6 +43,7 @@ class PlanOptions:
     tolerate: int | None = None
     memory: str | None = None
     activation_checkpointing: Literal["none", "selective", "full", "auto"] | None = None
+    within_node: Literal["auto", "replicate", "shard"] | None = None
     protection: str | None = None
 
 
@@ -162,6 +163,7 @@ _OPTIONS = {
     "split = aligned": "--split aligned",
     "split = any": "--split any",
     "activation_checkpointing =": "--activation-checkpointing",
+    "within_node =": "--within-node",
 }
 
 
@@ -199,6 +201,7 @@ def requested(options: PlanOptions) -> PlanRequest:
         tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
         device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
         activation_checkpointing=options.activation_checkpointing or policy.activation_checkpointing,
+        within_node=options.within_node or policy.within_node,
     )
     file = options.job or options.profile
     assert file is not None, "one of the two was given"
@@ -255,6 +258,7 @@ def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> "Policy":
         tolerate=0,
         global_batch=microbatches * profile.microbatch_rows,
         microbatch_rows=profile.microbatch_rows,
+        within_node="auto",
     )
 
 

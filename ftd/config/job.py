@@ -78,7 +78,10 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
     not fit otherwise."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries tensors between trainers; nccl for CUDA devices."""
+    """What carries tensors between trainers: nccl between GPUs, of which each trainer has its own; gloo through host
+    memory, also between trainers that share a GPU."""
+    device: Annotated[Literal["cpu", "cuda"] | None, msgspec.Meta(examples=["cuda"])] = None
+    """What computes; left out: ``cuda`` with nccl, else ``cpu``."""
     zero1: bool = False
     """Each owner of a layer keeps its part of the optimizer's state only."""
     arguments: dict[str, Any] = {}
@@ -103,6 +106,9 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
     batch_objective: Literal["minmax", "variance"] = "minmax"
     """What the pipelines' shares of the batch minimise."""
+    within_node: Literal["auto", "replicate", "shard"] = "auto"
+    """What each device of a stage of several devices holds: all of the stage's parameters and optimizer state
+    (``replicate``), or a shard of them (``shard``); ``auto``: for each stage the quicker one that fits."""
     device_memory_mib: Annotated[float | None, msgspec.Meta(examples=[16384.0])] = None
     """Plan for devices of this many MiB, whatever they report."""
     horizon_s: Annotated[float | None, msgspec.Meta(examples=[3600.0])] = None
@@ -176,7 +182,9 @@ def load_job_data(
         evaluation_every_steps=file.evaluation.every_steps,
         evaluation_batches=file.evaluation.batches,
         backend=file.training.backend,
+        device=file.training.device or ("cuda" if file.training.backend == "nccl" else "cpu"),
         zero1=file.training.zero1,
+        within_node=file.planner.within_node,
         arguments=arguments,
     )
     memory_mib = file.planner.device_memory_mib
@@ -196,6 +204,7 @@ def load_job_data(
             batch_objective=file.planner.batch_objective,
             activation_checkpointing=file.training.activation_checkpointing,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
+            within_node=file.planner.within_node,
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
@@ -302,6 +311,11 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             f"{data.policy.activation_checkpointing}",
             field="training.activation_checkpointing",
         )
+    if training.within_node != data.policy.within_node:
+        raise ConfigurationError(
+            f"training says {training.within_node}, and policy {data.policy.within_node}",
+            field="training.within_node",
+        )
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
@@ -321,9 +335,15 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             batch_objective=data.policy.batch_objective,
             activation_checkpointing=data.policy.activation_checkpointing,
             device_memory_bytes=data.policy.device_memory_bytes,
+            within_node=data.policy.within_node,
             zero1=training.zero1,
         ),
-        training={**data.training, "profile_given": data.profile is not None},
+        training={
+            **data.training,
+            "profile_given": data.profile is not None,
+            # With one device there is nothing to choose: trainers hold whole layers.
+            "within_node": training.within_node if devices_per_node > 1 else "replicate",
+        },
         horizon_s=data.horizon_s,
         snapshot=snapshot,
         checkpoint=checkpoint_policy(data.checkpoint, snapshot),
@@ -364,6 +384,9 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
     if not 0 <= file.training.seed < 2**63:
         problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
         mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
+    if file.training.backend == "nccl" and file.training.device == "cpu":
+        problem, remedy = '"cpu" does not go with backend = "nccl"', 'leave it out, or write backend = "gloo"'
+        mistakes.add(ConfigurationError(problem, field="training.device", remedy=remedy))
     for field, number in (
         ("steps", file.steps),
         ("training.global_batch", file.training.global_batch),
@@ -380,7 +403,8 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
     with mistakes.noted():
         check_evaluation(file.evaluation)
     if file.model is not None:
-        check_optimizer(file.optimizer, zero1=file.training.zero1, mistakes=mistakes)
+        shard = file.planner.within_node == "shard"
+        check_optimizer(file.optimizer, zero1=file.training.zero1, shard=shard, mistakes=mistakes)
         check_schedule(file.schedule, steps=file.steps, mistakes=mistakes)
     with mistakes.noted():
         check_snapshot(file.snapshot, zero1=file.training.zero1)

@@ -14,8 +14,11 @@ _SCHEDULES_OF = {
 """Keys that some of the names have, and those names."""
 
 
-def check_optimizer(table: OptimizerTable, *, zero1: bool, mistakes: Mistakes) -> None:
-    """Note what does not go together."""
+def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes: Mistakes) -> None:
+    """Note what does not go together.
+
+    :param shard: the devices of a node must hold shards.
+    """
     _note_useless_keys(table, OptimizerTable(), _OPTIMIZERS_OF, "optimizer", mistakes)
     if zero1 and table.name == "adafactor":
         mistakes.add(
@@ -23,6 +26,14 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, mistakes: Mistakes) -
                 "adafactor keeps sums over rows and columns, and training.zero1 cuts parameters into parts",
                 field="optimizer.name",
                 remedy='write name = "adamw", or leave training.zero1 out',
+            )
+        )
+    if shard and table.name == "adafactor":
+        mistakes.add(
+            ConfigurationError(
+                "adafactor keeps sums over rows and columns, and shards cut parameters into parts",
+                field="optimizer.name",
+                remedy='write name = "adamw", or planner.within_node = "replicate"',
             )
         )
 

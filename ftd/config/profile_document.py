@@ -161,6 +161,10 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
     """Activations and their gradients, from stage to stage; null: ftd's default, 0.1 ms and 1 GB/s."""
     ring: LinkEntry | None = None
     """One hop of an all-reduce of gradients; null: as ``link``."""
+    inner: LinkEntry | None = None
+    """One hop of a ring among the devices of one node; null: as ``ring``."""
+    shard_problem: Text | None = None
+    """Why the devices of a stage cannot hold shards of the model, in words; null: they can."""
     flops: Flops | None = None
     """Floating-point operations of the microbatch, forward and backward, for MFU; null: unknown."""
     device_peak_flops: Flops | None = None

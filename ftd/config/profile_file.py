@@ -111,6 +111,8 @@ def model_profile(document: ProfileDocument) -> ModelProfile:
         stage_devices=document.stage_devices,
         link=link,
         ring=_link(document.ring) if document.ring else link,
+        inner=_link(document.inner) if document.inner else None,
+        shard_problem=document.shard_problem,
         flops=document.flops,
         device_peak_flops=document.device_peak_flops,
     )
@@ -126,8 +128,10 @@ def profile_document(profile: ModelProfile) -> ProfileDocument:
         stage_devices=profile.stage_devices,
         flops=profile.flops,
         device_peak_flops=profile.device_peak_flops,
-        link=LinkEntry(latency_ms=profile.link.latency_ms, bytes_per_s=profile.link.bytes_per_s),
-        ring=LinkEntry(latency_ms=profile.ring.latency_ms, bytes_per_s=profile.ring.bytes_per_s),
+        link=_link_entry(profile.link),
+        ring=_link_entry(profile.ring),
+        inner=None if profile.inner is None else _link_entry(profile.inner),
+        shard_problem=profile.shard_problem,
     )
 
 
@@ -175,6 +179,10 @@ def _recomputation(entry: RecomputationEntry | None) -> Recomputation | None:
 
 def _link(entry: LinkEntry) -> Link:
     return Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
+
+
+def _link_entry(link: Link) -> LinkEntry:
+    return LinkEntry(latency_ms=link.latency_ms, bytes_per_s=link.bytes_per_s)
 
 
 def _timed_layer(layer: TimedLayer, counts: tuple[int, ...]) -> LayerProfile:

@@ -35,4 +35,4 @@ def likely_losses(situation: Situation, plan: Plan) -> Iterator[Situation]:
         lost = frozenset(names[:: len(names) // count][:count])
         left = {device: layers for device, layers in owned.items() if device.node not in lost}
         nodes = tuple(name for name in situation.nodes if name not in lost)
-        yield replace(situation, nodes=nodes, holdings=left, previous=plan, parts=None)
+        yield replace(situation, nodes=nodes, holdings=left, previous=plan, parts=None, in_memory=True)

@@ -10,6 +10,7 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
     """Every group must be decodable from the shards of those of its owners who are present, or copied."""
     present = frozenset(effect.present)
     decoded: list[str] = []
+    whole: list[str] = []
     copied: list[str] = []
     for group in effect.record.groups:
         lost = frozenset(i for i, owner in enumerate(group.owners) if owner not in present)
@@ -19,6 +20,10 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
         layers = f"layers {group.first_layer} to {group.end_layer - 1}"
         if group.buddy and group.owners[0] in effect.copied:
             copied.append(f"{layers} from the copy of {absent} at {group.buddy}")
+            continue
+        if group.whole and len(lost) < len(group.owners):
+            here = ", ".join(owner for owner in group.owners if owner in present)
+            whole.append(f"{layers} are whole with {here}")
             continue
         code = make_code(group.protection, len(group.owners))
         # Without a shard there is nobody either who has the small part, which every owner keeps whole.
@@ -34,7 +39,8 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
         return _answer(effect, at, possible=True, reason="; ".join(copied), tier="buddy")
     if decoded:
         return _answer(effect, at, possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
-    return _answer(effect, at, possible=True, reason="every shard is in its owner's memory")
+    reason = "; ".join(whole) or "every shard is in its owner's memory"
+    return _answer(effect, at, possible=True, reason=reason)
 
 
 def _buddy_too(group: SnapshotGroup) -> str:

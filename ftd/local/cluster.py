@@ -168,19 +168,20 @@ class LocalCluster:
         command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
         return await self.fleet.start(name, self._placed(HUB, command))
 
-    async def start_node(self, name: str) -> Child:
+    async def start_node(self, name: str, devices: int | None = None) -> Child:
         """Start a daemon of this name, known or new.
 
+        :param devices: how many the node has, if not as many as every other.
         :raises PeerError: it runs already.
         """
         if name in (BROKER, *self.coordinators, RELAY, HUB):
             raise PeerError(f"{name!r} is not free as a node's name here")
-        child = await self.fleet.start(name, self.node_command(name))
+        child = await self.fleet.start(name, self.node_command(name, devices))
         if name not in self._node_names:
             self._node_names.append(name)
         return child
 
-    def node_command(self, name: str) -> list[str]:
+    def node_command(self, name: str, devices: int | None = None) -> list[str]:
         """The command that runs the daemon of ``name``."""
         runtime = self.directory / "run" / name
         network = self.options.network
@@ -188,7 +189,8 @@ class LocalCluster:
             network.add(name)
         host = HOST if network is None else network.address(name)
         table = (
-            f'[node]\nname = "{name}"\nhost = "{host}"\ndevices = {self.options.devices_per_node}\n'
+            f'[node]\nname = "{name}"\nhost = "{host}"\n'
+            f"devices = {devices or self.options.devices_per_node}\n"
             f'chaos = true\nruntime_dir = "{runtime}"\nsnapshot_dir = "{shared_memory(self.directory)}"\n'
             f"preload = {list(self.options.preload)}\n"
         )

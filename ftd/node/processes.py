@@ -14,6 +14,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+DEVICES = Path("/dev")
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -106,11 +107,19 @@ def bury(pids: set[int]) -> None:
 
 
 def trainer_environment(device: int) -> dict[str, str]:
-    """Each trainer sees its own GPU as the first: of those this daemon was given, where it was given some."""
+    """Each trainer sees its own GPU as the first: of those this daemon was given, where it was given some.
+
+    Where there are fewer GPUs than trainers these share them in turn.
+    """
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not given:
-        return {"CUDA_VISIBLE_DEVICES": str(device)}
-    return {"CUDA_VISIBLE_DEVICES": given[device]} if device < len(given) else {}
+    if given:
+        return {"CUDA_VISIBLE_DEVICES": given[device % len(given)]}
+    return {"CUDA_VISIBLE_DEVICES": str(device % (_gpus(DEVICES) or device + 1))}
+
+
+def _gpus(devices: Path) -> int:
+    """Return how many GPUs of NVIDIA this host has."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
 def compile_cache(directory: Path) -> dict[str, str]:

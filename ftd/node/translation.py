@@ -45,6 +45,7 @@ def world_data(
                         end_layer=stage.end_layer,
                         ranks=tuple(ranks[device] for device in stage.devices),
                         recompute=stage.recompute,
+                        within=stage.within,
                     )
                     for stage in pipeline.stages
                 ),
@@ -62,8 +63,9 @@ def world_data(
             protocol.PartData(
                 rank=ranks[held.device],
                 layer=layer,
-                part=held.part,
-                parts=held.parts,
+                start=held.start,
+                end=held.end,
+                of=held.of,
                 replica=held.replica,
                 whole=held.whole,
             )
@@ -88,6 +90,7 @@ def resume_frame(resume: messages.Resume, device: Device, token: str, restore: s
     :raises ValueError: the rendezvous address is no host:port.
     """
     host, _, port = resume.rendezvous.rpartition(":")
+    released = next((each for each in resume.plan.released if each.device == device), None)
     return protocol.Resume(
         generation=resume.generation,
         step=resume.step,
@@ -102,6 +105,8 @@ def resume_frame(resume: messages.Resume, device: Device, token: str, restore: s
         restore=restore,
         lineage=resume.lineage,
         evaluated=resume.evaluated,
+        parked=() if released is None else released.parked,
+        dropped=() if released is None else released.dropped,
     )
 
 
@@ -313,7 +318,7 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
         held=report.held,
         lineage=report.lineage,
         parts=tuple(
-            StatePart(layer=part.layer, part=part.part, parts=part.parts, replica=part.replica)
+            StatePart(layer=part.layer, start=part.start, end=part.end, of=part.of, replica=part.replica)
             for part in report.parts
         ),
         evaluation=evaluation_of(report.evaluation),
@@ -357,4 +362,5 @@ def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
         device_memory_bytes=data.device_memory_bytes,
         flops=data.flops,
         device_peak_flops=data.device_peak_flops,
+        shard_problem=data.shard_problem,
     )

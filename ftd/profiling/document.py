@@ -44,6 +44,8 @@ def document_of(
         device_peak_flops=profile.device_peak_flops,
         link=link,
         ring=ring,
+        inner=ring,
+        shard_problem=profile.shard_problem,
         network=network,
         provenance=ProvenanceEntry(
             job=job,
@@ -85,6 +87,11 @@ def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_no
         said.append(
             "a stage of several devices takes what one device was measured to take for the fullest's rows"
         )
+        if layers.profile.shard_problem is None:
+            said.append(
+                "a stage of shards takes that and what its devices gather and reduce, computed from bytes and "
+                + ("inner" if network is not None else "ftd's default network")
+            )
     if devices_per_node < rows:
         behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
         said.append(f"a stage of {behind} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
@@ -93,7 +100,7 @@ def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_no
     if network is None:
         said.append("nothing was measured of the network: ftd's default, 0.1 ms and 1e9 bytes a second")
     else:
-        said.append("all links are as those between the devices of this one host")
+        said.append("link and ring are as those between the devices of this one host")
     return tuple(said)
 
 

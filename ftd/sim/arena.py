@@ -160,6 +160,8 @@ def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
         return False
     lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)
     everybody = len(lost) == len(group.owners)
+    if group.whole:
+        return everybody
     return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
 
 

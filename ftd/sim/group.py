@@ -115,6 +115,7 @@ class Group:
             return
         self.invariants.forms(self)
         self.formed = dict(self.members)
+        self._drop()
         world, when = self.world, [world_delay(self.world) for _ in range(self.size)]
         for layer, sources, target in self.transfers:
             involved = {*sources, target}
@@ -127,6 +128,14 @@ class Group:
             member.phase = "moving"
             if self.owes[rank] == 0:
                 world.at(when[rank], member.do, self._rank_resumed, member, member.token)
+
+    def _drop(self) -> None:
+        """Before state moves: those without room drop old layers. What is parked is as what is kept."""
+        devices = self.resume.plan.devices
+        for each in self.resume.plan.released:
+            member = self.members[devices.index(each.device)]
+            for layer in each.dropped:
+                member.layers.pop(layer, None)
 
     def _moved(self, layer: int, sources: list[SimTrainer], target: SimTrainer) -> None:
         involved = list(dict.fromkeys([*sources, target]))

@@ -29,7 +29,8 @@ def plan_for(planner: Planner, situation: Situation) -> Plan:
     """:raises PlanningError: as the planner does."""
     holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
     parts = None if situation.parts is None else frozenset(situation.parts.items())
-    key = (id(planner), situation.nodes, holdings, situation.previous, speeds, situation.horizon_s, parts)
+    of_others = situation.previous, situation.horizon_s, situation.in_memory
+    key = (id(planner), situation.nodes, holdings, speeds, parts, *of_others)
     answer = _PLANS.get(key)
     if answer is None:
         if len(_PLANS) > 20_000:

@@ -42,12 +42,12 @@ class Shape:
 
 SHAPES = (
     Shape(layers=4, devices=1, memory_bytes=None, nodes=(2, 4)),
-    Shape(layers=5, devices=1, memory_bytes=60_000, nodes=(3, 5)),
+    Shape(layers=5, devices=2, memory_bytes=30_000, nodes=(3, 5)),
     Shape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
-    Shape(layers=6, devices=1, memory_bytes=50_000, nodes=(4, 6)),
+    Shape(layers=6, devices=1, memory_bytes=36_500, nodes=(4, 6)),
     Shape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
     # Two microbatches and two layers use four nodes at most: the others are idle members.
-    Shape(layers=2, devices=1, memory_bytes=None, microbatches=2, nodes=(3, 6)),
+    Shape(layers=2, devices=2, memory_bytes=None, microbatches=2, nodes=(3, 6)),
 )
 
 

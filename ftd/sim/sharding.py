@@ -18,17 +18,14 @@ def is_sharded(resume: Resume) -> bool:
 
 def all_of(layers: dict[int, int]) -> dict[StatePart, int]:
     """Whole layers as parts."""
-    return {StatePart(layer=layer, part=0, parts=1): version for layer, version in layers.items()}
+    return {StatePart(layer=layer, start=0, end=1, of=1): version for layer, version in layers.items()}
 
 
 def kept_parts(resume: Resume, device: Device) -> frozenset[StatePart]:
     """What ``device`` keeps of its layers under the plan: its part, and with ``aor`` the next owner's."""
     replicas = "aor" in resume.protection and len(resume.plan.pipelines) > 1
     return frozenset(
-        StatePart(layer=layer, part=part, parts=parts, replica=replica)
-        for part, parts, replica in owned_parts(resume.plan, device)
-        for layer in owned_layers(resume.plan)[device]
-        if replicas or not replica
+        part for part in owned_parts(resume.plan, device, zero1=True) if replicas or not part.replica
     )
 
 
@@ -41,7 +38,7 @@ def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]
     for run in resume.held_parts:
         rank = rank_of[run.device]
         for layer in range(run.first_layer, run.end_layer):
-            part = StatePart(layer=layer, part=run.part, parts=run.parts, replica=run.replica)
+            part = StatePart(layer=layer, start=run.start, end=run.end, of=run.of, replica=run.replica)
             held[layer].append((run.replica, rank, part))
             if run.whole:
                 whole.add((layer, rank))

@@ -235,7 +235,7 @@ class SimTrainer:
         """The optimizer's step. What it does not make new is dropped; under ZeRO-1 only the part of a lone
         owner makes the layer whole."""
         child = self.node.versions.child
-        alone = {part.layer for part in kept if part.parts == 1}
+        alone = {part.layer for part in kept if part.is_whole}
         whole = alone if self.parts else layers
         self.layers = {n: child(v, generation) for n, v in self.layers.items() if n in whole}
         self.parts = {part: child(v, generation) for part, v in self.parts.items() if part in kept}
@@ -396,14 +396,17 @@ class SimTrainer:
         node = self.node
         key = HeldSnapshot(job_id=group.resume.job_id, step=self.committed, generation=group.generation)
         mine = frozenset(d.index for d in group.resume.plan.devices if d.node == node.name)
-        # The device of lowest index in a stage writes for all of it.
-        writer = any(
-            stage.devices[0] == Device(node=node.name, index=self.device)
+        # The devices of a stage share its layers out.
+        share = {
+            layer
             for pipeline in group.resume.plan.pipelines
             for stage in pipeline.stages
-        )
+            for layer in range(stage.first_layer, stage.end_layer)
+            if stage.devices[layer % len(stage.devices)] == Device(node=node.name, index=self.device)
+        }
         node.arena.begin(self.device, key)
-        self.copy = Shard(key=key, layers=dict(self.layers) if writer else {}, devices=mine)
+        layers = {layer: version for layer, version in self.layers.items() if layer in share}
+        self.copy = Shard(key=key, layers=layers, devices=mine)
         self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
 
     def _copied(self, copy: "Shard", whole: bool) -> None:

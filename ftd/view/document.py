@@ -74,6 +74,8 @@ class StageFacts:
     first_layer: int
     end_layer: int
     devices: tuple[str, ...]
+    within: Literal["replicate", "shard"] = "replicate"
+    """What each device holds: all of the stage's parameters and state, or a shard of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

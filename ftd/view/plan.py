@@ -97,11 +97,20 @@ def proof(row: TemplateRow) -> str:
 
 
 def devices_of(stages: Sequence[StageRow]) -> str:
-    """``4×2 + 8×1``: how many stages have how many devices."""
-    counts: dict[int, int] = {}
+    """``4×2 sharded + 8×1``: how many stages have how many devices, and whether these hold shards."""
+    counts: dict[tuple[int, bool], int] = {}
     for stage in stages:
-        counts[stage.devices] = counts.get(stage.devices, 0) + 1
-    return " + ".join(f"{count}×{devices}" for devices, count in sorted(counts.items(), reverse=True))
+        kind = stage.devices, stage.within == "shard"
+        counts[kind] = counts.get(kind, 0) + 1
+    return " + ".join(
+        f"{count}×{devices}{' sharded' if sharded else ''}"
+        for (devices, sharded), count in sorted(counts.items(), reverse=True)
+    )
+
+
+def devices_words(stage: StageRow) -> str:
+    """``2, sharded``: the devices of one stage."""
+    return f"{stage.devices}, sharded" if stage.within == "shard" else str(stage.devices)
 
 
 def comparison_line(told: Description, other: Description) -> str:
@@ -201,7 +210,7 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
             by_node.setdefault(stage.node_offset, []).append(stage)
         groups = [(devices_of(stages), tuple(stages)) for stages in by_node.values()]
     else:
-        groups = [(str(stage.devices), (stage,)) for stage in template.stages]
+        groups = [(devices_words(stage), (stage,)) for stage in template.stages]
     slowest_ms = max(stage.time_ms for stage in template.stages)
     table = _table()
     table.add_column("node", justify="right", no_wrap=True)

@@ -28,6 +28,7 @@ def render_profile(document: ProfileDocument) -> RenderableType:
             ("  forward and backward, the microbatch split by rows; times in ms", "dim"),
         )
         parts += ["", Text.assemble(*head), _stages(document)]
+        parts.append(Text(_shards(document), style="dim"))
     if document.network is not None:
         parts += ["", Text.assemble(("Network", "bold"), (f"  {document.network.where}; times in ms", "dim"))]
         parts += [_network(document.network), _fits(document)]
@@ -36,6 +37,12 @@ def render_profile(document: ProfileDocument) -> RenderableType:
         parts += ["", Text(f"measured on {origin.device}, torch {origin.torch_version}", style="dim")]
         parts += [Text(f"stated: {line}", style="dim") for line in origin.stated]
     return Group(*parts)
+
+
+def _shards(document: ProfileDocument) -> str:
+    if document.shard_problem is not None:
+        return f"these devices cannot hold shards: {document.shard_problem}"
+    return "as shards: the same, and what they gather and reduce, which is computed and not measured"
 
 
 def spread(entry: SpreadEntry) -> str:

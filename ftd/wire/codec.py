@@ -314,7 +314,7 @@ def _check_numbers(message: Any) -> None:
         _check_vote(message, report.vote)
         _check_evaluation(message, report.evaluation)
         for held in report.parts:
-            if held.layer < 0 or not 0 <= held.part < held.parts:
+            if held.layer < 0 or not 0 <= held.start < held.end <= held.of:
                 raise WireError(f"malformed {type(message).__name__}: there is no {held}")
     profile = message.profile if isinstance(message, Prepared) else None
     if profile is not None and (problem := problem_of_profile(profile)) is not None:

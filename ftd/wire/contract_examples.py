@@ -8,7 +8,9 @@ Json = dict[str, Any]
 
 _AT = "2026-05-04T12:00:05.003Z"
 _ASK: Json = {"request": "5f1c09aa77d0e1b2", "reply": "client-1a2b3c4d5e6f", "schema": 1}
-_STAGE: Json = {"first_layer": 0, "end_layer": 8, "devices": ["node-3/0"], "recompute": "none"}
+_STAGE: Json = {
+    "first_layer": 0, "end_layer": 8, "devices": ["node-3/0"], "recompute": "none", "within": "replicate",
+}  # fmt: skip
 _PIPELINES: list[Json] = [{"stages": [_STAGE], "microbatches": 8}]
 _RECOVERY: Json = {
     "cause": "node_lost", "nodes": ["node-2"], "detected_how": "last_will", "detected_at": 1005.003,

@@ -20,6 +20,7 @@ from planner.values import (
     Recompute,
     StagePlacement,
     Transfer,
+    Within,
 )
 from statemachine.messages import Resume
 from statemachine.values import Buddy, HeldPart, Restore, Vote
@@ -36,6 +37,7 @@ class _Stage(msgspec.Struct, array_like=True, frozen=True):
     end_layer: int
     devices: list[int]
     recompute: Recompute
+    within: Within
 
 
 class _Pipeline(msgspec.Struct, array_like=True, frozen=True):
@@ -112,7 +114,7 @@ def _small(plan: Plan) -> _Plan:
     pipelines = [
         _Pipeline(
             [
-                _Stage(s.first_layer, s.end_layer, [number(d) for d in s.devices], s.recompute)
+                _Stage(s.first_layer, s.end_layer, [number(d) for d in s.devices], s.recompute, s.within)
                 for s in pipeline.stages
             ],
             pipeline.first_microbatch,
@@ -150,6 +152,7 @@ def _whole(small: _Plan) -> Plan:
                             end_layer=stage.end_layer,
                             devices=tuple([_at(devices, number) for number in stage.devices]),
                             recompute=stage.recompute,
+                            within=stage.within,
                         )
                         for stage in pipeline.stages
                     ),

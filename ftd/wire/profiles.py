@@ -53,6 +53,8 @@ def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
             yield "stage_devices", devices, 1, MAX_DEVICES
     yield from _of_link("link", profile.link)
     yield from _of_link("ring", profile.ring)
+    if profile.inner is not None:
+        yield from _of_link("inner", profile.inner)
     for number, layer in enumerate(profile.layers):
         yield from _of_layer(f"layers[{number}]", layer)
 

@@ -84,6 +84,7 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     batch_objective: Literal["minmax", "variance"] = "minmax"
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
     device_memory_bytes: int | None = None
+    within_node: Literal["auto", "replicate", "shard"] = "replicate"
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from planner.changes.cover import Held, Masks, Needs, cover, layers_of, whole_layers
+from planner.changes.transition import Room
 from planner.errors import StateLostError
 from planner.values import Device, ModelProfile, Template
 
@@ -55,6 +56,8 @@ class Assignment:
 
     taken: tuple[tuple[str, ...], ...]
     moved_bytes: int
+    excess_bytes: int
+    """Of old layers that devices have no room for beside their new stages."""
     received_bytes: int
     """By the device that receives most."""
     sent_bytes: float
@@ -101,12 +104,17 @@ class Assigner:
         masks: Masks,
         habits: Mapping[str, Position],
         needs: Needs | None = None,
+        rooms: Sequence[Sequence[Room]] = (),
     ) -> Assignment:
         """The fewest bytes over all choices of nodes that hold every layer; others stay idle.
+
+        A byte of old layers that a device has no room for counts as one that moves. Where there are such bytes, all
+        nodes are solved for, as seating at sight is an optimum of those that move alone.
 
         :param nodes: in natural order, at least as many as there are places.
         :param needs: what must be held instead of every layer of ``masks``.
         :param habits: (pipeline, place) that a node comes from; where it moves no more, it stays there.
+        :param rooms: of the places of each pipeline; empty where memory has no limit, or old layers take none.
         :raises StateLostError: no choice of nodes for the places holds every layer.
         """
         places = [
@@ -114,14 +122,23 @@ class Assigner:
             for number, slots in enumerate(pipelines)
             for offset, place in enumerate(slots)
         ]
-        seated = _seat_exact(places, nodes, masks, habits)
-        self._seat_others(seated, places, nodes, masks, habits, ())
+        room_of = {
+            (number, offset): room for number, of in enumerate(rooms) for offset, room in enumerate(of)
+        }
         needs = needs or whole_layers(masks, self._layers)
-        if not needs.held_by(seated.values()):
-            needed = cover(nodes, needs, len(places))
-            seated = {}
-            self._seat_others(seated, places, nodes, masks, habits, needed)
-        return self._assignment(pipelines, seated, masks)
+
+        def seat(seated: dict[Position, str]) -> Assignment:
+            self._seat_others(seated, places, nodes, masks, habits, (), room_of)
+            if not needs.held_by(seated.values()):
+                needed = cover(nodes, needs, len(places))
+                seated = {}
+                self._seat_others(seated, places, nodes, masks, habits, needed, room_of)
+            return self._assignment(pipelines, seated, masks, room_of)
+
+        found = seat(_seat_exact(places, nodes, masks, habits))
+        if found.excess_bytes:
+            found = min(found, seat({}), key=lambda each: each.moved_bytes + each.excess_bytes)
+        return found
 
     def order_inside(self, held: Held, place: Place) -> tuple[int, ...]:
         """Which of a node's devices takes each range of a place, so that the fewest bytes move."""
@@ -147,6 +164,7 @@ class Assigner:
         masks: Masks,
         habits: Mapping[str, Position],
         needed: Sequence[str],
+        room_of: Mapping[Position, Room],
     ) -> None:
         """Nodes for the places that are not ``seated`` yet, from those that are not, into ``seated``.
 
@@ -158,9 +176,9 @@ class Assigner:
         if not open_places:
             return
         kinds, row_kind = _numbered([masks[node] for node in free])
-        wanted, column_kind = _numbered([place for _, place in open_places])
+        wanted, column_kind = _numbered([(place, room_of.get(position)) for position, place in open_places])
         # Whole rows are copied at last, which is quick.
-        cost = (self._moved(kinds, wanted) * (2 * len(places) + 1))[:, column_kind][row_kind]
+        cost = (self._costs(kinds, wanted) * (2 * len(places) + 1))[:, column_kind][row_kind]
         _add_changes(cost, free, [position for position, _ in open_places], habits)
         if needed:
             must = set(needed)
@@ -178,10 +196,11 @@ class Assigner:
         missing: Floats = before[:, edges[:, 1]] - before[:, edges[:, 0]]
         return missing
 
-    def _moved(self, kinds: Sequence[Held], wanted: Sequence[Place]) -> Floats:
-        """Bytes that a node of each kind must receive for each place; shape (kinds, wanted)."""
+    def _costs(self, kinds: Sequence[Held], wanted: Sequence[tuple[Place, Room | None]]) -> Floats:
+        """Bytes that a node of each kind must receive for each place, and of old layers that it has no room for;
+        shape (kinds, wanted)."""
         masks, mask_of = _numbered([mask for held in kinds for mask in held])
-        ranges, range_of = _numbered([part for place in wanted for part in place])
+        ranges, range_of = _numbered([part for place, _ in wanted for part in place])
         devices = len(kinds[0])
         rows = mask_of.reshape(len(kinds), devices)
         columns = range_of.reshape(len(wanted), devices)
@@ -189,23 +208,59 @@ class Assigner:
         moved: Floats = np.zeros((len(kinds), len(wanted)))
         for device in range(devices):
             moved += missing[rows[:, device]][:, columns[:, device]]
+        if any(room is not None for _, room in wanted):
+            rooms = np.array([[np.inf] * devices if room is None else room for _, room in wanted])
+            old = self._old(masks, ranges, missing)
+            for device in range(devices):
+                of_device = old[rows[:, device]][:, columns[:, device]]
+                moved += np.clip(of_device - rooms[:, device], 0.0, of_device)
         mixed = (rows != rows[:, :1]).any(axis=1)[:, None] & (columns != columns[:, :1]).any(axis=1)
         for kind, place in np.argwhere(mixed):
             inside = missing[rows[kind]][:, columns[place]]
-            moved[kind, place] = inside[solve(inside), range(devices)].sum()
+            order = solve(inside)
+            moved[kind, place] = inside[order, range(devices)].sum()
+            if wanted[place][1] is not None:
+                of_order = old[rows[kind][order], columns[place]]
+                moved[kind, place] += np.clip(of_order - rooms[place], 0.0, of_order).sum()
         return moved
 
+    def _old(self, masks: Sequence[int], ranges: Sequence[Range], missing: Floats) -> Floats:
+        """Bytes that devices hold outside of the ranges; shape (masks, ranges)."""
+        edges, ends = np.array(ranges), np.concatenate(([0.0], np.cumsum(self._sizes)))
+        inside = ends[edges[:, 1]] - ends[edges[:, 0]] - missing
+        old: Floats = (bits(masks, self._layers) @ self._sizes)[:, None] - inside
+        return old
+
+    def _excess(self, held: Held, place: Place, room: Room) -> int:
+        """Bytes of old layers that a node's devices have no room for in a place."""
+        excess = 0
+        for (first, end), index, free in zip(place, self._fit(held, place).order, room, strict=True):
+            old = self._bytes(held[index] & ~((1 << end) - (1 << first)))
+            excess += min(max(old - free, 0), old)
+        return excess
+
+    def _bytes(self, mask: int) -> int:
+        return sum(self._state_bytes[layer] for layer in layers_of(mask))
+
     def _assignment(
-        self, pipelines: Sequence[Sequence[Place]], seated: Mapping[Position, str], masks: Masks
+        self,
+        pipelines: Sequence[Sequence[Place]],
+        seated: Mapping[Position, str],
+        masks: Masks,
+        room_of: Mapping[Position, Room],
     ) -> Assignment:
         taken: list[tuple[str, ...]] = []
         pairs: dict[tuple[Held, Place], int] = {}
+        crowded: dict[tuple[Held, Place, Room], int] = {}
         for number, slots in enumerate(pipelines):
             names = tuple(seated[number, offset] for offset in range(len(slots)))
             taken.append(names)
-            for node, place in zip(names, slots, strict=True):
+            for offset, (node, place) in enumerate(zip(names, slots, strict=True)):
                 key = (masks[node], place)
                 pairs[key] = pairs.get(key, 0) + 1
+                room = room_of.get((number, offset))
+                if room is not None:
+                    crowded[*key, room] = crowded.get((*key, room), 0) + 1
         targets: dict[int, int] = {}
         holders: dict[int, int] = {}
         for (held, place), count in pairs.items():
@@ -213,10 +268,11 @@ class Assigner:
                 holders[mask] = holders.get(mask, 0) + count
                 if lacking:
                     targets[lacking] = targets.get(lacking, 0) + count
-        bytes_of = {mask: sum(self._state_bytes[layer] for layer in layers_of(mask)) for mask in targets}
+        bytes_of = {mask: self._bytes(mask) for mask in targets}
         return Assignment(
             taken=tuple(taken),
             moved_bytes=sum(bytes_of[mask] * count for mask, count in targets.items()),
+            excess_bytes=sum(self._excess(*case) * count for case, count in crowded.items()),
             received_bytes=max(bytes_of.values(), default=0),
             sent_bytes=self._fullest_sender(targets, holders),
         )

@@ -1,17 +1,22 @@
-"""Under ZeRO-1 the state of a layer is in parts, with the owners of it: who together have all of it.
+"""The state of a layer may be shared out in ranges among devices, which together have all of it.
 
-The parts of a layer are equal: with m owners, owner i has part i, elements [i·n/m, (i + 1)·n/m) of n, rounded
-down. While a new layout has yet to commit its first step, some devices may have parts of the old one and
-others of the new one. So what counts are the cells between the cuts of all of them: whoever has the part
-[a, b) has the cells in it, and cells that follow each other in fractions do so in elements.
+A range [a, b) of fractions is elements [a·n, b·n) of each vector of n, rounded down; under ZeRO-1 owner i of m
+has [i/m, (i + 1)/m). The pipelines of one job may be cut differently, and while a new layout has yet to commit
+its first step, some devices have ranges of the old one and others of the new one. So what counts are the cells
+between the cuts of all of them: whoever has the range [a, b) has the cells in it, and cells that follow each
+other in fractions do so in elements.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from planner.changes.cover import Masks, Needs
-from planner.values import Device, ModelProfile, PipelinePlacement, StatePart
+from planner.values import Device, ModelProfile, PipelinePlacement, StagePlacement, StatePart
 
+Run = tuple[Fraction, Fraction]
+"""A range of fractions."""
 Cell = tuple[int, Fraction]
 """A layer, and where the cell of it begins."""
 
@@ -52,43 +57,86 @@ def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
     ]
 
 
+def share_of(stage: StagePlacement, device: Device) -> Run:
+    """Return what a device of the stage has of the stage's layers."""
+    if stage.within != "shard" or len(stage.devices) == 1:
+        return Fraction(0), Fraction(1)
+    index, count = stage.devices.index(device), len(stage.devices)
+    return Fraction(index, count), Fraction(index + 1, count)
+
+
+def kept_parts(
+    stages: Sequence[StagePlacement], number: int, device: Device, *, zero1: bool, replica: bool = False
+) -> list[Run]:
+    """Return of which ranges of a layer a device keeps the optimizer's state; ascending.
+
+    :param stages: those that have the layer, one in each pipeline; ``number``: which of them is the device's.
+    :param replica: (AOR) the next owner's ranges instead, as the first device keeps them that has them.
+    """
+    start, end = share_of(stages[number], device)
+    if not zero1:
+        return [(start, end)]
+    counts = {len(stage.devices) if stage.within == "shard" else 1 for stage in stages}
+    cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
+    whose = (number + replica) % len(stages)
+    return [
+        (low + (high - low) * whose / len(stages), low + (high - low) * (whose + 1) / len(stages))
+        for low, high in pairwise(cuts)
+        if start <= low and high <= end
+    ]
+
+
 def moved_bytes(
     profile: ModelProfile,
     pipelines: Sequence[PipelinePlacement],
     holdings: Mapping[Device, frozenset[int]],
     parts: Mapping[Device, Sequence[StatePart]],
+    *,
+    zero1: bool,
 ) -> int:
     """What the devices of a plan lack of their layers' parameters and of their parts' optimizer state."""
     lacking = Fraction(0)
+    stages_of = stages_by_layer(pipelines, len(profile.layers))
     for number, pipeline in enumerate(pipelines):
-        begin, end = Fraction(number, len(pipelines)), Fraction(number + 1, len(pipelines))
         for stage in pipeline.stages:
             for device in stage.devices:
-                runs: dict[int, list[tuple[Fraction, Fraction]]] = {}
+                runs: dict[int, list[Run]] = {}
                 for part in parts.get(device, ()):
-                    run = Fraction(part.part, part.parts), Fraction(part.part + 1, part.parts)
+                    run = Fraction(part.start, part.of), Fraction(part.end, part.of)
                     runs.setdefault(part.layer, []).append(run)
+                begin, end = share_of(stage, device)
                 for layer in range(stage.first_layer, stage.end_layer):
                     of, has = profile.layers[layer], runs.get(layer, [])
-                    lacking += of.optimizer_bytes * (end - begin - _overlap(has, begin, end))
+                    for low, high in kept_parts(stages_of[layer], number, device, zero1=zero1):
+                        lacking += of.optimizer_bytes * (high - low - _overlap(has, low, high))
                     if layer not in holdings.get(device, frozenset()):
-                        lacking += of.parameter_bytes * (1 - _overlap(has, Fraction(0), Fraction(1)))
+                        lacking += of.parameter_bytes * (end - begin - _overlap(has, begin, end))
     return int(lacking)
 
 
+def stages_by_layer(pipelines: Sequence[PipelinePlacement], layers: int) -> list[list[StagePlacement]]:
+    """Return for each layer the stages that have it, in the order of the pipelines."""
+    found: list[list[StagePlacement]] = [[] for _ in range(layers)]
+    for pipeline in pipelines:
+        for stage in pipeline.stages:
+            for layer in range(stage.first_layer, stage.end_layer):
+                found[layer].append(stage)
+    return found
+
+
 def _cuts(parts: Iterable[Sequence[StatePart]], layers: int) -> list[list[Fraction]]:
-    """Where the parts of each layer begin and end, ascending."""
-    counts: list[set[int]] = [{1} for _ in range(layers)]
+    """Where the parts of each layer begin and end, ascending: from 0 to 1 at least."""
+    bounds: list[set[tuple[int, int]]] = [{(0, 1), (1, 1)} for _ in range(layers)]
     for told in {id(of_device): of_device for of_device in parts}.values():
         for part in told:
             if part.layer < layers:
-                counts[part.layer].add(part.parts)
-    made: dict[frozenset[int], list[Fraction]] = {}
+                bounds[part.layer] |= {(part.start, part.of), (part.end, part.of)}
+    made: dict[frozenset[tuple[int, int]], list[Fraction]] = {}
     cuts: list[list[Fraction]] = []
-    for of_layer in counts:
+    for of_layer in bounds:
         key = frozenset(of_layer)
         if key not in made:
-            made[key] = sorted({Fraction(cut, parts) for parts in key for cut in range(parts + 1)})
+            made[key] = sorted({Fraction(cut, of) for cut, of in key})
         cuts.append(made[key])
     return cuts
 
@@ -97,16 +145,14 @@ def _cells(parts: Sequence[StatePart], cuts: Sequence[Sequence[Fraction]]) -> se
     cells: set[Cell] = set()
     for part in parts:
         if part.layer < len(cuts):
-            begins, end = cuts[part.layer], Fraction(part.part + 1, part.parts)
-            first = begins.index(Fraction(part.part, part.parts))
-            for begin in begins[first:]:
-                if begin >= end:
-                    break
-                cells.add((part.layer, begin))
+            begins = cuts[part.layer]
+            first = bisect_left(begins, Fraction(part.start, part.of))
+            behind = bisect_left(begins, Fraction(part.end, part.of))
+            cells.update((part.layer, begin) for begin in begins[first:behind])
     return cells
 
 
-def _overlap(runs: Iterable[tuple[Fraction, Fraction]], begin: Fraction, end: Fraction) -> Fraction:
+def _overlap(runs: Iterable[Run], begin: Fraction, end: Fraction) -> Fraction:
     """How much of [begin, end) these runs cover, each point once."""
     covered, reached = Fraction(0), begin
     for first, last in sorted(runs):

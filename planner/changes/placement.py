@@ -57,6 +57,7 @@ def _on_devices(
                 end_layer=stage.end_layer,
                 devices=tuple(Device(node=nodes[offset], index=index) for index in taken),
                 recompute=stage.recompute,
+                within=stage.within,
             )
         )
     return tuple(stages)

@@ -158,7 +158,13 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
         return placement
     cuts = recut(costs, [_unplaced(stage) for stage in placement.stages], factors, placement.microbatches)
     stages = tuple(
-        replace(stage, first_layer=cut.first_layer, end_layer=cut.end_layer, recompute=cut.recompute)
+        replace(
+            stage,
+            first_layer=cut.first_layer,
+            end_layer=cut.end_layer,
+            recompute=cut.recompute,
+            within=cut.within,
+        )
         for stage, cut in zip(placement.stages, cuts, strict=True)
     )
     return replace(placement, stages=stages)
@@ -237,4 +243,5 @@ def _unplaced(stage: StagePlacement) -> StageTemplate:
         node_offset=0,
         devices=len(stage.devices),
         recompute=stage.recompute,
+        within=stage.within,
     )

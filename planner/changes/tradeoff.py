@@ -5,6 +5,9 @@ exponential with mean H, the *horizon*. With t seconds of transfer and T seconds
 expected until then are E[max(0, X − t)] / T = H·e^(−t/H) / T. So the layout with the least *expected time of
 a step*, T·e^(t/H), is taken: the transfer is paid back by the steps until the next failure, whatever their
 number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times as dear.
+
+Of layouts whose steps take nearly as long, those come first whose devices have room for old and new layers
+together (``planner.changes.transition``).
 """
 
 import math
@@ -14,8 +17,10 @@ from dataclasses import dataclass
 from planner.changes.assignment import Assigner, Assignment, Place, Position, places_of
 from planner.changes.candidates import Layout
 from planner.changes.cover import Masks, Needs
+from planner.changes.transition import rooms_of
 from planner.errors import StateLostError
 from planner.pipelines.instantiation import Instantiation, Instantiator
+from planner.stages.memory import MemoryModel
 from planner.values import Considered, Link, Plan, Template
 
 DEFAULT_HORIZON_S = 3600.0
@@ -27,6 +32,10 @@ PRECISION = 1e-9
 
 COUNTED_NODES = 128
 """Up to here bytes are counted for all layouts, for the user to see: it takes a few milliseconds."""
+
+ROOM_WORTH = 0.05
+"""Relative: a layout that has room for old and new state together is taken unless another's expected time of a step
+is that much less."""
 
 _SHORTEST_S = 1e-3
 """A horizon below is taken for this."""
@@ -71,12 +80,14 @@ def weigh(
     previous: Plan | None,
     link: Link,
     horizon_s: float,
+    memory: MemoryModel | None = None,
 ) -> tuple[Weighed, tuple[Considered, ...]]:
     """The layout to take, and all that were considered: it first, then by their expected time of a step.
 
     On many nodes bytes are not counted for layouts that are slower before they have moved any.
 
     :param nodes: in natural order.
+    :param memory: to reckon with the room for old and new layers together; ``None``: old ones take none.
     :raises StateLostError: none of them can be seated so that every layer is held.
     """
     earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
@@ -92,8 +103,10 @@ def weigh(
             continue
         shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
+        free = {size: () if memory is None else rooms_of(templates[size], memory) for size in shapes}
+        rooms = [free[size] for size in layout.sizes]
         try:
-            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier), needs)
+            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier), needs, rooms)
         except StateLostError as error:
             lost = error
             continue
@@ -105,7 +118,10 @@ def weigh(
     if not found:
         assert lost is not None, "there is always the best instantiation"
         raise lost
-    equal = [each for each in found if each.considered.expected_iteration_s <= least_s * (1 + PRECISION)]
+    roomy = [each for each in found if not each.assignment.excess_bytes]
+    roomy_s = min((each.considered.expected_iteration_s for each in roomy), default=math.inf)
+    among, least_s = (roomy, roomy_s) if roomy_s <= least_s * (1 + ROOM_WORTH) else (found, least_s)
+    equal = [each for each in among if each.considered.expected_iteration_s <= least_s * (1 + PRECISION)]
     order = list(layouts)
     chosen = min(equal, key=lambda each: (each.assignment.moved_bytes, order.index(each.layout)))
     others = [*(each.considered for each in found if each is not chosen), *skipped]

@@ -13,7 +13,7 @@ run of layers, as are those that fit into memory. So one step of the program is 
 read off two overlapping power-of-two windows, and an evaluation costs O(devices · layers · log layers) for
 each allowed number of devices (design §6). Several intervals are evaluated side by side in one array.
 
-Where the planner chooses how a stage recomputes, a stage has that many *options* on each number of devices: a
+Where the planner chooses how a stage works, a stage has one *option* for each mode on each number of devices: a
 time for each and its own run of ends that fit.
 """
 
@@ -53,7 +53,7 @@ class AdditiveMapping:
         self.sizes: Ints = np.repeat(np.array(costs.stage_devices, dtype=np.int64), count)
         """Devices of each option of a stage, ascending."""
         self.modes: Ints = np.tile(np.arange(count), len(costs.stage_devices))
-        """How each option recomputes, as a number in ``costs.modes``."""
+        """How each option works, as a number in ``costs.modes``."""
         table_ms = costs.time_ms[self.modes, self.sizes]
         real = np.isfinite(table_ms)
         times, places = np.unique(table_ms[real], return_inverse=True)
@@ -233,6 +233,8 @@ class _Run:
         end_ms, start_ms = self._end_ms[:, :, None, None, :], self._start_ms[:, :, :, None, :]
         for g in range(1, len(best)):
             allowed = self.mapping.allowed[g % len(self.mapping.allowed)]
+            if not allowed:
+                continue  # No stage is as small as what is left of the node.
             used, whole = allowed * per_size, (allowed, *shape[1:])
             bottom = levels[:used].reshape(whole)
             np.take(best, g - sizes[:allowed], axis=0, out=bottom, mode="clip")
@@ -276,13 +278,15 @@ class _Run:
         while first < costs.layers:
             option, kind, row, end = self._step(interval, left, kind, row, first)
             size = int(self.mapping.sizes[option])
+            recompute, within = costs.modes[self.mapping.modes[option]]
             stages.append(
                 StageTemplate(
                     first_layer=first,
                     end_layer=end,
                     node_offset=(total - left) // costs.devices_per_node,
                     devices=size,
-                    recompute=costs.modes[self.mapping.modes[option]],
+                    recompute=recompute,
+                    within=within if size > 1 else "replicate",
                 )
             )
             first, left = end, left - size

@@ -50,8 +50,7 @@ def all_mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[Ints, Ints]]:
 
 
 def quickest_modes(costs: StageCosts, cuts: Ints, devices: Ints) -> Ints:
-    """Return for each stage of mappings the number of its way to recompute, shape (C, S); -1 where it does not
-    fit into memory."""
+    """Return for each stage of mappings the number of its mode, shape (C, S); -1 where none fits into memory."""
     modes: Ints = np.zeros(devices.shape, dtype=np.int64)
     if costs.memory.limit_bytes is None:
         return modes
@@ -85,7 +84,7 @@ def quickest(
     cuts, devices, modes = cuts[kept], devices[kept], modes[kept]
     if not len(cuts):
         return None
-    forward_ms = costs.forward_ms[devices, cuts[:, :-1], cuts[:, 1:]]
+    forward_ms = costs.forward_ms[modes, devices, cuts[:, :-1], cuts[:, 1:]]
     backward_ms = costs.backward_ms[modes, devices, cuts[:, :-1], cuts[:, 1:]]
     if slowness is not None:
         forward_ms, backward_ms = forward_ms * slowness, backward_ms * slowness

@@ -229,8 +229,11 @@ class _Search:
         """What the longer of forward and backward of some stage takes at least: were all devices as busy."""
         costs, devices = self.costs, self.nodes * self.costs.devices_per_node
         sizes, firsts = np.array(costs.stage_devices)[:, None], np.arange(costs.layers)
-        backward_ms = costs.backward_ms.min(axis=0) if len(costs.modes) > 1 else costs.backward_ms[0]
-        one_layer = [table[sizes, firsts, firsts + 1] for table in (costs.forward_ms, backward_ms)]
+        tables = [
+            table.min(axis=0) if len(costs.modes) > 1 else table[0]
+            for table in (costs.forward_ms, costs.backward_ms)
+        ]
+        one_layer = [table[sizes, firsts, firsts + 1] for table in tables]
         return max(float((layer_ms * sizes).min(axis=0).sum()) / devices for layer_ms in one_layer)
 
     def _turns(self) -> int:
@@ -314,11 +317,11 @@ class _Search:
 
 
 def _possible(costs: StageCosts) -> NDArray[np.bool_]:
-    """Return the options that a stage can take: it fits as the last one, and recomputes only where it would
-    not fit without with the most stages behind it."""
+    """Return the options that a stage can take: it fits as the last one, and the quickest mode of all is not the
+    choice where that fits with the most stages behind it."""
     possible = np.zeros(costs.time_ms.shape, dtype=np.bool_)
     for d in costs.stage_devices:
-        for mode in range(len(costs.modes)):
+        for mode in costs.modes_of(d):
             possible[mode, d] = costs.mode_fits(mode, d, 0)
             if mode:
                 possible[mode, d] &= ~costs.mode_fits(0, d, costs.layers - 1)

@@ -118,7 +118,7 @@ class _Search:
             heapq.heappush(self._open, (bound_ms, part, tight))
 
     def _quickest(self, stages: tuple[StageTemplate, ...]) -> tuple[StageTemplate, ...]:
-        """Have each stage recompute in the quickest way that fits, where there is a choice.
+        """Have each stage work in the quickest mode that fits, where there is a choice.
 
         Another option may have made a stage the slowest of an interval.
         """

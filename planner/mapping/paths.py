@@ -12,8 +12,8 @@ between the first two in any proportion is a bound too. With an interval [low, h
 as the cap on stage times and low in the sums, the minimum is a lower bound for every mapping whose slowest
 stage is in the interval.
 
-A stage whose recomputation is chosen has one time for each way that may be the quickest one that fits: with the
-fewest stages behind it that there can be it fits, and without recomputation it does not with the most.
+A stage whose mode is chosen has one time for each mode that may be the quickest one that fits: with the fewest
+stages behind it that there can be it fits, and the quickest mode of all does not with the most.
 
 The first two need N − 2 stages behind k* at most. So k* is the slowest of the stages that surely have no more
 behind them; others may be slower, as far as a mapping better than the best one known can have them.
@@ -31,12 +31,12 @@ from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
 Option = tuple[int, int]
-"""How a stage recomputes, as a number in ``costs.modes``, and its devices."""
+"""How a stage works, as a number in ``costs.modes``, and its devices."""
 
 
 def options(costs: StageCosts) -> list[Option]:
     """Return all options of a stage, the same devices together."""
-    return [(mode, d) for d in costs.stage_devices for mode in range(len(costs.modes))]
+    return [(mode, d) for d in costs.stage_devices for mode in costs.modes_of(d)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class PathTables:
         kinds: list[tuple[Floats, int, bool]] = []
         for d in self.splits_before(devices):
             in_front, behind = [], []
-            for mode in range(len(self._costs.modes)):
+            for mode in self._costs.modes_of(d):
                 left, sums = devices - d, self._sums(devices, (mode, d))
                 near = slice(first + 1, first + 1 + len(sums.at))
                 mask = self._mask((mode, d), left, len(sums.at))[:, 0, first]
@@ -201,7 +201,7 @@ class PathTables:
         layers = self._costs.layers
         after, done = self.after[devices, :, : layers + 1], self.done[devices, :, : layers + 1]
         for d in self.splits_before(devices):
-            for mode in range(len(self._costs.modes)):
+            for mode in self._costs.modes_of(d):
                 sums = self._sums(devices, (mode, d))
                 mask = self._mask((mode, d), devices - d, len(sums.at))
                 rest = _windows(self.after[devices - d], sums.at.shape) + mask
@@ -267,7 +267,7 @@ class Band:
 
 class _MemoryMasks:
     """0 where an option may be what a stage takes, else ``inf``: it fits with the fewest stages that can be
-    behind it, and no stage recomputes that would fit without with the most."""
+    behind it, and the quickest mode of all does not with the most."""
 
     def __init__(self, costs: StageCosts, widest: int) -> None:
         self._costs = costs

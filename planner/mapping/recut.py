@@ -41,16 +41,8 @@ def recut(
             f"slowness is {list(slowness)} for {len(stages)} stages; it must be a number > 0 for each"
         )
     search = _Recut(costs, stages, slowness, microbatches)
-    cuts = search.best()
-    return tuple(
-        replace(
-            stage,
-            first_layer=first,
-            end_layer=end,
-            recompute=costs.recompute(first, end, stage.devices, len(stages) - 1 - number),
-        )
-        for number, ((first, end), stage) in enumerate(zip(pairwise(cuts), stages, strict=True))
-    )
+    cut = costs.stages(search.best(), [stage.devices for stage in stages])
+    return tuple(replace(new, node_offset=old.node_offset) for new, old in zip(cut, stages, strict=True))
 
 
 class _Recut:

@@ -43,12 +43,13 @@ class Search:
         self._slowest_ms: Floats = np.array([max(of_one) for of_one in times])
         self._once_ms: Floats = np.array([sum(of_one) for of_one in times])
         heaviest = [costs.gradient_bytes(template.stages) for template in templates]
-        kinds = sorted({devices for of_one in heaviest for devices in of_one})
-        self._devices: Ints = np.array(kinds)
+        kinds = sorted({owners for of_one in heaviest for owners in of_one})
+        self._owners: Ints = np.array(kinds)
+        """Owners of the same elements in one pipeline."""
         self._gradient_bytes: Floats = np.array(
-            [[of_one.get(devices, -1) for devices in kinds] for of_one in heaviest], dtype=np.float64
+            [[of_one.get(owners, -1) for owners in kinds] for of_one in heaviest], dtype=np.float64
         )
-        """Of the heaviest stage on so many devices; negative where the template has none."""
+        """``StageCosts.gradient_bytes`` by these owners; negative where the template has none."""
         self._last: tuple[int, int] | None = None
         """Nodes and pipelines of the last answer, from which the next is looked for."""
 
@@ -191,7 +192,7 @@ class Search:
 
     def _sync_ms(self, templates: Ints, pipelines: Ints) -> Floats:
         """``StageCosts.sync_ms``, element by element. Never falls as ``pipelines`` grows."""
-        owners = pipelines[:, None] * self._devices
+        owners = pipelines[:, None] * self._owners
         size_bytes = self._gradient_bytes[templates]
         # Link.time_ms of arrays.
         hop_ms = self._ring.latency_ms + size_bytes / owners / self._ring.bytes_per_s * 1e3

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.stages.layers import layer_ms
+from planner.stages.layers import Mode, layer_ms, shard_ms
 from planner.stages.makespan import Floats, PipelineClock, paper_objective_ms
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
@@ -21,6 +21,7 @@ from planner.values import (
     Recompute,
     SplitTime,
     StageTemplate,
+    Within,
 )
 
 Ints = NDArray[np.int64]
@@ -31,15 +32,19 @@ MOST_DEVICES = 256
 
 class StageCosts:
     """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``, or ``[k, d, u, v]`` where
-    ``modes[k]`` is how the stage recomputes; infinite where v ≤ u, and where no stage can have d devices.
+    ``modes[k]`` is how the stage recomputes and what its devices hold; infinite where v ≤ u, and where no stage can
+    have d devices. A stage of one device is the same as replicas and as shards.
 
     A layer on d devices takes what was measured, or else the time of the fullest device when the rows of a
-    microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation makes the backward pass longer.
+    microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation makes the backward pass longer,
+    shards make both passes longer (``layers.shard_ms``).
 
-    With ``auto`` a stage recomputes in the quickest way that fits, which depends on its layers, its devices
-    and the number of stages after it. A step is never quicker where a stage takes longer, and a stage's memory
-    depends on its own recomputation alone, so no other choice makes a step quicker. (The paper's objective may
-    fall where an earlier stage becomes the slowest; nothing is recomputed for that.)
+    With ``auto`` a stage takes the mode that fits whose forward and backward pass together are quickest, which
+    depends on its layers, its devices and the number of stages after it. Among ways to recompute no other choice
+    makes a step quicker: forward passes are the same, a step is never quicker where a pass takes longer, and a
+    stage's memory depends on its own mode alone. (The paper's objective may fall where an earlier stage becomes the
+    slowest; nothing is recomputed for that.) Between recomputation and shards the rule is what is optimised under:
+    shards make the forward pass longer, too, which a schedule may hide less well.
     """
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
@@ -52,23 +57,28 @@ class StageCosts:
         self.stage_devices = _stage_devices(profile, policy)
         """How many devices a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
+        _check_within(profile, policy, self.max_devices)
         self.memory = MemoryModel(profile, policy)
-        self.modes = _modes(profile, policy, self.memory.limit_bytes)
-        """Ways to recompute that a stage can have; of equally quick ones the first is taken."""
+        self.modes = _modes(profile, policy, self.memory, self.stage_devices)
+        """What a stage can have; the first is the quickest where it fits, and of equally quick ones the first is
+        taken."""
         self._mode_numbers = {mode: number for number, mode in enumerate(self.modes)}
+        first = self.modes[0].within
+        alone = tuple(number for number, mode in enumerate(self.modes) if mode.within == first)
+        self._modes_of = alone, tuple(range(len(self.modes)))
         self._fits: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         self._quickest: dict[tuple[int, int], Ints] = {}
         self._scale = policy.microbatch_rows / profile.microbatch_rows
         shape = (self.max_devices + 1, self.layers + 1, self.layers + 1)
-        self.forward_ms = np.full(shape, np.inf)
-        self.backward_ms, self.time_ms = (np.full((len(self.modes), *shape), np.inf) for _ in range(2))
+        self.forward_ms, self.backward_ms, self.time_ms = (
+            np.full((len(self.modes), *shape), np.inf) for _ in range(3)
+        )
         for devices in self.stage_devices:
             for number, mode in enumerate(self.modes):
-                times = [layer_ms(profile, policy, layer, devices, mode) for layer in profile.layers]
+                times = [_layer_ms(profile, policy, layer, devices, mode) for layer in profile.layers]
                 if not math.isfinite(sum(forward + backward for forward, backward in times)):
                     raise InfeasibleError("the times of profile.layers add up to more than a number can hold")
-                if not number:
-                    _sum_ranges(self.forward_ms[devices], [forward for forward, _ in times])
+                _sum_ranges(self.forward_ms[number, devices], [forward for forward, _ in times])
                 _sum_ranges(self.backward_ms[number, devices], [backward for _, backward in times])
                 _sum_ranges(
                     self.time_ms[number, devices], [forward + backward for forward, backward in times]
@@ -126,14 +136,14 @@ class StageCosts:
         return fitting
 
     def mode_fits(self, mode: int, devices: int, stages_after: int) -> NDArray[np.bool_]:
-        """Return which stages fit that recompute as ``modes[mode]`` says, shape (L + 1, L + 1)."""
+        """Return which stages fit that work as ``modes[mode]`` says, shape (L + 1, L + 1)."""
         limit = self.memory.limit_bytes
         if limit is None:
             return np.ones((self.layers + 1, self.layers + 1), dtype=np.bool_)
         key = mode, devices, in_flight(stages_after, self.policy.microbatches)
         known = self._fits.get(key)
         if known is None:
-            table = self.memory.table(devices, stages_after, self.modes[mode])
+            table = self.memory.table(devices, stages_after, *self.modes[mode])
             known = self._fits[key] = table <= limit
         return known
 
@@ -155,42 +165,60 @@ class StageCosts:
         return known
 
     def quickest_ms(self, devices: int, stages_after: int) -> Floats:
-        """Return the time of each stage as it would recompute, infinite where it does not fit, shape
-        (L + 1, L + 1)."""
+        """Return the time of each stage in its quickest mode, infinite where none fits, shape (L + 1, L + 1)."""
         fitting = [self.mode_fits(mode, devices, stages_after) for mode in range(len(self.modes))]
         times: Floats = np.where(fitting, self.time_ms[:, devices], np.inf).min(axis=0)
         return times
 
-    def recompute(self, first_layer: int, end_layer: int, devices: int, stages_after: int) -> Recompute:
-        """Return how a stage recomputes: in the quickest way that fits, or if none does, in the smallest."""
-        if len(self.modes) == 1:
-            return self.modes[0]
-        mode = int(self.quickest_modes(devices, stages_after)[first_layer, end_layer])
-        if mode >= 0:
-            return self.modes[mode]
-        return min(
-            self.modes,
-            key=lambda mode: self.memory.stage_bytes(first_layer, end_layer, devices, stages_after, mode),
-        )
+    def modes_of(self, devices: int) -> tuple[int, ...]:
+        """Return the numbers of the modes that differ for a stage of so many devices."""
+        return self._modes_of[devices > 1]
+
+    def mode(self, first_layer: int, end_layer: int, devices: int, stages_after: int) -> Mode:
+        """Return how a stage works: in the quickest mode that fits, or if none does, in the smallest."""
+        number = 0
+        if len(self.modes) > 1:
+            number = int(self.quickest_modes(devices, stages_after)[first_layer, end_layer])
+        if number < 0:
+            number = min(
+                self.modes_of(devices),
+                key=lambda number: self.memory.stage_bytes(
+                    first_layer, end_layer, devices, stages_after, *self.modes[number]
+                ),
+            )
+        recompute, within = self.modes[number]
+        return Mode(recompute, within if devices > 1 else "replicate")
 
     def stages(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[StageTemplate, ...]:
         """Return the stages between ``cuts`` (from 0 to L) on these numbers of devices."""
         used = [0, *accumulate(devices)]
         last = len(devices) - 1
-        return tuple(
-            StageTemplate(
-                first_layer=first,
-                end_layer=end,
-                node_offset=used[number] // self.devices_per_node,
-                devices=d,
-                recompute=self.recompute(first, end, d, last - number),
+        stages = []
+        for number, ((first, end), d) in enumerate(zip(pairwise(cuts), devices, strict=True)):
+            recompute, within = self.mode(first, end, d, last - number)
+            stages.append(
+                StageTemplate(
+                    first_layer=first,
+                    end_layer=end,
+                    node_offset=used[number] // self.devices_per_node,
+                    devices=d,
+                    recompute=recompute,
+                    within=within,
+                )
             )
-            for number, ((first, end), d) in enumerate(zip(pairwise(cuts), devices, strict=True))
-        )
+        return tuple(stages)
 
     def spans(self, stages: Iterable[StageTemplate]) -> list[tuple[int, int, int, int]]:
         """Return each stage's place in the tables."""
-        return [(self._mode_numbers[s.recompute], s.devices, s.first_layer, s.end_layer) for s in stages]
+        return [
+            (
+                self._mode_numbers[Mode(s.recompute, s.within if s.devices > 1 else self.modes[0].within)],
+                s.devices,
+                s.first_layer,
+                s.end_layer,
+            )
+            for s in stages
+        ]
 
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
         return [float(self.time_ms[span]) for span in self.spans(stages)]
@@ -199,7 +227,7 @@ class StageCosts:
         """Forward and backward of each stage, and the link from each to the next."""
         spans = self.spans(stages)
         return (
-            [float(self.forward_ms[span[1:]]) for span in spans],
+            [float(self.forward_ms[span]) for span in spans],
             [float(self.backward_ms[span]) for span in spans],
             [float(self.link_ms[s.end_layer]) for s in stages[:-1]],
         )
@@ -217,18 +245,21 @@ class StageCosts:
         here; each is taken to have as many owners of a layer as this one.
         """
         slowest_ms = 0.0
-        for devices, size_bytes in self.gradient_bytes(stages).items():
-            owners = pipelines * devices
+        for in_pipeline, size_bytes in self.gradient_bytes(stages).items():
+            owners = pipelines * in_pipeline
             hop_ms = self.profile.ring.time_ms(size_bytes / owners)
             slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
         return slowest_ms
 
-    def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, int]:
-        """Of the heaviest stage, by the number of devices."""
-        heaviest: dict[int, int] = {}
+    def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, float]:
+        """Return the bytes of gradients that each device of the heaviest stage reduces, by the owners of the same
+        elements in a pipeline: all devices of a stage of replicas, one of a stage of shards."""
+        heaviest: dict[int, float] = {}
         for stage in stages:
             size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
-            heaviest[stage.devices] = max(size_bytes, heaviest.get(stage.devices, 0))
+            shards = stage.devices if stage.within == "shard" else 1
+            owners = stage.devices // shards
+            heaviest[owners] = max(size_bytes / shards, heaviest.get(owners, 0.0))
         return heaviest
 
 
@@ -239,11 +270,40 @@ def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
         table[first, first + 1 :] = np.cumsum(times_ms[first:])
 
 
-def _modes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tuple[Recompute, ...]:
-    """Return the ways to recompute among which a stage's is chosen, the quickest first where that is known.
+def _layer_ms(
+    profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, mode: Mode
+) -> tuple[float, float]:
+    """Return forward and backward of one microbatch of one layer, what its devices exchange included."""
+    forward_ms, backward_ms = layer_ms(profile, policy, layer, devices, mode.recompute)
+    if mode.within == "replicate":
+        return forward_ms, backward_ms
+    there_ms, back_ms = shard_ms(profile, layer, devices)
+    return forward_ms + there_ms, backward_ms + back_ms
+
+
+def _modes(
+    profile: ModelProfile, policy: Policy, memory: MemoryModel, stage_devices: Sequence[int]
+) -> tuple[Mode, ...]:
+    """Return what a stage's mode is chosen among, the quickest first where that is known.
 
     :raises InfeasibleError: ``selective`` is asked for, and the profile does not say what it takes.
     """
+    recomputes = _recomputes(profile, policy, memory.limit_bytes)
+    several = [devices for devices in stage_devices if devices > 1]
+    withins: tuple[Within, ...] = ("replicate",)
+    if several and policy.within_node == "shard":
+        withins = ("shard",)
+    elif policy.within_node == "auto" and profile.shard_problem is None and memory.limit_bytes is not None:
+        # Shards are never quicker, so they are for stages that may not fit otherwise.
+        layers = len(profile.layers)
+        largest = [memory.stage_bytes(0, layers, devices, layers - 1, recomputes[0]) for devices in several]
+        if max(largest, default=0) > memory.limit_bytes:
+            withins = ("replicate", "shard")
+    return tuple(Mode(recompute, within) for recompute in recomputes for within in withins)
+
+
+def _recomputes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tuple[Recompute, ...]:
+    """:raises InfeasibleError: ``selective`` is asked for, and the profile does not say what it takes."""
     wanted = policy.activation_checkpointing
     missing = [number for number, layer in enumerate(profile.layers) if layer.selective is None]
     if wanted == "auto":
@@ -256,6 +316,26 @@ def _modes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tu
             "the layer was not measured so, or cannot be recomputed so; measure the model again, or use full"
         )
     return (wanted,)
+
+
+def _check_within(profile: ModelProfile, policy: Policy, most: int) -> None:
+    """:param most: devices of the largest stage.
+    :raises InfeasibleError: ``shard`` is asked for, and no stage can.
+    """
+    if policy.within_node != "shard" or policy.devices_per_node == 1:
+        return
+    if profile.shard_problem is not None:
+        raise InfeasibleError(
+            f"within_node = shard, and this job cannot have shards: {profile.shard_problem}; use "
+            "within_node = replicate, or auto"
+        )
+    if most == 1:
+        rows = policy.microbatch_rows
+        why = "the profile knows stages of 1 device only" if rows > 1 else "a microbatch of 1 keeps one busy"
+        remedy = "within_node = auto" if rows > 1 else "a microbatch of 2 or more, or within_node = auto"
+        raise InfeasibleError(
+            f"within_node = shard, and no stage has a second device to hold shards: {why}; use {remedy}"
+        )
 
 
 def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
@@ -320,8 +400,10 @@ def check_profile(profile: ModelProfile) -> None:
         raise InfeasibleError(
             f"profile.stage_devices is {list(sizes)}; it must be numbers ≥ 1, at least one, ascending"
         )
-    for name in ("link", "ring"):
+    for name in ("link", "ring", "inner"):
         link = getattr(profile, name)
+        if link is None:
+            continue
         _check_amount(f"profile.{name}.latency_ms", link.latency_ms)
         if not link.bytes_per_s > 0:
             raise InfeasibleError(f"profile.{name}.bytes_per_s is {link.bytes_per_s}; it must be > 0")

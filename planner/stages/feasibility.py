@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
 from planner.stages.memory import Sizes
-from planner.values import Recompute
+from planner.values import Recompute, Within
 
 Ints = NDArray[np.int64]
 
@@ -22,8 +22,10 @@ class Fullest:
     first_layer: int
     end_layer: int
     stages_after: int
+    devices: int
     size_bytes: int
     recompute: Recompute
+    within: Within
 
 
 def sizes_allowed(costs: StageCosts) -> list[int]:
@@ -41,7 +43,7 @@ def memory_ends(costs: StageCosts, nodes: int) -> Ints:
     """Return the last end of a stage from layer u that fits, ``u`` if none; for pipelines of up to ``nodes``
     nodes.
 
-    Shape (rows, sizes of a stage, ways to recompute, L + 1). Row r has r stages after it; the last row that
+    Shape (rows, sizes of a stage, modes, L + 1). Row r has r stages after it; the last row that
     or more, so there are as many rows as make a difference.
     """
     starts = np.arange(costs.layers + 1)
@@ -96,7 +98,7 @@ def fullest_stage(costs: StageCosts, nodes: int) -> Fullest:
 
     Stages are spread evenly over the nodes: each has as many devices as the node with most stages allows.
     """
-    most = min(costs.layers, nodes * costs.devices_per_node)
+    most = min(costs.layers, nodes * max(costs.split_counts))
     by_devices: dict[int, list[int]] = {}
     for stages in range(nodes * costs.fewest_stages, most + 1):
         share = costs.devices_per_node // -(-stages // nodes)
@@ -115,7 +117,7 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     choices: list[Ints] = []
     found: list[Fullest] = []
     for after in range(max(counts)):
-        least = np.min([costs.memory.table(devices, after, mode) for mode in costs.modes], axis=0)
+        least = np.min([costs.memory.table(devices, after, *mode) for mode in costs.modes], axis=0)
         table = np.where(longer, least, never)
         both = np.maximum(table, fullest[None, :])
         choices.append(both.argmin(axis=1))
@@ -132,17 +134,20 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> Fullest:
     for after in reversed(range(len(choices))):
         end = int(choices[after][first])
         least = [
-            (costs.memory.stage_bytes(first, end, devices, after, mode), number)
-            for number, mode in enumerate(costs.modes)
+            (costs.memory.stage_bytes(first, end, devices, after, *costs.modes[number]), number)
+            for number in costs.modes_of(devices)
         ]
         size, number = min(least)
+        recompute, within = costs.modes[number]
         stages.append(
             Fullest(
                 first_layer=first,
                 end_layer=end,
                 stages_after=after,
+                devices=devices,
                 size_bytes=size,
-                recompute=costs.modes[number],
+                recompute=recompute,
+                within=within if devices > 1 else "replicate",
             )
         )
         first = end

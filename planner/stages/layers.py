@@ -1,8 +1,16 @@
 """What single layers take by the profile. Without numpy: the coordinator's event loop asks this, too."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from planner.values import Device, LayerProfile, ModelProfile, PipelinePlacement, Policy, Recompute
+from planner.values import Device, LayerProfile, ModelProfile, PipelinePlacement, Policy, Recompute, Within
+
+
+class Mode(NamedTuple):
+    """What the planner can choose for a stage of given layers and devices."""
+
+    recompute: Recompute
+    within: Within
 
 
 def rows_on_one(devices: int, rows: int) -> int:
@@ -33,10 +41,37 @@ def layer_ms(
     return forward_ms * scale, backward_ms * scale
 
 
+def divided_bytes(layer: LayerProfile) -> int:
+    """Return the bytes of the layer's parameters that shards divide: the trainable ones.
+
+    Frozen parameters and buffers are whole on each device. A profile does not name them: they are what the
+    parameters have more than the gradients.
+    """
+    return min(layer.parameter_bytes, layer.gradient_bytes)
+
+
+def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[float, float]:
+    """Return what one microbatch of one layer takes longer on shards than on replicas, forward and backward.
+
+    Each pass gathers the layer's parameters, and the backward pass reduces and scatters its gradients: each time
+    ``devices`` − 1 hops of a ring, with one device's share of the bytes. The gathering is taken to hide behind
+    nothing. This is computed, not measured.
+    """
+    if devices == 1 or not layer.gradient_bytes:
+        return 0.0, 0.0
+    inner = profile.inner or profile.ring
+    gather_ms = (devices - 1) * inner.time_ms(divided_bytes(layer) / devices)
+    scatter_ms = (devices - 1) * inner.time_ms(layer.gradient_bytes / devices)
+    return gather_ms, gather_ms + scatter_ms
+
+
 def expected_ms(
     profile: ModelProfile, policy: Policy, placements: Iterable[PipelinePlacement]
 ) -> dict[Device, float]:
-    """How long each device computes on one microbatch, forward and backward, if all nodes have speed 1."""
+    """How long each device computes on one microbatch, forward and backward, if all nodes have speed 1.
+
+    What shards gather and reduce is communication, and does not count.
+    """
     expected: dict[Device, float] = {}
     for placement in placements:
         for stage in placement.stages:

@@ -1,19 +1,24 @@
 """How many bytes a stage takes on one device under 1F1B.
 
-Every device of a stage holds the parameters, gradients and optimizer state of all the stage's layers; its
-devices split each microbatch by rows, so activations shrink with their number and the rest does not.
+The devices of a stage split each microbatch by rows, so activations shrink with their number. As replicas
+every device holds the parameters, gradients and optimizer state of all the stage's layers. As shards each of k
+devices holds a k-th of them, and besides what is gathered of one layer at a time: twice the parameters and once
+the gradients of the largest. Frozen parameters and buffers are whole on every device.
 A stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs
 a forwards ahead of the first backward), and never more than there are.
 
 With ZeRO-1 the owners of a layer, one in each pipeline, share out its optimizer state. A plan has f + 1
-pipelines or more (``templates.costs_for``), so a device is reckoned to keep one part of f + 1.
+pipelines or more (``templates.costs_for``), so a device is reckoned to keep one part of f + 1, of its shard where
+it has one.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.stages.layers import rows_on_one
-from planner.values import LayerProfile, ModelProfile, Policy, Recompute, StageTemplate
+from planner.stages.layers import divided_bytes, rows_on_one
+from planner.values import LayerProfile, ModelProfile, Policy, Recompute, StageTemplate, Within
 
 Sizes = NDArray[np.int64]
 
@@ -24,8 +29,25 @@ def in_flight(stages_after: int, microbatches: int) -> int:
     return min(stages_after + 1, microbatches)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage takes on each of its devices, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of all microbatches in flight, and of what is computed again at a time."""
+    gathered: int
+    """Parameters and gradients of the largest layer, while shards are together; 0 for replicas."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+
+
 class MemoryModel:
-    """Bytes per device of any stage [u, v) of one model, under each way to recompute.
+    """Bytes per device of any stage [u, v) of one model, under each way to recompute, as replicas or shards.
 
     A pipeline's share of the batch is not known when its template is made, so the microbatches in flight are
     bounded by all microbatches of a step: a lone last pipeline really runs them all.
@@ -44,14 +66,21 @@ class MemoryModel:
             profile.device_memory_bytes if policy.device_memory_bytes is None else policy.device_memory_bytes
         )
         """Memory of one device, or ``None`` for no limit."""
-        owners = policy.tolerate + 1 if policy.zero1 else 1
-        self._state = _range_sums(
-            [
-                layer.parameter_bytes + layer.gradient_bytes - (-layer.optimizer_bytes // owners)
-                for layer in profile.layers
-            ]
-        )
+        self._owners = policy.tolerate + 1 if policy.zero1 else 1
+        """Pipelines that share out the optimizer's state."""
+        self._states: dict[int, Sizes] = {}
         self._activations: dict[tuple[Recompute, int], tuple[Sizes, Sizes]] = {}
+
+    def _state(self, devices: int, within: Within) -> Sizes:
+        """Return the bytes on each device of parameters, gradients, optimizer state and what is gathered."""
+        parts = devices if within == "shard" else 1
+        known = self._states.get(parts)
+        if known is None:
+            known = _range_sums([sum(_state_bytes(layer, parts, self._owners)) for layer in self._layers])
+            if parts > 1:
+                known = known + _range_maxima([_gathered_bytes(layer) for layer in self._layers])
+            self._states[parts] = known
+        return known
 
     def _kept_and_working(self, recompute: Recompute, devices: int) -> tuple[Sizes, Sizes]:
         """Return what stays alive for each microbatch in flight, and what is computed again at a time.
@@ -67,19 +96,18 @@ class MemoryModel:
         layers = self._layers
         before = [0, *(layer.output_bytes for layer in layers[:-1])]
         if recompute == "none":
-            return self._sums([layer.activation_bytes for layer in layers], devices), np.zeros_like(
-                self._state
-            )
+            kept = self._sums([layer.activation_bytes for layer in layers], devices)
+            return kept, np.zeros_like(kept)
         if recompute == "full":
             # The first layer's input is the batch itself: integers or pixels, owned by the data loader.
-            kept = [
+            inputs = [
                 size if layer.full is None else layer.full.activation_bytes
                 for layer, size in zip(layers, before, strict=True)
             ]
         else:
-            kept = [layer.selective.activation_bytes for layer in layers if layer.selective is not None]
+            inputs = [layer.selective.activation_bytes for layer in layers if layer.selective is not None]
         working = [_again_bytes(layer, size) for layer, size in zip(layers, before, strict=True)]
-        return self._sums(kept, devices), _range_maxima(self._scaled(working, devices))
+        return self._sums(inputs, devices), _range_maxima(self._scaled(working, devices))
 
     def _sums(self, sizes: list[int], devices: int) -> Sizes:
         return _range_sums(self._scaled(sizes, devices))
@@ -93,21 +121,53 @@ class MemoryModel:
             for part in [_part_bytes(layer, devices)]
         ]
 
-    def table(self, devices: int, stages_after: int, recompute: Recompute) -> Sizes:
+    def table(
+        self, devices: int, stages_after: int, recompute: Recompute, within: Within = "replicate"
+    ) -> Sizes:
         """Return the bytes of every stage [u, v), shape (L + 1, L + 1); meaningless where v ≤ u."""
         alive = in_flight(stages_after, self._microbatches)
         kept, working = self._kept_and_working(recompute, devices)
-        return self._state - (-(kept * alive + working) // self._measured_rows)
+        return self._state(devices, within) - (-(kept * alive + working) // self._measured_rows)
 
     def stage_bytes(
-        self, first_layer: int, end_layer: int, devices: int, stages_after: int, recompute: Recompute
+        self,
+        first_layer: int,
+        end_layer: int,
+        devices: int,
+        stages_after: int,
+        recompute: Recompute,
+        within: Within = "replicate",
     ) -> int:
         """Return the bytes of stage [first_layer, end_layer) on each of its devices."""
         alive = in_flight(stages_after, self._microbatches)
         cell = first_layer, end_layer
         kept, working = self._kept_and_working(recompute, devices)
         activations = int(kept[cell]) * alive + int(working[cell])
-        return int(self._state[cell]) + -(-activations // self._measured_rows)
+        return int(self._state(devices, within)[cell]) + -(-activations // self._measured_rows)
+
+    def breakdown(
+        self,
+        first_layer: int,
+        end_layer: int,
+        devices: int,
+        stages_after: int,
+        recompute: Recompute,
+        within: Within = "replicate",
+    ) -> StageMemory:
+        """Return what the bytes of ``stage_bytes`` are for."""
+        layers = self._layers[first_layer:end_layer]
+        total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within)
+        parts = devices if within == "shard" else 1
+        states = [_state_bytes(layer, parts, self._owners) for layer in layers]
+        parameters, gradients, optimizer = (sum(sizes) for sizes in zip(*states, strict=True))
+        gathered = max(map(_gathered_bytes, layers)) if parts > 1 else 0
+        return StageMemory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=total - parameters - gradients - optimizer - gathered,
+            gathered=gathered,
+        )
 
     def template_bytes(self, stages: tuple[StageTemplate, ...]) -> tuple[int, ...]:
         """Return the bytes per device of each stage of a template."""
@@ -118,9 +178,30 @@ class MemoryModel:
                 stage.devices,
                 len(stages) - 1 - position,
                 stage.recompute,
+                stage.within,
             )
             for position, stage in enumerate(stages)
         )
+
+
+def _state_bytes(layer: LayerProfile, parts: int, owners: int) -> tuple[int, int, int]:
+    """Return the layer's parameters, gradients and optimizer state in bytes on one device.
+
+    :param parts: devices that hold shards of it, 1 for replicas.
+    :param owners: pipelines that share out the optimizer's state.
+    """
+    divided = divided_bytes(layer)
+    return (
+        layer.parameter_bytes - divided - (-divided // parts),
+        -(-layer.gradient_bytes // parts),
+        -(-layer.optimizer_bytes // (parts * owners)),
+    )
+
+
+def _gathered_bytes(layer: LayerProfile) -> int:
+    """Return what is alive at most while a layer no larger than this one is computed on shards: its parameters,
+    those of the layer that is gathered next, and its gradients before they are scattered."""
+    return 2 * divided_bytes(layer) + layer.gradient_bytes
 
 
 def _part_bytes(layer: LayerProfile, devices: int) -> int | None:

@@ -36,10 +36,12 @@ def check_alike(
             value = int(digest, 16) >> (word * _BITS) & (1 << _BITS) - 1
             sums[layer, word] = torch.tensor([1, value, value * value])
     sums = sums.to(device)
-    pace.wait(communicator, communicator.all_reduce(sums, communicator.world))
+    pending = communicator.all_reduce(sums, communicator.world)
+    with pace.idle():
+        communicator.settle(pending)
     unlike = [
         layer
-        for layer, words in enumerate(sums.tolist())
+        for layer, words in enumerate(pace.values(sums))
         if any(int(count) * int(squares) != int(total) ** 2 for count, total, squares in words)
     ]
     if unlike:

@@ -13,7 +13,7 @@ complete or not: parameters are gathered behind the commit.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.allocator import give_back_memory
 from runtime.data.batches import to_device
 from runtime.data.held_out import HeldOut
 from runtime.data.loader import BatchLoader
 from runtime.data.reading import HeldOutReader, Key
 from runtime.data.sampling import Sampler
+from runtime.device import DeviceRuntime
 from runtime.engine.alike import check_alike
 from runtime.engine.evaluation import EvaluationExecutor, generators_kept
 from runtime.engine.executor import StageExecutor
@@ -34,22 +36,24 @@ from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageTotals
 from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.engine.step_hook import StepHook
-from runtime.groups.communicator import Communicator, Talk
+from runtime.groups.communicator import Communicator, Members, Talk
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
+from runtime.layers.parked import ParkedLayers
 from runtime.layers.state import LayerStates, StateError
 from runtime.layers.transfer import Exchange, WholeLayers
-from runtime.layers.world import Seat, check_world, owners_of_layer, seat_of, talks_of
+from runtime.layers.world import Seat, check_world, has_shards, is_sharded, owners_of_layer, seat_of, talks_of
 from runtime.precision import PRECISIONS
-from runtime.snapshots.groups import groups_of
+from runtime.snapshots.groups import groups_of, layer_bytes
 from runtime.snapshots.schedule import Elapsed
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.training import Training, TrainingError, load_training
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import EvaluationData, Resume, TrainingData, VoteData, WorldData
-from runtime.zero.sharded_optimizer import ShardedOptimization
+from runtime.zero.cells import common_cells, stage_of
+from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Diverged, Sharding
-from storage.buckets import derive_buckets
+from storage.buckets import Bucket, derive_buckets
 
 
 class EngineError(RuntimeError):
@@ -81,11 +85,18 @@ class StepResult:
 
 class Engine:
     """:param verified: another trainer compares the model's parts with the whole.
+    :param runtime: of ``device``; left out: the device's own.
     :raises TrainingError: the user's training function or what it returns is at fault.
     """
 
     def __init__(
-        self, data: TrainingData, device: torch.device, pace: Pace, *, verified: bool = False
+        self,
+        data: TrainingData,
+        device: torch.device,
+        pace: Pace,
+        *,
+        verified: bool = False,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
         pace.show("running the training function")
         training = load_training(data)
@@ -94,15 +105,18 @@ class Engine:
         pace.show(
             "cutting the model into layers" if verified else "cutting the model into layers and verifying it"
         )
-        self.model = Model(training, data, device, verified=verified)
+        self.model = Model(training, data, device, verified=verified, runtime=runtime)
+        pace.runtime = self.model.runtime
         pace.tick()
-        if data.zero1:
-            self.model.make_contiguous()
-        self.optimization = ShardedOptimization(self.model) if data.zero1 else Optimization(self.model)
+        self.optimization = optimization_of(self.model, data)
         self.sharding: Sharding | None = None
         if isinstance(self.optimization, ShardedOptimization):
-            self.sharding = Sharding(self.model, self.optimization, pace)
+            self.model.make_contiguous()
+            self.optimization.refresh()
+            self.sharding = Sharding(self.model, self.optimization, pace, zero1=data.zero1)
         self.states = LayerStates(self.model, self.optimization)
+        self.parked = ParkedLayers(self.model, self.optimization, self.states)
+        """Layers that are complete, in host memory."""
         sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
         dtype = PRECISIONS[data.precision].parameters
         self._held_out = held_out_of(training, data)
@@ -147,6 +161,8 @@ class Engine:
         self.snapshots: SnapshotWriter | None = None
         self.owned: frozenset[int] = frozenset()
         """Layers of this rank's stage in the newest generation; only these are kept up to date."""
+        self._sharded = False
+        """This rank's stage shards: it has no layer whole."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._communicator: Communicator | None = None
         self._gradients: Gradients | None = None
@@ -214,19 +230,28 @@ class Engine:
         """
         layers = self.layers_under(resume)
         self._start_anew(resume.step, resume.vote, layers)
+        stage = stage_of(resume.world, resume.rank)
+        sharded = self.sharding if is_sharded(stage) else None
+        if sharded is not None:
+            sharded.begin_restoring(layers)
         reuse = self.sharding is None
         try:
             with StagedState(directory, self.states, self.pace.tick, reuse=reuse) as staged:
                 for layer in sorted(layers):
                     self.pace.tick()
                     staged.take(layer)
+                    if sharded is not None:
+                        staged.finish()
+                        sharded.restored_share(layer, stage, resume.rank)
                 staged.check()
         except (StateError, SpoiledError):
             self._start_anew(resume.step, resume.vote)
             raise
-        self.complete |= layers
         if self._hook is not None:
             self._hook.called_step = resume.step
+        if sharded is not None:
+            return
+        self.complete |= layers
         if self.sharding is not None:
             self.sharding.restored(sorted(layers))
 
@@ -234,44 +259,73 @@ class Engine:
         """Meet the others, get the state that is missing, and be ready for ``step``.
 
         :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
-        :raises TrainingError: at the first step, and the trainers made different models.
+        :raises TrainingError: at the first step, and the trainers made different models; or stages are to shard that
+            cannot, as a profile that was given says otherwise.
         """
         world = resume.world
         check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
+        if self.sharding is None and has_shards(world):
+            raise TrainingError(
+                "the plan has devices of a stage hold shards, and this model cannot: its optimizer is not known to "
+                "update each element by itself, and the job's profile does not say so; measure the profile again, or "
+                "set planner.within_node = replicate"
+            )
         seat = self._seat(resume)
         buckets = derive_buckets(
             self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
         )
         started = time.monotonic()
         with self.pace.idle():
-            communicator.form(sorted({bucket.owners for bucket in buckets}), self._talks(world))
+            communicator.form(self._groups(world, buckets), self._talks(world))
         formed = time.monotonic()
+        self._make_room(resume, seat)
         self._provide(seat, world)
         if self.sharding is not None:
-            received_bytes = self.sharding.enter(resume, communicator, buckets, self.complete)
+            received_bytes = self.sharding.enter(
+                resume, communicator, buckets, self.complete, self.states.digest
+            )
         else:
             exchange = Exchange(
                 world.transfers,
-                packer=WholeLayers(self.states, self.complete),
+                packer=WholeLayers(self.states, self.complete, self.parked),
                 communicator=communicator,
                 pace=self.pace,
                 device=self.model.device,
             )
             exchange.run()
             received_bytes = exchange.received_bytes
+        self._sharded = self.model.sharded == frozenset(seat.layers)
         missing = set(seat.layers) - self.complete
-        if missing:
+        if missing and not self._sharded:
             raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
         self.owned = frozenset(seat.layers)
         if resume.step == 0:
-            layers = self.model.layer_count
-            check_alike(self.digests(), layers, communicator, self.model.device, self.pace)
+            layers, sharding = self.model.layer_count, self.sharding
+            digests = self.digests() if sharding is None else sharding.first_digests
+            check_alike(digests, layers, communicator, self.model.device, self.pace)
         if self.snapshots is not None:
-            groups = groups_of(world, resume.nodes, resume.rank, resume.protection)
+            groups = groups_of(
+                world,
+                resume.nodes,
+                resume.rank,
+                resume.protection,
+                layer_bytes(self.model),
+                zero1=self.data.zero1,
+                coupled=self.model.couples_rows,
+            )
             self.snapshots.enter(groups, resume.step)
         self._communicator, self._calls_hook = communicator, resume.rank == 0
         self.model.set_recompute(seat.recompute)
-        self._gradients = Gradients(self.model, buckets, communicator)
+        if (
+            isinstance(self.optimization, ShardedOptimization)
+            and has_shards(world)
+            and self.sharding is not None
+        ):
+            self._gradients = Gradients.of_cells(
+                self.model, self.sharding.shape, world, communicator, self.optimization.shards
+            )
+        else:
+            self._gradients = Gradients.of_buckets(self.model, buckets, communicator)
         links = StageLinks(self.model, communicator, self.pace)
         self._executor = StageExecutor(
             model=self.model,
@@ -301,16 +355,49 @@ class Engine:
             state_s=time.monotonic() - formed,
         )
 
+    def _make_room(self, resume: Resume, seat: Seat) -> None:
+        """Before new state arrives: drop what did not arrive whole, and park and drop what the plan says.
+
+        Under ZeRO-1 parts are kept, and parameters that are not complete may be filled from them.
+        """
+        if self.sharding is not None:
+            return
+        needed = frozenset(seat.layers)
+        dropped = frozenset(resume.dropped) - needed
+        self.complete -= dropped
+        self.parked.forget(dropped)
+        self.model.drop(self.model.held - self.complete)
+        self.optimization.forget_dropped()
+        for layer in sorted((frozenset(resume.parked) & self.complete & self.model.held) - needed):
+            self.pace.tick()
+            self.parked.park(layer)
+        give_back_memory()
+        for layer in sorted(needed & self.parked.layers):
+            self.pace.tick()
+            self.parked.take_back(layer)
+
     def _provide(self, seat: Seat, world: WorldData) -> None:
         """Hold what this rank needs of the layers that it is to begin with, and nothing else of them."""
         if not self.model.provides or self.committed_step > 0:
             return
         sent = {transfer.layer for transfer in world.transfers if transfer.source == seat.rank}
-        needed = {*seat.layers, *sent}
+        needed = sent if is_sharded(stage_of(world, seat.rank)) else {*seat.layers, *sent}
         self.model.drop(self.model.held - needed)
         for layer in sorted(needed & self.complete):
             self.pace.tick()
             self.model.provide([layer])
+
+    def _groups(self, world: WorldData, buckets: Collection[Bucket]) -> list[Members]:
+        """Return the groups of ranks that will sum something up, or put something together."""
+        if self.sharding is None or not has_shards(world):
+            return sorted({bucket.owners for bucket in buckets})
+        groups = {
+            cell.owners
+            for vector in self.sharding.shape.vectors
+            for cell in common_cells(world, vector.layers)
+        }
+        groups |= {stage.ranks for p in world.pipelines for stage in p.stages if is_sharded(stage)}
+        return sorted(groups)
 
     def _talks(self, world: WorldData) -> frozenset[Talk]:
         """Return which ranks will talk to each other; other rows of a microbatch go to other devices."""
@@ -408,15 +495,19 @@ class Engine:
                 "data set; look for files that differ between hosts"
             )
 
-    def _summed(self, numbers: list[float]) -> list[float]:
-        """Return the sums over all ranks."""
+    def _summed(self, numbers: list[float | Tensor]) -> list[float]:
+        """Return the sums over all ranks; waits for the device once, for all of them."""
         assert self._communicator is not None
         self.pace.tick()
-        ballot = torch.tensor(numbers, dtype=torch.float64, device=self.model.device)
+        known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        ballot = torch.tensor(known, dtype=torch.float64, device=self.model.device)
+        for index, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                ballot[index] = number
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
         with self.pace.idle("vote"):
             self._communicator.settle(pending)
-        sums: list[float] = ballot.tolist()
+        sums: list[float] = self.pace.values(ballot)
         return sums
 
     # --- the step --------------------------------------------------------------------------------
@@ -443,6 +534,7 @@ class Engine:
         gradients.finish(self.pace)
         self.ready_step = self.committed_step + 1
         vote, stop, snap = self._ask(totals, loss_scale, stop_wanted(), snap_wanted())
+        self.pace.note_bubbles()
         bubble_s, sums_s = self.pace.bubble_s, self.pace.sums_s
         if self.snapshots is not None:
             self.snapshots.finish()
@@ -476,7 +568,8 @@ class Engine:
         digests = {}
         for layer in sorted(self.owned):
             self.pace.tick()
-            digests[layer] = self.states.digest(layer)
+            with self.model.put_together(layer), self.pace.device():
+                digests[layer] = self.states.digest(layer)
         return digests
 
     def _ask(self, totals: StageTotals, scale: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
@@ -532,17 +625,21 @@ class Engine:
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
         self.evaluation = None
         self._buffers = []
-        if self.model.held != self.owned or self.complete != self.owned:
+        whole = frozenset() if self._sharded else self.owned
+        if self.model.held != whole or self.complete != whole:
             # The first commit of a generation: what others own now is out of date here.
-            self.complete = set(self.owned)
-            self.model.drop(set(range(self.model.layer_count)) - self.owned)
+            self.complete = set(whole)
+            self.parked.forget()
+            self.model.drop(set(range(self.model.layer_count)) - whole)
+            self.optimization.forget_dropped()
             self.model.forget_beginning()
+            give_back_memory()
         self.pace.tick()
-        if self.sharding is not None and not vote.skipped:
+        if self.data.zero1 and self.sharding is not None and not vote.skipped:
             self.complete = set()
             if gather:
                 self.sharding.gather()
-                self.complete = set(self.owned)
+                self.complete = set(whole)
 
     # --- undoing ---------------------------------------------------------------------------------
 
@@ -562,10 +659,11 @@ class Engine:
         """
         self._discard()
         layers = frozenset(range(self.model.layer_count))
-        self.model.drop(layers - again if self.sharding is None else layers)
-        self.complete = set()
+        self.parked.forget()
         if self.sharding is not None:
             self.sharding.forget()
+        self.model.drop(layers - again if self.sharding is None else layers)
+        self.complete = set()
         self.committed_step, self.vote, self.evaluation = step, vote, None
 
     def _discard(self) -> None:
@@ -583,6 +681,22 @@ class Engine:
         if self.sharding is not None:
             self.sharding.leave()
         self._communicator = self._gradients = self._executor = self._evaluator = None
+
+
+def optimization_of(model: Model, data: TrainingData) -> Optimization:
+    """Return the optimizer over parts of layers where the job needs that, or may come to need it; over whole ones
+    otherwise.
+
+    :raises TrainingError: the factory is at fault; or zero1 is asked for, and the optimizer does not allow it.
+    """
+    if data.zero1:
+        return ShardedOptimization(model)
+    if data.within_node == "replicate":
+        return Optimization(model)
+    try:
+        return ShardedOptimization(model)
+    except NotElementwiseError:
+        return Optimization(model)
 
 
 def held_out_of(training: Training, data: TrainingData) -> HeldOut | None:

@@ -48,7 +48,7 @@ class EvaluationExecutor:
         self._communicator = communicator
         self._links = links
         self._pace = pace
-        self._stopwatch = Stopwatch(model.device, pace)
+        self._stopwatch = Stopwatch(model.runtime, pace)
         self._seats = {
             rows: seat_of(world, communicator.rank, rows, coupled=model.couples_rows)
             for rows in {held_out.microbatch_rows, held_out.rows_of_last}
@@ -98,6 +98,11 @@ class EvaluationExecutor:
                     )
                 case SendActivation(microbatch=microbatch):
                     self._links.send_activation(microbatch, outputs.pop(microbatch))
+        # The last microbatch of a data set may have fewer rows than the stage has devices.
+        for microbatch in range(seat.microbatches):
+            own = self._seat(batch, microbatch)
+            if own is not None and not own.rows:
+                self._model.attend(seat.first_layer, seat.end_layer)
         return totals
 
     def _forward(
@@ -116,8 +121,9 @@ class EvaluationExecutor:
             if seat.is_last:
                 batch = microbatches.batch(microbatch)
                 with torch.no_grad():
-                    loss, weight = model.loss(output, batch, seat.rows)
-                totals.add(loss, weight, model.metrics(output, batch, seat.rows))
+                    loss, weight = model.loss(output, batch, seat.rows, microbatches.on_host(microbatch))
+                if seat.speaks:
+                    totals.add(loss, weight, model.metrics(output, batch, seat.rows))
             else:
                 sent = flatten(output)
                 model.learn_shape(seat.end_layer - 1, microbatches.signature(microbatch), shape_of(output))

@@ -51,7 +51,7 @@ class StageExecutor:
         self._links = links
         self._gradients = gradients
         self._pace = pace
-        self._stopwatch = Stopwatch(model.device, pace)
+        self._stopwatch = Stopwatch(model.runtime, pace)
         # With fewer rows than devices some device of a stage has none, and nothing to do but to sync.
         self._operations = one_f_one_b(seat.stage, seat.stages, seat.microbatches) if seat.rows else ()
         self._last = max((o.microbatch for o in self._operations if isinstance(o, Backward)), default=-1)
@@ -68,14 +68,15 @@ class StageExecutor:
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._output_gradients: dict[int, tuple[Tensor, ...]] = {}
-        first, check = self._seat.first_microbatch, self._communicator.check
+        # Nothing here refers to this executor, so that what a step that was given up leaves is freed with it at once.
+        seat, load, check = self._seat, self._loader.load, self._communicator.check
         self._microbatches = StageMicrobatches(
             self._model,
             self._pace,
-            read=lambda microbatch: self._loader.load(step, first + microbatch, check),
-            seat=lambda _: self._seat,
+            read=lambda microbatch: load(step, seat.first_microbatch + microbatch, check),
+            seat=lambda _: seat,
             step=step,
-            rows=self._seat.microbatch_rows,
+            rows=seat.microbatch_rows,
         )
         self._gradients.begin()
         self._stopwatch.begin()
@@ -124,8 +125,9 @@ class StageExecutor:
             output = microbatches.run(microbatch, received)
             if seat.is_last:
                 batch = microbatches.batch(microbatch)
-                total, weight = model.loss(output, batch, seat.rows)
-                self._totals.add(total, weight, model.metrics(output, batch, seat.rows))
+                total, weight = model.loss(output, batch, seat.rows, microbatches.on_host(microbatch))
+                if seat.speaks:
+                    self._totals.add(total, weight, model.metrics(output, batch, seat.rows))
                 self._outputs[microbatch] = (total * self._scale,)
             else:
                 self._outputs[microbatch] = flatten(output)
@@ -145,7 +147,12 @@ class StageExecutor:
         if not pairs:
             return
         with self._pace.trace.span("backward", microbatch), self._stopwatch.computing(microbatch):
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            try:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            except Exception:
+                self._gradients.check()
+                raise
+            self._gradients.end_backward()
 
     def _send_gradient(self, microbatch: int) -> None:
         inputs = [x for x in self._inputs.pop(microbatch) if x.is_floating_point()]

@@ -8,8 +8,9 @@ alike, which is what a group's operations need and roughly the order in which th
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending
 from runtime.layers.model import Model
 from runtime.watch.pace import Pace
+from runtime.wire.protocol import WorldData
+from runtime.zero.cells import common_cells
+from runtime.zero.parts import Shape
+from runtime.zero.shards import StageShards
 from storage.buckets import Bucket
 
 PIECE_BYTES = 8 * 1024 * 1024
@@ -27,11 +32,12 @@ _NORM_RUN = 64 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """A run of whole parameters of one bucket: what one all-reduce carries."""
+    """A run of a flat buffer: what one all-reduce carries."""
 
     flat: Tensor
     owners: Members
     names: frozenset[str]
+    """Parameters of which it has elements."""
     missing: set[str]
     """Parameters whose gradient of the last microbatch has not come yet."""
 
@@ -39,40 +45,95 @@ class _Piece:
 class Gradients:
     """Belongs to one generation: after an abort a stuck all-reduce may still write into the old buffers.
 
-    :param buckets: of the whole model; those that ``communicator.rank`` does not own are left out.
+    Of whole parameters, made of the buckets that ``communicator.rank`` owns (``of_buckets``); or of cells of
+    vectors, where stages shard (``of_cells``).
     """
 
-    def __init__(self, model: Model, buckets: Collection[Bucket], communicator: Communicator) -> None:
+    def __init__(self, model: Model, communicator: Communicator) -> None:
         self._communicator = communicator
-        parameters = dict(model.named_parameters(range(model.layer_count)))
-        self._flats: list[tuple[Bucket, Tensor]] = []
+        self._is_async = model.runtime.is_async
+        self._flats: list[tuple[Tensor, Members]] = []
+        """Runs of buffers with those who sum them up; all elements once."""
         self._views: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._queues: dict[Members, list[_Piece]] = {}
         self._handles: list[RemovableHandle] = []
-        for bucket in sorted(buckets, key=lambda b: b.index, reverse=True):
-            if communicator.rank not in bucket.owners:
-                continue
-            flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=model.device)
-            self._flats.append((bucket, flat))
-            for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
-                self._views.append(
-                    (parameters[name], flat[offset : offset + numel].view_as(parameters[name]))
-                )
-            for piece in _pieces(bucket, flat):
-                self._queues.setdefault(bucket.owners, []).append(piece)
-                self._handles += [self._watch(parameters[name], name, piece) for name in piece.names]
+        self._shards: StageShards | None = None
+        self._pieces_of: dict[int, list[_Piece]] = {}
+        """By vector, where stages shard."""
         self._armed = False
         self._launched: dict[Members, int] = {}
         self._pending: list[Pending] = []
         self._failure: CommunicationError | None = None
 
+    @classmethod
+    def of_buckets(cls, model: Model, buckets: Collection[Bucket], communicator: Communicator) -> "Gradients":
+        """:param buckets: of the whole model; those that ``communicator.rank`` does not own are left out."""
+        gradients = cls(model, communicator)
+        parameters = dict(model.named_parameters(range(model.layer_count)))
+        for bucket in sorted(buckets, key=lambda b: b.index, reverse=True):
+            if communicator.rank not in bucket.owners:
+                continue
+            flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=model.device)
+            gradients._flats.append((flat, bucket.owners))
+            for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
+                view = flat[offset : offset + numel].view_as(parameters[name])
+                gradients._views.append((parameters[name], view))
+            for piece in _pieces(bucket, flat):
+                gradients._add(piece, parameters)
+        return gradients
+
+    @classmethod
+    def of_cells(
+        cls,
+        model: Model,
+        shape: Shape,
+        world: WorldData,
+        communicator: Communicator,
+        shards: StageShards | None,
+    ) -> "Gradients":
+        """:param shards: this rank's, where its own stage shards."""
+        gradients = cls(model, communicator)
+        gradients._shards = shards
+        if shards is not None:
+            shards.on_complete = gradients._complete
+        parameters = dict(model.named_parameters(range(model.layer_count)))
+        for number, vector in reversed(list(enumerate(shape.vectors))):
+            cells = common_cells(world, vector.layers)
+            if not any(communicator.rank in cell.owners for cell in cells):
+                continue
+            if shards is None:
+                begin = 0
+                flat = torch.zeros(vector.numel, dtype=getattr(torch, vector.dtype), device=model.device)
+                for name, (start, end) in zip(vector.names, pairwise(vector.offsets), strict=True):
+                    gradients._views.append((parameters[name], flat[start:end].view_as(parameters[name])))
+            else:
+                begin, flat = shards.runs[number][0], shards.gradients[number]
+            for cell in reversed(cells):
+                start, end = cell.elements(vector.numel)
+                if communicator.rank in cell.owners and start < end:
+                    run = flat[start - begin : end - begin]
+                    names = frozenset(one.name for one in vector.slices(start, end))
+                    piece = _Piece(flat=run, owners=cell.owners, names=names, missing=set(names))
+                    gradients._flats.append((run, cell.owners))
+                    gradients._pieces_of.setdefault(number, []).append(piece)
+                    gradients._add(piece, {} if shards is not None else parameters)
+        return gradients
+
+    def _add(self, piece: _Piece, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """:param parameters: those that are to be watched, as their gradients come one by one."""
+        self._queues.setdefault(piece.owners, []).append(piece)
+        if parameters:
+            self._handles += [self._watch(parameters[name], name, piece) for name in piece.names]
+
     def begin(self) -> None:
         """A new step: all gradients zero, nothing under way."""
-        for _, flat in self._flats:
+        for flat, _ in self._flats:
             flat.zero_()
         for parameter, view in self._views:
             parameter.grad = view
         self._armed = False
+        if self._shards is not None:
+            self._shards.begin_step()
         for queue in self._queues.values():
             for piece in queue:
                 piece.missing = set(piece.names)
@@ -83,14 +144,30 @@ class Gradients:
     def arm(self) -> None:
         """The next backward pass is the step's last: buckets may leave as they become complete."""
         self._armed = True
+        if self._shards is not None:
+            self._shards.armed = True
+
+    def check(self) -> None:
+        """:raises CommunicationError: it was raised in a backward pass, perhaps in autograd's words."""
+        if self._failure is not None:
+            raise self._failure
+        if self._shards is not None:
+            self._shards.check()
+
+    def end_backward(self) -> None:
+        """The backward pass of a microbatch is over.
+
+        :raises CommunicationError: aborted, or a peer is lost; perhaps during the pass.
+        """
+        if self._shards is not None:
+            self._shards.end_backward()
 
     def finish(self, pace: Pace) -> None:
         """Send what has not left yet (parameters without a gradient) and wait until all sums are here.
 
         :raises CommunicationError: aborted, or a peer is lost.
         """
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         for members, queue in self._queues.items():
             for piece in queue:
                 piece.missing.clear()
@@ -102,14 +179,22 @@ class Gradients:
                 # Saying "ready" is a promise to peers that roll forward: the sums must really be there.
                 self._communicator.settle(self._pending[-1])
 
-    def squared_norm(self) -> tuple[float, int]:
-        """Of the buckets whose lowest owner is this rank, so that a sum over ranks counts each once.
+    def squared_norm(self) -> tuple[Tensor | float, Tensor | int]:
+        """Of the buffers whose lowest owner is this rank, so that a sum over ranks counts each once.
 
-        A bucket that is not finite is left out of the norm and counted in the second number.
+        One that is not finite is left out of the norm and counted in the second number. Where the host runs ahead of
+        the device, these are tensors there, and nothing waits for it.
         """
-        total, broken = 0.0, 0
-        for bucket, flat in self._flats:
-            if bucket.owners[0] != self._communicator.rank:
+        total: Tensor | float = 0.0
+        broken: Tensor | int = 0
+        for flat, owners in self._flats:
+            if owners[0] != self._communicator.rank:
+                continue
+            if self._is_async:
+                there = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+                finite = there.isfinite()
+                total = total + torch.where(finite, there, 0.0)
+                broken = broken + (~finite).double()
                 continue
             squared = _squared_norm(flat)
             if squared < float("inf"):
@@ -119,7 +204,7 @@ class Gradients:
         return total, broken
 
     def scale(self, factor: float) -> None:
-        for _, flat in self._flats:
+        for flat, _ in self._flats:
             flat.mul_(factor)
 
     def close(self) -> None:
@@ -128,7 +213,7 @@ class Gradients:
             handle.remove()
         for parameter, _ in self._views:
             parameter.grad = None
-        self._views = []
+        self._views, self._flats, self._queues, self._pending = [], [], {}, []
 
     def _watch(self, parameter: torch.nn.Parameter, name: str, piece: _Piece) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
@@ -148,6 +233,12 @@ class Gradients:
 
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return handle
+
+    def _complete(self, vector: int) -> None:
+        """The shard of a vector's gradient has all microbatches of the stage."""
+        for piece in self._pieces_of[vector]:
+            piece.missing.clear()
+            self._launch(piece.owners)
 
     def _launch(self, members: Members) -> None:
         """All-reduce the pieces of a group that are complete and next in the group's order."""

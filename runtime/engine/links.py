@@ -102,14 +102,11 @@ class StageLinks:
 
     def send_gradient(self, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
         """Send the gradients of what ``ReceiveActivation(microbatch)`` brought; does not wait."""
-        self._send(gradients, self._microbatches.seat(microbatch).previous, "gradient")
+        self._send(gradients, self._microbatches.seat(microbatch).gradients_to, "gradient")
 
     def await_sent(self, microbatch: int) -> None:
         """Wait until the next stage has taken the activations of a microbatch."""
         for pending in self._sent.pop(microbatch):
-            if not pending.done:
-                # On CUDA ``wait`` only orders streams; the host must not run ahead either.
-                self._pace.wait_any(self._communicator, [pending])
             self._pace.wait(self._communicator, pending, "bubble")
 
     def receive(self) -> tuple[Tensor, ...]:
@@ -125,7 +122,7 @@ class StageLinks:
                     self._microbatches.seat(microbatch).first_layer - 1,
                     self._microbatches.signature(microbatch),
                 )
-                self._model.learn_shape(layer, key, _announced(arriving.announcement))
+                self._model.learn_shape(layer, key, _announced(self._pace.values(arriving.announcement)))
             self._post(arriving)
         self._arriving.popleft()
         assert arriving.tensors is not None
@@ -187,7 +184,7 @@ class StageLinks:
         if isinstance(operation, ReceiveActivation):
             channel, routes, layer = "activation", seat.previous, seat.first_layer - 1
         else:
-            channel, routes, layer = "gradient", seat.following, seat.end_layer - 1
+            channel, routes, layer = "gradient", seat.gradients_from, seat.end_layer - 1
         shape = self._model.output_shape(layer, self._microbatches.signature(operation.microbatch))
         assert shape is not None
         tensors = shape.allocate(seat.rows, self._model.device)
@@ -214,8 +211,8 @@ def _announce(shape: ActivationShape) -> Tensor:
     return torch.tensor(numbers + [0] * (_ANNOUNCED - len(numbers)), dtype=torch.int64)
 
 
-def _announced(announcement: Tensor) -> ActivationShape:
-    numbers = iter(announcement.tolist())
+def _announced(announcement: list[int]) -> ActivationShape:
+    numbers = iter(announcement)
     is_tuple, tensors = bool(next(numbers)), next(numbers)
     shapes = []
     for _ in range(tensors):

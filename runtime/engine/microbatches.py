@@ -19,23 +19,22 @@ class StageTotals:
     """One rank's part of a step or a held-out batch: sums over its rows of the microbatches, on last stages."""
 
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """May be on the device still."""
-    weight: float = 0.0
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    weight: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sum and weight by name."""
 
-    def add(self, loss: Tensor, weight: Tensor, metrics: dict[str, tuple[float, float]]) -> None:
-        """Add one microbatch."""
+    def add(self, loss: Tensor, weight: Tensor, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Add one microbatch. Nothing waits for the device; its sums stay there."""
         self.loss = self.loss + loss.detach().double()
-        self.weight += float(weight)
+        self.weight = self.weight + weight
         for name, (total, count) in metrics.items():
-            before = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (before[0] + total, before[1] + count)
+            before = self.metrics.get(name)
+            self.metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
-    def numbers(self, metric_names: tuple[str, ...]) -> list[float]:
+    def numbers(self, metric_names: tuple[str, ...]) -> list[Tensor | float]:
         """Return what ranks sum up: loss, weight, and sum and weight of each metric."""
         metrics = [number for name in metric_names for number in self.metrics.get(name, (0.0, 0.0))]
-        return [float(self.loss), self.weight, *metrics]
+        return [self.loss, self.weight, *metrics]
 
 
 class StageMicrobatches:
@@ -64,6 +63,7 @@ class StageMicrobatches:
         self._step = step
         self._rows = rows
         self._batches: dict[int, Batch] = {}
+        self._on_host: dict[int, Batch] = {}
         self._signatures: dict[int, Any] = {}
 
     def load(self, microbatch: int) -> None:
@@ -79,8 +79,14 @@ class StageMicrobatches:
             with self._pace.read():
                 whole = self._read(microbatch)
             own = slice_rows(whole, seat.first_row, seat.first_row + seat.rows, seat.microbatch_rows)
+            self._on_host[microbatch] = own
             self._batches[microbatch] = to_device(own, self._model.device)
         return self._batches[microbatch]
+
+    def on_host(self, microbatch: int) -> Batch:
+        """Return the same in host memory, for what must not wait for the device."""
+        self.batch(microbatch)
+        return self._on_host[microbatch]
 
     def signature(self, microbatch: int) -> Any:
         """Return what the shapes of a microbatch's activations depend on."""
@@ -106,6 +112,7 @@ class StageMicrobatches:
     def release(self, microbatch: int) -> None:
         """Let go of a microbatch that is not needed any more."""
         self._batches.pop(microbatch, None)
+        self._on_host.pop(microbatch, None)
 
     def _assembled(self, microbatch: int, received: tuple[Tensor, ...]) -> Activation:
         """Return what the previous stage sent, as the stage's first layer takes it."""

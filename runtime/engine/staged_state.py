@@ -136,6 +136,13 @@ class StagedState:
         if others:
             self._finish()  # The next one's are put into the same memory.
 
+    def finish(self) -> None:
+        """The layer that was taken last is copied.
+
+        :raises SpoiledError: it is not what was written.
+        """
+        self._finish()
+
     def check(self) -> None:
         """All layers are held.
 

@@ -2,23 +2,26 @@
 
 from collections.abc import Sequence
 
-import torch
-
+from runtime.device import DeviceRuntime
 from runtime.groups.communicator import Communicator, SoloCommunicator
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
+from runtime.groups.staged import StagedGlooCommunicator
 from runtime.groups.store import Rendezvous
 
 
 def make_communicator(
-    backend: str, rendezvous: Rendezvous, rank: int, hosts: Sequence[str], device: torch.device
+    backend: str, rendezvous: Rendezvous, rank: int, hosts: Sequence[str], runtime: DeviceRuntime
 ) -> Communicator:
     """The communicator for a job's ``backend``; not yet formed, but it can already be aborted.
 
     :param hosts: for each rank of the world the address that it is reached at.
+    :param runtime: of the device that tensors are on.
     """
     if len(hosts) == 1:
         return SoloCommunicator()
     if backend == "nccl":
-        return NcclCommunicator(rendezvous, rank, len(hosts), device)
+        return NcclCommunicator(rendezvous, rank, len(hosts), runtime.device)
+    if runtime.is_async:
+        return StagedGlooCommunicator(rendezvous, rank, len(hosts), hosts[rank], runtime)
     return GlooCommunicator(rendezvous, rank, len(hosts), hosts[rank])

@@ -25,6 +25,15 @@ Group = Any
 """A process group of torch: its stubs know neither the operations nor the options of the backends."""
 
 
+def run_of(numel: int, index: int, members: int) -> tuple[int, int]:
+    """Return the elements ``[start, end)`` of a vector that are member ``index``'s; sizes differ by at most 1."""
+    return numel * index // members, numel * (index + 1) // members
+
+
+class GroupError(ValueError):
+    """No group of these ranks can work; the message says what to change."""
+
+
 class CommunicationError(RuntimeError):
     """An operation will never complete; everything of this communicator is lost."""
 
@@ -53,6 +62,10 @@ class Pending:
     def __init__(self) -> None:
         self.done = False
         self.error: BaseException | None = None
+
+    def arrived(self) -> bool:
+        """Return whether ``Communicator.wait`` would return at once."""
+        return self.done
 
 
 class Communicator(ABC):
@@ -100,6 +113,22 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        """Put the members' runs (``run_of``) of a vector together.
+
+        :param target: the whole vector. :param source: this rank's run of it.
+        :param members: more than one, one of the groups given to ``form``.
+        """
+
+    @abstractmethod
+    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        """Give each member the sum of its run (``run_of``) over the members' ``source``.
+
+        :param target: this rank's run. :param source: a whole vector, which must not change until this is done.
+        :param members: more than one, one of the groups given to ``form``.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """The main thread is through with it, aborted or not. Returns at once."""
 
@@ -108,7 +137,8 @@ class Communicator(ABC):
         return tuple(range(self.size))
 
     def wait(self, pending: Pending) -> None:
-        """The operation is done: what follows on this thread (and its CUDA stream) sees its result.
+        """Have the host wait until the operation is done: what follows on this thread, and on its current
+        stream, sees the result.
 
         :raises Aborted: unless the operation had completed before.
         :raises PeerLost: it failed, and nobody had aborted.
@@ -130,7 +160,7 @@ class Communicator(ABC):
         self.check()
 
     def settle(self, pending: Pending) -> None:
-        """``wait``, and the values may be read on the host: what decides (VOTE) must really be there."""
+        """``wait``, and nobody has aborted: what decides (VOTE) must really be there, and be no garbage."""
         self.wait(pending)
 
     def check(self) -> None:
@@ -181,6 +211,12 @@ class SoloCommunicator(Communicator):
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
         raise ValueError("a world of one rank has nobody to gather from")
+
+    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        raise ValueError("a world of one rank has nobody to gather from")
+
+    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        raise ValueError("a world of one rank has nobody to add to")
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
@@ -28,8 +29,25 @@ from runtime.groups.communicator import (
     Pending,
     Talk,
     plain_words,
+    run_of,
 )
 from runtime.groups.store import Rendezvous, RendezvousStore
+
+_GATHER_TAG = len(CHANNELS)
+_REDUCE_TAG = _GATHER_TAG + 1
+
+
+class _Together:
+    """Several works as one; ``then`` runs when all are done."""
+
+    def __init__(self, works: list[Work], then: Callable[[], None]) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._then()
 
 
 class _Lane:
@@ -42,12 +60,12 @@ class _Lane:
     def __init__(
         self, groups: dict[Members, Group], finish: Callable[[Pending, BaseException | None], None]
     ) -> None:
-        self._items: SimpleQueue[tuple[Work, Tensor, Pending] | None] = SimpleQueue()
+        self._items: SimpleQueue[tuple[Work | _Together, Tensor, Pending] | None] = SimpleQueue()
         self._finish = finish
         self._groups: dict[Members, Group] | None = groups
         threading.Thread(target=self._run, name="communication", daemon=True).start()
 
-    def put(self, work: Work, tensor: Tensor) -> Pending:
+    def put(self, work: Work | _Together, tensor: Tensor) -> Pending:
         pending = Pending()
         self._items.put((work, tensor, pending))
         return pending
@@ -151,7 +169,52 @@ class GlooCommunicator(Communicator):
             ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
         )
 
-    def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work]) -> Pending:
+    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        # On loopback, straight between all pairs takes a quarter of the time of gloo's own all-gather.
+        def post() -> _Together:
+            world, count = self._groups[self.world], len(members)
+            works: list[Work] = []
+            for index, peer in enumerate(members):
+                start, end = run_of(target.numel(), index, count)
+                if peer == self.rank:
+                    target[start:end].copy_(source)
+                elif start < end:
+                    works.append(world.recv([target[start:end]], peer, _GATHER_TAG))
+            if source.numel():
+                works += [world.send([source], peer, _GATHER_TAG) for peer in members if peer != self.rank]
+            return _Together(works, lambda: None)
+
+        return self._post(("runs", 0), target, post)
+
+    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        """See ``Communicator``; gloo's own reduce-scatter takes five times as long, and longer than its all-reduce."""
+
+        def post() -> _Together:
+            world, count = self._groups[self.world], len(members)
+            works: list[Work] = []
+            terms: list[Tensor] = []
+            for index, peer in enumerate(members):
+                start, end = run_of(source.numel(), index, count)
+                if peer == self.rank:
+                    terms.append(source[start:end])
+                    continue
+                terms.append(torch.empty_like(target))
+                if target.numel():
+                    works.append(world.recv([terms[-1]], peer, _REDUCE_TAG))
+                if start < end:
+                    works.append(world.send([source[start:end]], peer, _REDUCE_TAG))
+
+            def add() -> None:
+                # In the order of the members, so that it does not depend on who is quick.
+                torch.add(terms[0], terms[1], out=target)
+                for term in terms[2:]:
+                    target.add_(term)
+
+            return _Together(works, add)
+
+        return self._post(("runs", 1), target, post)
+
+    def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work | _Together]) -> Pending:
         self.check()
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(self._groups, self._finish)

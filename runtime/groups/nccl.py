@@ -3,9 +3,11 @@
 Written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*; gloo
 has the same callers and the same tests.
 
-NCCL differs from gloo in three ways that show here. An operation is ordered on CUDA streams, so ``wait``
-orders the current stream behind it and only ``settle`` waits on the host. Operations of one pair of ranks
-run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
+NCCL differs from gloo in three ways that show here. An operation is ordered on CUDA streams, and NCCL offers no
+host-side wait that another thread can end. So ``wait`` asks again and again whether it is done and then orders the
+current stream after it: the host knows what it waits for (``Pace.idle``), and is not led into waiting for a peer
+somewhere else, as in ``.item()``. It runs ahead of the device in whatever needs no peer. Operations of one pair
+of ranks run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
 each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
 peer end, with garbage in their buffers, which nobody reads since ``settle`` raises.
 
@@ -19,7 +21,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +30,16 @@ from torch._C._distributed_c10d import PrefixStore, Work
 from runtime.groups.communicator import (
     CHANNELS,
     GROUP_TIMEOUT_S,
-    Aborted,
     Channel,
     Communicator,
     Group,
+    GroupError,
     Members,
     PeerLost,
     Pending,
     Talk,
     plain_words,
+    run_of,
 )
 from runtime.groups.store import Rendezvous, RendezvousStore
 
@@ -55,6 +57,11 @@ class _Issued(Pending):
     def __init__(self, work: Work) -> None:
         super().__init__()
         self.work = work
+
+    def arrived(self) -> bool:
+        if not self.done:
+            self.done = self.work.is_completed()
+        return self.done
 
 
 class NcclCommunicator(Communicator):
@@ -84,13 +91,18 @@ class NcclCommunicator(Communicator):
         def run() -> None:
             try:
                 self._form(groups, talks)
-            except (RuntimeError, OSError) as error:
+            except Exception as error:  # Of any kind: the main thread waits for this one.
                 self._finish(forming, error)
             else:
                 self._finish(forming, None)
 
         threading.Thread(target=run, name="communication-form", daemon=True).start()
-        super().wait(forming)
+        try:
+            super().wait(forming)
+        except PeerLost:
+            if isinstance(forming.error, GroupError):
+                raise forming.error from None  # No other group would get further.
+            raise
 
     def _form(self, groups: Sequence[Members], talks: Collection[Talk]) -> None:
         torch.cuda.set_device(self._device)
@@ -98,6 +110,7 @@ class NcclCommunicator(Communicator):
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
         with self._condition:
             self._store = store
+        self._check_devices(store)
         for channel in CHANNELS:
             self._groups[channel] = self._make(store, channel, self.world)
         for members in dict.fromkeys((self.world, *groups)):
@@ -107,6 +120,23 @@ class NcclCommunicator(Communicator):
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
         self._introduce(talks)
         torch.cuda.current_stream().synchronize()
+
+    def _check_devices(self, store: RendezvousStore) -> None:
+        """:raises GroupError: ranks share a device, which NCCL refuses."""
+        store.set(f"device-{self.rank}", self._device_identity())
+        ranks: dict[bytes, list[int]] = {}
+        for rank, identity in enumerate(store.multi_get([f"device-{rank}" for rank in self.world])):
+            ranks.setdefault(identity, []).append(rank)
+        shared = [found for found in ranks.values() if len(found) > 1]
+        if shared:
+            raise GroupError(
+                f"NCCL needs a GPU for each trainer, and ranks {', '.join(map(str, shared[0]))} share one: run fewer "
+                'trainers on that host (node.devices, or --nodes of ftd local), or set training.backend = "gloo" and '
+                'training.device = "cuda", with which trainers may share a GPU'
+            )
+
+    def _device_identity(self) -> str:
+        return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def _introduce(self, talks: Collection[Talk]) -> None:
         """Two ranks that send to each other have a communicator of their own, for each channel.
@@ -148,39 +178,39 @@ class NcclCommunicator(Communicator):
         self.check()
         return self._issue(self._groups[members]._allgather_base(target, source))
 
+    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        self.check()
+        if target.numel() % len(members) == 0:
+            return self._issue(self._groups[members]._allgather_base(target, source))
+        return self._issue(self._groups[members].allgather([_runs(target, len(members))], [source]))
+
+    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+        self.check()
+        if source.numel() % len(members) == 0:
+            return self._issue(self._groups[members]._reduce_scatter_base(target, source))
+        return self._issue(self._groups[members].reduce_scatter([target], [_runs(source, len(members))]))
+
     def _issue(self, work: Work) -> Pending:
         return _Issued(work)
 
     def wait(self, pending: Pending) -> None:
-        self.check()
-        if isinstance(pending, _Issued):
-            try:
-                pending.work.wait()
-            except RuntimeError as error:
-                self.check()
-                raise PeerLost(plain_words(error)) from error
-        else:
+        if not isinstance(pending, _Issued):
             super().wait(pending)
+            return
+        self.wait_any([pending])
+        try:
+            pending.work.wait()
+        except RuntimeError as error:
+            self.check()
+            raise PeerLost(plain_words(error)) from error
+        self.check()  # It may have been the abort that ended it.
 
     def wait_any(self, pendings: Sequence[Pending]) -> None:
         while True:
             self.check()
-            for pending in pendings:
-                if isinstance(pending, _Issued):
-                    pending.done = pending.work.is_completed()
-                if pending.done:
-                    return
+            if any(pending.arrived() for pending in pendings):
+                return
             time.sleep(_POLL_S)
-
-    def settle(self, pending: Pending) -> None:
-        self.wait(pending)
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
-        while not done.query():
-            self.check()
-            time.sleep(_POLL_S)
-        if self._aborted:
-            raise Aborted  # The event may have come from the abort: no value can be trusted.
 
     def abort(self) -> None:
         super().abort()
@@ -205,3 +235,8 @@ class NcclCommunicator(Communicator):
 def _end(group: Group) -> None:
     with contextlib.suppress(RuntimeError):  # It took longer than the group's timeout: nobody waits for it.
         group.abort()
+
+
+def _runs(vector: Tensor, members: int) -> list[Tensor]:
+    cuts = [run_of(vector.numel(), index, members) for index in range(members)]
+    return [vector[start:end] for start, end in cuts]

@@ -42,6 +42,15 @@ class LayerChain:
             for prefix, module in layer.named_modules(remove_duplicate=False):
                 yield f"{index}.{prefix}" if prefix else f"{index}", module, (index,)
 
+    def in_block(self, name: str) -> bool:
+        """Return whether the submodule is a part of a layer: here every one is."""
+        return True
+
+    def scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
+        for layer in range(first, end):
+            yield layer, True
+
     def input_of(self, batch: Batch) -> Activation:
         """Return what the first layer takes of a batch of (input, target)."""
         return tuple(batch[0]) if isinstance(batch[0], list | tuple) else batch[0]

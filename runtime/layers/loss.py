@@ -49,19 +49,26 @@ class Loss:
         self._shifts = False
         """Whether the model's own loss predicts each next token, so that the first label has no part in it."""
 
-    def __call__(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return sum and weight of some rows' loss.
+
+        :param on_host: the batch in host memory, where labels are counted without waiting for the device.
+        """
+        on_host = batch if on_host is None else on_host
         if self._function is None:
-            return self._own(output, batch, rows)
+            return self._own(output, on_host, rows)
         value = self._function(_in_float32(output), batch[1] if self._takes_target else batch)
         if isinstance(value, tuple | list):
             return _pair(value, "the loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TrainingError("the loss must return one number (a scalar tensor) or a pair (sum, weight)")
-        self._check_masks(batch[1] if self._takes_target else batch, rows)
+        self._check_masks(on_host[1] if self._takes_target else on_host, rows)
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
-    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
-        """Return the training's own metrics as (sum, weight).
+    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the training's own metrics as (sum, weight) in float64; nothing waits for the device.
 
         :raises TrainingError: it returned something else.
         """
@@ -74,9 +81,12 @@ class Loss:
         for name, value in found.items():
             if isinstance(value, tuple | list):
                 total, weight = _pair(value, f"the metric {name!r}")
-                metrics[str(name)] = (float(total), float(weight))
+                metrics[str(name)] = (total.detach().double(), weight)
             else:
-                metrics[str(name)] = (float(value) * rows, float(rows))
+                mean = torch.as_tensor(value).detach().double()
+                if mean.numel() != 1:
+                    raise TrainingError(f"the metric {name!r} must be a scalar or a pair (sum, weight)")
+                metrics[str(name)] = (mean.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64))
         return metrics
 
     def check(

@@ -9,10 +9,10 @@ transfer. A tensor that several layers share (a tied weight) is one tensor while
 under one *canonical* name: the first one in model order.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from runtime.data.batches import (
     to_device,
 )
 from runtime.deferred import DeferredModule
+from runtime.device import DeviceRuntime, device_runtime
 from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
@@ -52,6 +53,8 @@ class SharedTensor:
     kind: Kind
     trainable: bool
     layers: list[int] = field(default_factory=list)
+    blocks: list[bool] = field(default_factory=list)
+    """For each place whether it is inside a layer's block, and not in the code around it."""
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -68,19 +71,37 @@ class SharedTensor:
             setattr(module, attribute, value)
 
 
+class ShardedParameters(Protocol):
+    """Parameters of which this rank keeps a share; whole ones are put together while a layer runs."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Surround a forward pass of some layers."""
+
+    def gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters of a layer are whole: those of its block, or those outside of it."""
+
+
 class Model:
     """Built from what the training function returned; runs it on a microbatch to learn its shapes.
 
     :param data: seed, microbatch rows, precision and activation checkpointing are taken from it.
     :param verified: leave out what compares parts with the whole: another trainer does.
+    :param runtime: of ``device``; left out: the device's own.
     :raises TrainingError: the layers do not fit each other, the data set or the loss.
     """
 
     def __init__(
-        self, training: Training, data: TrainingData, device: torch.device = CPU, *, verified: bool = False
+        self,
+        training: Training,
+        data: TrainingData,
+        device: torch.device = CPU,
+        *,
+        verified: bool = False,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
         self.training = training
         self.device = device
+        self.runtime = device_runtime(device) if runtime is None else runtime
         self._seed = data.seed
         choice = data.activation_checkpointing
         self._recompute: Recompute = "none" if choice == "auto" else choice
@@ -122,6 +143,9 @@ class Model:
         count = self._structure.layer_count
         self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
         self._held = frozenset(range(count) if self._initial is None else ())
+        self._shards: ShardedParameters | None = None
+        self._shared: frozenset[int] = frozenset()
+        """Layers of which parameters that are trained are in shards, and all else is here."""
         self._version = 0
         self._check: Callable[[], None] = _no_check
         self._dropout = [False] * count
@@ -254,14 +278,51 @@ class Model:
         self._held -= frozenset(layers)
         self._version += 1
         for tensor in self._tensors:
-            if self._held.isdisjoint(tensor.layers) and not tensor.value.is_meta:
+            kept = self._held if tensor.trainable else self._held | self._shared
+            if kept.isdisjoint(tensor.layers) and not tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device="meta"))
 
     def materialise(self, layer: int) -> None:
         """Allocate the layer's parameters and persistent buffers, uninitialised where they were dropped."""
         self._held |= {layer}
         self._version += 1
-        for tensor in self.tensors_of(layer):
+        self._allocate(self.tensors_of(layer))
+
+    def shard(self, layers: Collection[int], shards: ShardedParameters | None) -> None:
+        """Have ``layers`` run with parameters from ``shards`` from now on, and no others.
+
+        Whole parameters that are held, too, stay as they are until they are dropped; what else these layers have
+        is not dropped.
+        """
+        self._shards, self._shared = shards, frozenset(layers)
+        self._version += 1
+
+    def materialise_rest(self, layers: Collection[int]) -> None:
+        """Allocate what else than trained parameters the layers have, uninitialised where it was dropped."""
+        for layer in sorted(layers):
+            self._allocate(tensor for tensor in self.tensors_of(layer) if not tensor.trainable)
+
+    @contextmanager
+    def put_together(self, layer: int) -> Iterator[None]:
+        """Inside, the layer's parameters are whole; other devices of the stage have to come here, too."""
+        if self._shards is None or layer not in self._shared:
+            yield
+            return
+        with (
+            torch.no_grad(),
+            self._shards.running(),
+            self._shards.gathered(layer, block=True),
+            self._shards.gathered(layer, block=False),
+        ):
+            yield
+
+    @property
+    def sharded(self) -> frozenset[int]:
+        """Layers that run with parameters from shards."""
+        return self._shared
+
+    def _allocate(self, tensors: Iterable[SharedTensor]) -> None:
+        for tensor in tensors:
             if tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device=self.device))
 
@@ -331,10 +392,11 @@ class Model:
         :param train: where false, the layers are in evaluation mode and nothing is kept for a backward pass.
         :returns: what the last of these layers returns; the model's output where it is the last of all.
         """
-        missing = [layer for layer in range(first, end) if layer not in self._held]
+        missing = set(range(first, end)) - self._held - self._shared
         if missing:
-            raise RuntimeError(f"layers {missing} are not held here")
-        with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast():
+            raise RuntimeError(f"layers {sorted(missing)} are not held here")
+        sharded = nullcontext() if self._shards is None else self._shards.running()
+        with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast(), sharded:
             if isinstance(self._structure, WindowedModule):
                 rows = rows_of_batch(batch)
                 _set_mode(self._structure.root, train)
@@ -348,6 +410,21 @@ class Model:
                 x = self._run(index, x, step, row)
         return x
 
+    def scopes(self, layers: Sequence[int]) -> list[tuple[int, bool]]:
+        """Return which code a forward pass of consecutive layers runs, in order: of which layer, and whether it is of
+        the layer's block."""
+        return list(self._structure.scopes(layers[0], layers[-1] + 1))
+
+    def attend(self, first: int, end: int) -> None:
+        """Where other devices of the stage run layers ``[first, end)`` on rows, and this one has none: take part in
+        putting parameters together."""
+        if self._shards is None:
+            return
+        with torch.no_grad(), self._shards.running():
+            for layer, block in self.scopes(range(first, end)):
+                with self._shards.gathered(layer, block=block):
+                    pass
+
     @contextmanager
     def checked(self, check: Callable[[], None]) -> Iterator[None]:
         """Call ``check`` between layers, forward and backward: it may raise to end what is not wanted any more."""
@@ -357,12 +434,16 @@ class Model:
         finally:
             self._check = _no_check
 
-    def loss(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (sum, weight) of these rows: the loss of a global batch is sums over weights.
+
+        :param on_host: the batch in host memory, where labels are counted without waiting for the device.
 
         :raises TrainingError: it cannot be computed, or is a mean that depends on how rows are grouped.
         """
-        return self._loss(output, batch, rows)
+        return self._loss(output, batch, rows, on_host)
 
     def check_held_out(self, batch: Batch) -> None:
         """Check that a microbatch of the held-out data set can be run.
@@ -375,7 +456,7 @@ class Model:
                 f"({_shapes(batch[0])}); make them equal, as activations of Training.layers have one shape"
             )
 
-    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[float, float]]:
+    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the training's own metrics as (sum, weight) of these rows."""
         with torch.no_grad():
             return self._loss.metrics(output, batch, rows)
@@ -521,6 +602,7 @@ class Model:
                 shared.layers[:] = sorted({*shared.layers, *layers})
                 if not any(m is module and a == attribute for m, a in shared.places):
                     shared.places.append((module, attribute))
+                    shared.blocks.append(self._structure.in_block(path))
         return list(found.values())
 
     @contextmanager
@@ -582,9 +664,25 @@ class _LayerScopes(Scopes):
         with SampleDropout(stream, self._rows) if by_sample else nullcontext():
             yield
 
-    def around(self, layer: int, part: int) -> AbstractContextManager[None]:
+    def _gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters of the layer's block, or of its other code, are whole."""
+        shards = self._model._shards
+        if shards is None or layer not in self._model._shared:
+            return nullcontext()
+        return shards.gathered(layer, block=block)
+
+    @contextmanager
+    def _again(self, layer: int) -> Iterator[None]:
+        """Surround a layer that runs for the second time."""
+        with self._model._buffers_aside(layer), self._gathered(layer, block=True):
+            yield
+
+    @contextmanager
+    def around(self, layer: int, part: int) -> Iterator[None]:
         # Code after a block draws from a stream of its own, as the block may be run again for checkpointing.
-        return self._seeded(layer, layer + part * self._model.layer_count)
+        number = layer + part * self._model.layer_count
+        with self._gathered(layer, block=False), self._seeded(layer, number):
+            yield
 
     def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         check = self._model._check
@@ -598,15 +696,17 @@ class _LayerScopes(Scopes):
         mode = self._model._recompute
         if mode == "selective" and isinstance(function, CompiledLayer):
             mode = "full"  # Compiled code uses the memory of its results again, so no single one can be kept.
-        # ``run`` reseeds for itself, also when it runs again in the backward pass.
-        output = recompute.run(
-            mode,
-            run,
-            arguments,
-            named,
-            again=lambda: self._model._buffers_aside(layer),
-            on_kept=self._model._on_kept,
-        )
+        # ``run`` reseeds for itself, also when it runs again in the backward pass. Parameters are gathered outside of
+        # it, as selective recomputation counts the operations inside.
+        with self._gathered(layer, block=True):
+            output = recompute.run(
+                mode,
+                run,
+                arguments,
+                named,
+                again=lambda: self._again(layer),
+                on_kept=self._model._on_kept,
+            )
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 # Before the layer's backward pass.

@@ -128,6 +128,11 @@ class Optimization:
         if state:
             self._optimizer.state[parameter] = dict(state)
 
+    def forget_dropped(self) -> None:
+        """Let go of parameters that the model has dropped, and of their state."""
+        if self._optimizer is not None:
+            self._refresh()
+
     def learning_rate(self) -> float:
         """Return what the next step uses in the first parameter group; 0 where that is no finite number."""
         rate = 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0].get("lr", 0.0))

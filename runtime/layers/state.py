@@ -8,14 +8,16 @@ the optimizer's state of each parameter, group options and the schedule. No pick
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
+from runtime.device import DeviceRuntime
 from runtime.layers.model import Model, SharedTensor
-from runtime.layers.optimizer import Optimization, Scalar
+from runtime.layers.optimizer import Optimization, ParameterState, Scalar
 from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -25,6 +27,7 @@ class StateError(ValueError):
     """A peer sent something that is not the state of this layer of this model."""
 
 
+_States = dict[str, ParameterState]
 Reused = dict[int, tuple[str, str]]
 """By address: the parameter and the key that memory was reused for."""
 
@@ -36,6 +39,11 @@ class LayerStates:
         self._model = model
         self._optimization = optimization
         self._decoder = msgspec.msgpack.Decoder(Header)
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        """The device that the layers are on."""
+        return self._model.runtime
 
     def describe(self, layer: int) -> tuple[Header, list[Tensor]]:
         """What ``pack`` would say, and for each entry the tensor itself, not a copy."""
@@ -83,6 +91,18 @@ class LayerStates:
             payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
         return msgspec.msgpack.encode(header), payload
 
+    def reader(self, layer: int) -> "LayerReader":
+        """Return what ``pack`` would, to be copied bit by bit; the layer must not change meanwhile."""
+        return LayerReader(*self.describe(layer))
+
+    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "LayerWriter":
+        """Make this process hold ``layer``, to be filled bit by bit.
+
+        :raises StateError: the header does not fit this model, or the payload; nothing was changed.
+        """
+        places, states = self._places(layer, header, payload_bytes, None)
+        return LayerWriter(places, lambda: self._take(states))
+
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
         """Make this process hold ``layer`` with the state in ``payload``.
 
@@ -103,6 +123,18 @@ class LayerStates:
             is slow. Notes them, so that no memory serves two.
         :raises StateError: the header does not fit this model, or the payload; nothing was changed.
         """
+        places, states = self._places(layer, header, payload_bytes, reused)
+        self._take(states)
+        return places
+
+    def _take(self, states: "_States") -> None:
+        for name, state in states.items():
+            self._optimization.set_parameter_state(name, state)
+
+    def _places(
+        self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None
+    ) -> tuple[list[tuple[Entry, Tensor]], "_States"]:
+        """Hold the layer; return where each entry goes, and the optimizer's state that is yet to be taken."""
         decoded = self._decode(header)
         self._check(layer, decoded, payload_bytes)
         try:
@@ -111,7 +143,7 @@ class LayerStates:
             raise StateError(f"layer {layer}: {error}") from error
         self._model.materialise(layer)
         values = {tensor.name: tensor.value.detach() for tensor in self._model.tensors_of(layer)}
-        states: dict[str, dict[str, Tensor | Scalar]] = {
+        states: _States = {
             tensor.name: dict(decoded.scalars.get(tensor.name, {}))
             for tensor in self._model.tensors_of(layer)
             if tensor.trainable
@@ -127,9 +159,7 @@ class LayerStates:
                 )
                 states[entry.name][entry.key] = tensor
             places.append((entry, tensor))
-        for name, state in states.items():
-            self._optimization.set_parameter_state(name, state)
-        return places
+        return places, states
 
     def _there(self, entry: Entry, device: torch.device, reused: Reused) -> Tensor | None:
         """The optimizer's tensor that is to be replaced, if it has such memory on the host for itself."""
@@ -160,7 +190,7 @@ class LayerStates:
             if tensor.kind == "parameter":
                 value = tensor.value.detach()
                 digest.update(f"{tensor.name}:{value.dtype}:{tuple(value.shape)};".encode())
-                digest.update(_bytes_of(value.cpu()).numpy().data)
+                digest.update(_bytes_of(self.runtime.to_host(value)).numpy().data)
         return digest.hexdigest()
 
     def _collect(
@@ -183,7 +213,7 @@ class LayerStates:
         return tensors, scalars
 
     def _check_held(self, layer: int) -> None:
-        if layer not in self._model.held:
+        if layer not in self._model.held | self._model.sharded:
             raise RuntimeError(f"layer {layer} is not held here")
 
     def _decode(self, header: bytes) -> Header:
@@ -219,6 +249,72 @@ class LayerStates:
         strange = [name for name in header.scalars if name not in expected or not expected[name].trainable]
         if strange:
             raise StateError(f"layer {layer}: optimizer state for {', '.join(strange)}")
+
+
+class LayerReader:
+    """The bytes of a layer's payload, out of its tensors."""
+
+    def __init__(self, header: Header, tensors: list[Tensor]) -> None:
+        self.header = msgspec.msgpack.encode(header)
+        self.size_bytes = header.size_bytes
+        self._places = list(zip(header.entries, tensors, strict=True))
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return a copy of these bytes, on the device that most of them are on."""
+        devices = [t.device for e, t in self._places if e.offset < end and start < e.offset + e.size_bytes]
+        device = max(devices, key=devices.count, default=torch.device("cpu"))
+        chunk = torch.zeros(end - start, dtype=torch.uint8, device=device)
+        for entry, tensor in self._places:
+            low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
+            if low < high:
+                source = _bytes_of(tensor)[low - entry.offset : high - entry.offset]
+                chunk[low - start : high - start].copy_(source)
+        return chunk
+
+    def read_into(self, payload: Tensor) -> None:
+        """Copy all bytes to ``payload``."""
+        for entry, tensor in self._places:
+            _view(payload, entry).copy_(tensor)
+
+
+class LayerWriter:
+    """The bytes of a layer's payload, into its tensors.
+
+    :param take: called when all are there: only then has the optimizer the layer's state, so that one that it may
+        have of a parameter which layers share stays whole.
+    """
+
+    def __init__(self, places: list[tuple[Entry, Tensor]], take: Callable[[], None]) -> None:
+        self._places = [(entry, tensor) for entry, tensor in places if entry.size_bytes]
+        self._take = take
+        self._beside: dict[int, Tensor] = {}
+        """Bytes for tensors that are not row-major, by their offset."""
+
+    def write(self, start: int, chunk: Tensor) -> None:
+        """Take the payload's bytes from ``start`` on."""
+        end = start + chunk.numel()
+        for entry, tensor in self._places:
+            low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
+            if low < high:
+                target = self._bytes(entry, tensor)[low - entry.offset : high - entry.offset]
+                target.copy_(chunk[low - start : high - start])
+                if high == entry.offset + entry.size_bytes and entry.offset in self._beside:
+                    whole = self._beside.pop(entry.offset)
+                    with torch.no_grad():
+                        tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
+
+    def finish(self) -> None:
+        """All bytes are there: the optimizer has its state."""
+        self._take()
+
+    def _bytes(self, entry: Entry, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor.reshape(-1).view(torch.uint8)
+        if entry.offset not in self._beside:
+            self._beside[entry.offset] = torch.empty(
+                entry.size_bytes, dtype=torch.uint8, device=tensor.device
+            )
+        return self._beside[entry.offset]
 
 
 def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: int) -> None:

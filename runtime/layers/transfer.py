@@ -1,26 +1,33 @@
 """State transfer between live replicas, from rank to rank, in the order of the plan.
 
 Whole layers travel (``runtime.layers.state``) or, under ZeRO-1, ranges of elements
-(``runtime.zero.part_states``): a length pair, a header and a payload for each. Each rank does whatever is
+(``runtime.zero.part_states``): a length pair, a header and a payload in chunks for each. Each rank does whatever is
 possible at the moment - post sends within a window, receive from all its sources side by side - and never
 waits for one particular peer, so no cycle of sources and targets can stand still.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from runtime.groups.communicator import Communicator, Pending
-from runtime.layers.state import LayerStates
+from runtime.layers.parked import ParkedLayers, StoredPayload
+from runtime.layers.state import LayerStates, LayerWriter
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import TransferData
 
-WINDOW_BYTES = 256 * 1024 * 1024
-"""Packed copies that a source holds at a time; a single larger one is sent alone."""
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Of one message. A payload is copied a chunk at a time, out of the tensors and into them, so that what moves takes
+no memory of its own but for a few chunks."""
+WINDOW_BYTES = 4 * CHUNK_BYTES
+"""Copies that a source holds at a time."""
+AHEAD = 2
+"""Chunks that a target waits for at a time, from each source."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
@@ -42,11 +49,87 @@ Item = TypeVar("Item", bound=Parcel)
 Item_contra = TypeVar("Item_contra", bound=Parcel, contravariant=True)
 
 
+class Outgoing(Protocol):
+    """What is sent, as bytes."""
+
+    @property
+    def header(self) -> bytes: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the payload."""
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return a copy of these bytes of the payload, or a view of what does not change while it is sent."""
+
+
+class Incoming(Protocol):
+    """What is received, on its way to where it belongs."""
+
+    def write(self, start: int, chunk: Tensor) -> None:
+        """Take the payload's bytes from ``start`` on. They come in order."""
+
+    def finish(self) -> None:
+        """All bytes are there.
+
+        :raises StateError: they are of something else.
+        """
+
+
 class Packer(Protocol[Item_contra]):
     """Makes bytes of what is sent, and takes what comes."""
 
-    def state_bytes(self, item: Item_contra) -> int:
-        """Of the payload."""
+    def open(self, item: Item_contra) -> Outgoing:
+        """Return what is to be sent."""
+
+    def expect(self, item: Item_contra, header: bytes, size_bytes: int) -> Incoming:
+        """Make ready for what comes.
+
+        :raises StateError: it is of something else.
+        """
+
+
+class WholeLayers:
+    """Packs whole layers, those that are parked out of host memory.
+
+    :param complete: layers held at the resume step; each is added when all of it is there.
+    """
+
+    def __init__(self, states: LayerStates, complete: set[int], parked: ParkedLayers) -> None:
+        self._states = states
+        self._complete = complete
+        self._parked = parked
+
+    def open(self, item: TransferData) -> Outgoing:
+        if item.layer not in self._complete:
+            raise TransferError(f"the plan takes layer {item.layer} from here, where it is not complete")
+        parked = self._parked.get(item.layer)
+        return self._states.reader(item.layer) if parked is None else parked
+
+    def expect(self, item: TransferData, header: bytes, size_bytes: int) -> Incoming:
+        return _CompletedLayer(
+            self._states.writer(item.layer, header, size_bytes), item.layer, self._complete
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CompletedLayer:
+    """A layer that counts when all of it is there."""
+
+    writer: LayerWriter
+    layer: int
+    complete: set[int]
+
+    def write(self, start: int, chunk: Tensor) -> None:
+        self.writer.write(start, chunk)
+
+    def finish(self) -> None:
+        self.writer.finish()
+        self.complete.add(self.layer)
+
+
+class PayloadPacker(Protocol[Item_contra]):
+    """Makes a payload in one piece."""
 
     def pack(self, item: Item_contra) -> tuple[bytes, Tensor]:
         """Header and payload, a copy in host memory."""
@@ -55,37 +138,36 @@ class Packer(Protocol[Item_contra]):
         """:raises StateError: these are of something else."""
 
 
-class WholeLayers:
-    """Packs whole layers.
+@dataclass(frozen=True, slots=True)
+class WholePayloads(Generic[Item]):
+    """Sends and receives payloads that are made in one piece."""
 
-    :param complete: layers held at the resume step; each is added when all of it is there.
-    """
+    packer: PayloadPacker[Item]
 
-    def __init__(self, states: LayerStates, complete: set[int]) -> None:
-        self._states = states
-        self._complete = complete
+    def open(self, item: Item) -> Outgoing:
+        return StoredPayload(*self.packer.pack(item))
 
-    def state_bytes(self, item: TransferData) -> int:
-        return self._states.state_bytes(item.layer)
+    def expect(self, item: Item, header: bytes, size_bytes: int) -> Incoming:
+        payload = torch.empty(size_bytes, dtype=torch.uint8)
+        return _WholePayload(payload, lambda: self.packer.unpack(item, header, payload))
 
-    def pack(self, item: TransferData) -> tuple[bytes, Tensor]:
-        if item.layer not in self._complete:
-            raise TransferError(f"the plan takes layer {item.layer} from here, where it is not complete")
-        return self._states.pack(item.layer)
 
-    def unpack(self, item: TransferData, header: bytes, payload: Tensor) -> None:
-        self._states.unpack(item.layer, header, payload)
-        self._complete.add(item.layer)
+@dataclass(frozen=True, slots=True)
+class _WholePayload:
+    payload: Tensor
+    unpack: Callable[[], None]
+
+    def write(self, start: int, chunk: Tensor) -> None:
+        self.payload[start : start + chunk.numel()].copy_(chunk)
+
+    def finish(self) -> None:
+        self.unpack()
 
 
 @dataclass(slots=True)
 class _Sending:
     size_bytes: int
-    pendings: list[Pending] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return all(pending.done for pending in self.pendings)
+    pending: Pending
 
 
 class Exchange(Generic[Item]):
@@ -105,7 +187,8 @@ class Exchange(Generic[Item]):
         self._pace = pace
         self._device = device
         rank = communicator.rank
-        self._to_send = deque(item for item in items if item.source == rank)
+        self._to_send = self._messages([item for item in items if item.source == rank])
+        self._next = next(self._to_send, None)
         self._sending: list[_Sending] = []
         self._to_receive: dict[int, list[Item]] = {}
         for item in items:
@@ -123,12 +206,12 @@ class Exchange(Generic[Item]):
             self._advance(source, receiving, awaited)
         while True:
             self._top_up()
-            outstanding = [*awaited.values(), *(p for s in self._sending for p in s.pendings if not p.done)]
+            outstanding = [*awaited.values(), *(s.pending for s in self._sending if not s.pending.arrived())]
             if not outstanding:
                 return
             self._pace.wait_any(self._communicator, outstanding)
             for source, pending in list(awaited.items()):
-                if pending.done:
+                if pending.arrived():
                     self._communicator.wait(pending)
                     self._advance(source, receiving, awaited)
 
@@ -146,45 +229,55 @@ class Exchange(Generic[Item]):
     def _top_up(self) -> None:
         """Retire sends that are done and start as many as the window takes."""
         for sending in self._sending:
-            if sending.done:
-                for pending in sending.pendings:
-                    self._communicator.wait(pending)
-        self._sending = [s for s in self._sending if not s.done]
-        while self._to_send:
-            under_way = sum(s.size_bytes for s in self._sending)
-            if self._sending and under_way + self._packer.state_bytes(self._to_send[0]) > WINDOW_BYTES:
+            if sending.pending.arrived():
+                self._communicator.wait(sending.pending)
+        self._sending = [s for s in self._sending if not s.pending.arrived()]
+        under_way = sum(s.size_bytes for s in self._sending)
+        while self._next is not None:
+            message, target = self._next
+            size_bytes = message.numel() * message.element_size()
+            if self._sending and under_way + size_bytes > WINDOW_BYTES:
                 return
-            self._sending.append(self._send(self._to_send.popleft()))
+            self._pace.tick()
+            pending = self._communicator.send(message, target, "state")
+            self._sending.append(_Sending(size_bytes, pending))
+            under_way += size_bytes
+            self._next = next(self._to_send, None)
 
-    def _send(self, item: Item) -> _Sending:
-        self._pace.tick()
-        header, payload = self._packer.pack(item)
-        sending = _Sending(size_bytes=len(header) + payload.numel())
-        lengths = torch.tensor([len(header), payload.numel()], dtype=torch.int64)
-        for tensor in (lengths, torch.frombuffer(bytearray(header), dtype=torch.uint8), payload):
-            if tensor.numel():
-                sent = tensor.to(self._device)
-                sending.pendings.append(self._communicator.send(sent, item.target, "state"))
-        return sending
+    def _messages(self, items: list[Item]) -> Iterator[tuple[Tensor, int]]:
+        """Yield what is sent and to whom; a chunk is copied when it is asked for."""
+        for item in items:
+            outgoing = self._packer.open(item)
+            header, size = outgoing.header, outgoing.size_bytes
+            yield torch.tensor([len(header), size], dtype=torch.int64).to(self._device), item.target
+            yield torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), item.target
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = outgoing.read(start, min(start + CHUNK_BYTES, size))
+                yield chunk.to(self._device), item.target
 
     def _receive_all(self, source: int, items: list[Item]) -> Iterator[Pending]:
         """A chain of receives from one source; continue it when the one that it yielded is done."""
         for item in items:
             lengths = torch.zeros(2, dtype=torch.int64, device=self._device)
             yield self._communicator.receive(lengths, source, "state")
-            header_bytes, payload_bytes = (int(n) for n in lengths)
-            if not (0 < header_bytes <= MAX_HEADER_BYTES and payload_bytes >= 0):
-                raise TransferError(f"rank {source} announced {header_bytes} + {payload_bytes} bytes")
+            header_bytes, size_bytes = self._pace.values(lengths)
+            if not (0 < header_bytes <= MAX_HEADER_BYTES and size_bytes >= 0):
+                raise TransferError(f"rank {source} announced {header_bytes} + {size_bytes} bytes")
             header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
-            payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
-            pendings = [
-                self._communicator.receive(tensor, source, "state")
-                for tensor in (header, payload)
-                if tensor.numel()
-            ]
-            yield from pendings
-            self._unpack(item, header.cpu(), payload.cpu())
-
-    def _unpack(self, item: Item, header: Tensor, payload: Tensor) -> None:
-        self._packer.unpack(item, bytes(header.numpy()), payload)
-        self.received_bytes += header.numel() + payload.numel()
+            yield self._communicator.receive(header, source, "state")
+            incoming = self._packer.expect(item, bytes(self._pace.to_host(header).numpy()), size_bytes)
+            ahead: deque[tuple[int, Tensor, Pending]] = deque()
+            starts = iter(range(0, size_bytes, CHUNK_BYTES))
+            while True:
+                for start in islice(starts, AHEAD - len(ahead)):
+                    chunk = torch.empty(
+                        min(CHUNK_BYTES, size_bytes - start), dtype=torch.uint8, device=self._device
+                    )
+                    ahead.append((start, chunk, self._communicator.receive(chunk, source, "state")))
+                if not ahead:
+                    break
+                start, chunk, pending = ahead.popleft()
+                yield pending
+                incoming.write(start, chunk)
+            incoming.finish()
+            self.received_bytes += header_bytes + size_bytes

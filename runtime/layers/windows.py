@@ -201,6 +201,19 @@ class WindowedModule:
         """Return the block of a layer; the first and the last layer have none."""
         return self._blocks[layer - 1] if 0 < layer <= len(self._blocks) else None
 
+    def in_block(self, name: str) -> bool:
+        """Return whether the submodule is a block or a part of one."""
+        return any(name == block or name.startswith(block + ".") for block in self._names)
+
+    def scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
+        last = self.layer_count - 1
+        for layer in range(first, end):
+            if 0 < layer < last:
+                yield layer, True
+            if layer != last - 1:
+                yield layer, False
+
     def layers_of(self, name: str) -> tuple[int, ...]:
         """Return the layers that use the submodule's own parameters and buffers, ascending."""
         for number, block in enumerate(self._names):

@@ -5,10 +5,14 @@ Pure functions of the plan (``WorldData``), so every rank derives the same group
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
-from runtime.groups.communicator import Talk
+from runtime.groups.communicator import Channel, Talk
 from runtime.wire.protocol import Recompute, StageData, WorldData
+
+Peers = dict[int, tuple[int, int]]
+"""Rows ``[start, end)`` of some ranks."""
 
 
 class WorldError(ValueError):
@@ -41,9 +45,15 @@ class Seat:
     microbatch_rows: int
     """Of whole microbatches."""
     previous: tuple[Route, ...]
-    """Where activations come from and their gradients go; empty on the first stage."""
+    """Where activations come from; empty on the first stage."""
     following: tuple[Route, ...]
     """Where activations go; empty on the last stage."""
+    gradients_to: tuple[Route, ...]
+    """Where gradients of activations go; empty on the first stage."""
+    gradients_from: tuple[Route, ...]
+    """Where they come from; empty on the last stage."""
+    speaks: bool = True
+    """What it computes counts. Of devices that compute the same rows one does."""
     recompute: Recompute = "none"
     """How its layers get their activations in the backward pass."""
 
@@ -60,14 +70,40 @@ class Seat:
         return self.stage == self.stages - 1
 
 
-def rows_of(microbatch_rows: int, index: int, devices: int, *, coupled: bool = False) -> tuple[int, int]:
-    """Return the rows ``[start, end)`` of a microbatch for device ``index`` of a stage.
+def is_sharded(stage: StageData) -> bool:
+    """Return whether each device of the stage has a part of its layers only."""
+    return stage.within == "shard" and len(stage.ranks) > 1
 
-    Sizes differ by at most 1. Where rows are ``coupled``, the first device takes all of them.
-    """
-    if coupled:
-        return (0, microbatch_rows) if index == 0 else (microbatch_rows, microbatch_rows)
+
+def has_shards(world: WorldData) -> bool:
+    """Return whether any stage shards."""
+    return any(is_sharded(stage) for pipeline in world.pipelines for stage in pipeline.stages)
+
+
+def rows_of(microbatch_rows: int, index: int, devices: int) -> tuple[int, int]:
+    """Return the rows ``[start, end)`` of a microbatch for device ``index`` of a stage; sizes differ by at most 1."""
     return microbatch_rows * index // devices, microbatch_rows * (index + 1) // devices
+
+
+def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
+    """Return the rows that each rank of a stage computes.
+
+    Where rows are ``coupled`` they stay together: the first device takes all of them; where the devices have shards
+    of the layers, all take all, as each is needed for putting parameters together.
+    """
+    whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
+    if not coupled:
+        count = len(stage.ranks)
+        return {rank: rows_of(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
+    return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
+
+
+def _told(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
+    """Return the rows of which each rank of a stage passes on what it computed: each row once."""
+    taken = _taken(stage, microbatch_rows, coupled=coupled)
+    if coupled:
+        return {stage.ranks[0]: taken[stage.ranks[0]]}
+    return taken
 
 
 def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool = False) -> Seat:
@@ -76,9 +112,13 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
         for number, stage in enumerate(pipeline.stages):
             if rank not in stage.ranks:
                 continue
-            start, end = rows_of(microbatch_rows, stage.ranks.index(rank), len(stage.ranks), coupled=coupled)
+            taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
+            told = partial(_told, microbatch_rows=microbatch_rows, coupled=coupled)
             before = pipeline.stages[number - 1] if number > 0 else None
             behind = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
+            start, end = taken(stage)[rank]
+            speaks = rank in told(stage)
+            passed = (start, end) if speaks else (0, 0)
             return Seat(
                 rank=rank,
                 stage=number,
@@ -90,21 +130,20 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
                 first_row=start,
                 rows=end - start,
                 microbatch_rows=microbatch_rows,
-                previous=_routes(before, start, end, microbatch_rows, coupled=coupled),
-                following=_routes(behind, start, end, microbatch_rows, coupled=coupled),
+                previous=() if before is None else _routes(told(before), start, end),
+                following=() if behind is None else _routes(taken(behind), *passed),
+                gradients_to=() if before is None else _routes(taken(before), *passed),
+                gradients_from=() if behind is None else _routes(told(behind), start, end),
+                speaks=speaks,
                 recompute=stage.recompute,
             )
     raise WorldError(f"rank {rank} has no place in the plan")
 
 
-def _routes(
-    neighbour: StageData | None, start: int, end: int, microbatch_rows: int, *, coupled: bool
-) -> tuple[Route, ...]:
-    if neighbour is None:
-        return ()
+def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
+    """Return whom rows ``[start, end)`` are exchanged with. :param peers: the rows of each rank."""
     routes = []
-    for index, peer in enumerate(neighbour.ranks):
-        their_start, their_end = rows_of(microbatch_rows, index, len(neighbour.ranks), coupled=coupled)
+    for peer, (their_start, their_end) in peers.items():
         first, last = max(start, their_start), min(end, their_end)
         if first < last:
             routes.append(Route(peer=peer, start=first - start, end=last - start))
@@ -114,13 +153,19 @@ def _routes(
 def talks_of(world: WorldData, microbatch_rows: int, *, coupled: bool = False) -> frozenset[Talk]:
     """Who passes rows to whom, and who sends layers to whom before the first step."""
     talks: set[Talk] = set()
+    taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
+    told = partial(_told, microbatch_rows=microbatch_rows, coupled=coupled)
     for pipeline in world.pipelines:
         for stage, behind in pairwise(pipeline.stages):
-            for index, rank in enumerate(stage.ranks):
-                start, end = rows_of(microbatch_rows, index, len(stage.ranks), coupled=coupled)
-                for route in _routes(behind, start, end, microbatch_rows, coupled=coupled):
-                    one, other = sorted((rank, route.peer))
-                    talks |= {("activation", one, other), ("gradient", one, other)}
+            ways: tuple[tuple[Channel, Peers, Peers], ...] = (
+                ("activation", told(stage), taken(behind)),
+                ("gradient", told(behind), taken(stage)),
+            )
+            for channel, sources, targets in ways:
+                for source, rows in sources.items():
+                    for route in _routes(targets, *rows):
+                        one, other = sorted((source, route.peer))
+                        talks.add((channel, one, other))
     for transfer in world.transfers:
         one, other = sorted((transfer.source, transfer.target))
         talks.add(("state", one, other))

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from runtime.device import device_runtime
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import Communicator, Members
 from runtime.groups.store import Rendezvous
@@ -154,7 +155,9 @@ def run_rank(order: LinkOrder, rank: int, size: int, say: Callable[[msgspec.Stru
     if order.backend == "nccl":
         torch.cuda.set_device(device)
     rendezvous = Rendezvous(host=HOST, port=order.port, token=order.token, generation=1)
-    with make_communicator(order.backend, rendezvous, rank, (HOST,) * size, device) as communicator:
+    with make_communicator(
+        order.backend, rendezvous, rank, (HOST,) * size, device_runtime(device)
+    ) as communicator:
         communicator.form(groups_of(size))
         sent, reduced = measure_links(
             communicator, device, order.budget_s, say if rank == 0 else lambda progress: None

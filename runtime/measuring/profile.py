@@ -28,11 +28,11 @@ from torch.utils import _pytree as tree
 
 from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
-from runtime.layers.model import CPU, Model, first_batch
+from runtime.layers.model import Model, first_batch
 from runtime.measuring.utilisation import count_flops, peak_flops
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
-from runtime.training import Batch, Training, TrainingError, load_training
+from runtime.training import Batch, Training, TrainingError, load_training, torch_device
 from runtime.wire.measurement import (
     INVALID_EXIT,
     LayersMeasured,
@@ -50,6 +50,7 @@ from runtime.wire.protocol import (
     SplitTimeData,
     TrainingData,
 )
+from runtime.zero.sharded_optimizer import is_elementwise
 
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
@@ -198,6 +199,7 @@ def measure(
             device_memory_bytes=_device_memory_bytes(model.device),
             flops=float(total_flops) if peak is not None and total_flops else None,
             device_peak_flops=peak,
+            shard_problem=_shard_problem(training, model),
         ),
         names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
         rows=tuple(
@@ -425,6 +427,17 @@ def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
     return found
 
 
+def _shard_problem(training: Training, model: Model) -> str | None:
+    """Return why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
+    named = model.named_parameters(range(model.layer_count))
+    if not named:
+        return None
+    optimizer = training.optimizer(_zeros_like(named, set(), model.device))
+    if is_elementwise(optimizer):
+        return None
+    return f"its optimizer {type(optimizer).__name__} is not known to update each element by itself"
+
+
 def _zeros_like(
     like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
 ) -> list[tuple[str, nn.Parameter]]:
@@ -503,7 +516,7 @@ def main() -> int:
     except msgspec.DecodeError as error:
         sys.stderr.write(f"no TrainingData on stdin: {error}\n")
         return INVALID_EXIT
-    device = torch.device("cuda") if data.backend == "nccl" else CPU
+    device = torch_device(data)
     try:
         found = measure(
             Model(load_training(data), data, device),

@@ -5,7 +5,6 @@ Being stopped by a failure elsewhere is normal here: the main thread comes back 
 its state, reports, and waits for the next generation in the same process.
 """
 
-import ctypes
 import gc
 import sys
 from pathlib import Path
@@ -13,19 +12,20 @@ from typing import Literal
 
 import torch
 
+from runtime.allocator import bound_memory, give_back_memory
 from runtime.description import describe
 from runtime.engine.engine import Engine, StepResult
 from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
 from runtime.engine.staged_state import SpoiledError
 from runtime.groups.backends import make_communicator
-from runtime.groups.communicator import Aborted, Communicator, PeerLost
+from runtime.groups.communicator import Aborted, Communicator, GroupError, PeerLost
 from runtime.groups.store import Rendezvous
 from runtime.layers.state import StateError
 from runtime.measuring.profile import measure
 from runtime.process.link import Link, Mailbox
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.tracebacks import users_traceback
-from runtime.training import TrainingError
+from runtime.training import TrainingError, torch_device
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import (
     Described,
@@ -47,8 +47,6 @@ from runtime.wire.protocol import (
     Stepped,
 )
 from storage.description import encode_description
-
-_LIBC = ctypes.CDLL(None)
 
 
 class _ForeignError(RuntimeError):
@@ -82,7 +80,7 @@ class Trainer:
                         self._resume(instruction)
                     case Snap():
                         self._snap_last(instruction)
-        except TrainingError as error:
+        except (TrainingError, GroupError) as error:
             self._link.send(Raised(where=where, detail=str(error)))
         except _ForeignError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
@@ -102,7 +100,7 @@ class Trainer:
     def _prepare(self, prepare: Prepare) -> None:
         self._pace.tick()
         data = prepare.training
-        device = torch_device(data.backend, self._device)
+        device = torch_device(data)
         # One trainer of the cluster measures the model, and verifies it; the others start without waiting for that.
         verified = not prepare.profile and not data.profile_given
         engine = Engine(data, device, self._pace, verified=verified)
@@ -118,7 +116,7 @@ class Trainer:
         gc.collect()
         gc.freeze()
         # What checking and measuring the model took would stay with this process.
-        _LIBC.malloc_trim(0)
+        give_back_memory()
         self._pace.show("")
         if prepare.describe:
             self._describe(engine, prepare.job_id)
@@ -216,7 +214,7 @@ class Trainer:
             generation=resume.generation,
         )
         self._communicator = make_communicator(
-            engine.data.backend, rendezvous, resume.rank, resume.world.hosts, engine.model.device
+            engine.data.backend, rendezvous, resume.rank, resume.world.hosts, engine.model.runtime
         )
         try:
             self._mailbox.attach(self._communicator)
@@ -313,23 +311,9 @@ class Trainer:
             self._communicator = None
 
 
-def torch_device(backend: str, index: int) -> torch.device:
-    """The device that trainer ``index`` of a node computes on; alone where it was given a single one.
-
-    :raises TrainingError: NCCL was asked for on a host without CUDA.
-    """
-    if backend != "nccl":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise TrainingError('backend "nccl" needs a CUDA device, and this host has none; use "gloo"')
-    device = torch.device("cuda", index % count)
-    torch.cuda.set_device(device)
-    return device
-
-
 def run_trainer(socket_path: str, device: int) -> int:
     """Be the trainer of ``device`` in this process; returns its exit code, if at all."""
     gc.enable()
+    bound_memory()
     torch.set_num_threads(1)
     return Trainer(socket_path, device).run()

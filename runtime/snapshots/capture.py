@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from runtime.device import DeviceRuntime
 from runtime.layers.state import LayerStates
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import Bytes, Mover
@@ -67,7 +68,7 @@ class Capture:
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
         self.add_units(units_of(layout, group.owner, bucket, offset, self.unit_bytes), offset)
-        name = f"group-{group.first_layer}"
+        name = group.name
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
         self.small.append((f"{name}/small", small))
@@ -100,11 +101,10 @@ class Capture:
     def _shard_of(self, unit: Unit) -> int:
         return max(offset for _, offset, _ in self.shards if offset <= unit.offset)
 
-    def describe(self, group: Group, bucket_bytes: int, *, parts: int = 0) -> None:
+    def describe(self, group: Group, bucket_bytes: int) -> None:
         """Name what was added of a group.
 
-        :param bucket_bytes: of the bucket that its owners share out, or of this owner's part.
-        :param parts: under ZeRO-1, into how many.
+        :param bucket_bytes: of the bucket that its owners share out, or of this rank's own parts.
         """
         self.groups.append(
             {
@@ -115,7 +115,7 @@ class Capture:
                 "scheme": group.scheme,
                 "bucket_bytes": bucket_bytes,
             }
-            | ({"parts": parts} if parts else {})
+            | ({"parted": True, "device": group.device} if group.parted else {})
         )
         self.left_bytes = sum(unit.read_bytes for unit in self.units)
 
@@ -198,19 +198,20 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
             buffers.append(tensor)
         else:
             frozen = entry.role == "parameter" and entry.name in still
-            bucket.add(source_of(tensor), _padded(entry.size_bytes), frozen=frozen)
+            source = source_of(tensor, states.runtime)
+            bucket.add(source, _padded(entry.size_bytes), frozen=frozen)
     return LayerImage(
         layer=layer,
         offset=begin,
         size_bytes=bucket.size_bytes - begin,
         header=msgspec.msgpack.encode(header),
-        buffers=bytes_of(buffers),
+        buffers=bytes_of(buffers, states.runtime),
     )
 
 
-def bytes_of(buffers: Iterable[Tensor]) -> bytes:
-    """One after the other, padded."""
-    made = [np.asarray(source_of(tensor.detach().cpu())).tobytes() for tensor in buffers]
+def bytes_of(buffers: Iterable[Tensor], runtime: DeviceRuntime) -> bytes:
+    """One after the other, padded, as the device has computed them."""
+    made = [np.asarray(source_of(runtime.to_host(tensor))).tobytes() for tensor in buffers]
     return b"".join(data.ljust(_padded(len(data)), b"\0") for data in made)
 
 

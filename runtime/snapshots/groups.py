@@ -1,13 +1,21 @@
 """Which layers a rank keeps for snapshots, and with whom it shares them out (REFT §4.1, design §7).
 
-A group is a maximal run of layers with the same owners, one stage in each pipeline, so one node in each. The
-rank with the lowest number of a stage writes for the stage; the others hold the same bytes.
+Layers with the same owners, one stage in each pipeline and so one node in each, are a *run*. All devices of a
+stage copy, each its share: a run is cut into as many groups as the largest of its stages has devices, of about
+equal bytes, and a stage gives each group to one of its devices. A group has a code of its own over its owners.
+
+Where owners have parts of the state only (ZeRO-1), or devices of a stage have (shards), there is no code: each
+rank keeps parts. A device of a stage that shards keeps its own of all layers of a run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from runtime.layers.world import stages_of_layer
-from runtime.wire.protocol import WorldData
+from runtime.layers.model import Model
+from runtime.layers.world import is_sharded, stages_of_layer
+from runtime.wire.protocol import StageData, WorldData
+from runtime.zero.cells import keeps_replicas
 from storage.codes import Code, make_code
 
 
@@ -21,6 +29,14 @@ class Group:
     """Names of nodes, in the order of the pipelines."""
     owner: int
     scheme: str
+    parted: bool = False
+    """Each owner keeps parts of its own (``runtime.snapshots.parts``); otherwise they share the bytes out."""
+    device: int = 0
+    """Number of this rank in its stage, where others of it keep other parts of the same layers."""
+    own: bool = True
+    """This rank keeps what it owns itself."""
+    replica: bool = False
+    """It keeps the replicas that it has of the next owner's parts."""
 
     @property
     def code(self) -> Code:
@@ -31,11 +47,40 @@ class Group:
     def layers(self) -> range:
         return range(self.first_layer, self.end_layer)
 
+    @property
+    def name(self) -> str:
+        """What names of its parts begin with: no two of a node are the same."""
+        return f"group-{self.first_layer}.{self.device}" if self.device else f"group-{self.first_layer}"
 
-def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) -> tuple[Group, ...]:
-    """Those of the rank's stage; none where another rank writes for it, or ``nodes`` is empty.
+
+def layer_bytes(model: Model) -> tuple[int, ...]:
+    """Return the bytes of each layer's parameters, the same on all ranks."""
+    return tuple(
+        sum(
+            tensor.value.numel() * tensor.value.element_size()
+            for tensor in model.tensors_of(layer)
+            if tensor.kind == "parameter"
+        )
+        for layer in range(model.layer_count)
+    )
+
+
+def groups_of(
+    world: WorldData,
+    nodes: tuple[str, ...],
+    rank: int,
+    scheme: str,
+    sizes: Sequence[int],
+    *,
+    zero1: bool = False,
+    coupled: bool = False,
+) -> tuple[Group, ...]:
+    """Return what the rank keeps; nothing where other ranks of its stage do, or ``nodes`` is empty.
 
     :param nodes: the name of each rank's node.
+    :param sizes: bytes of each layer, for equal shares (``layer_bytes``).
+    :param zero1: owners have parts of the optimizer's state.
+    :param coupled: the first device of a stage computes all rows, so it alone has buffers as they are.
     """
     mine = next(
         (
@@ -46,18 +91,68 @@ def groups_of(world: WorldData, nodes: tuple[str, ...], rank: int, scheme: str) 
         ),
         None,
     )
-    if mine is None or not nodes or min(mine[1].ranks) != rank:
+    if mine is None or not nodes:
         return ()
     owner, stage = mine
     owners = [stages_of_layer(world, layer) for layer in range(stage.first_layer, stage.end_layer)]
     starts = [i for i in range(len(owners)) if i == 0 or owners[i] != owners[i - 1]]
+    replica = zero1 and "arc:1" in scheme.split("+") and keeps_replicas(world, rank)
     return tuple(
         Group(
-            first_layer=stage.first_layer + start,
-            end_layer=stage.first_layer + end,
+            first_layer=first,
+            end_layer=end,
             owners=tuple(nodes[min(one.ranks)] for one in owners[start]),
             owner=owner,
             scheme=scheme,
+            parted=zero1 or any(map(is_sharded, owners[start])),
+            device=sorted(stage.ranks).index(rank) if is_sharded(stage) else 0,
+            own=own,
+            replica=replica,
         )
-        for start, end in zip(starts, [*starts[1:], len(owners)], strict=True)
+        for start, behind in zip(starts, [*starts[1:], len(owners)], strict=True)
+        for first, end, own in _shares(
+            owners[start],
+            stage,
+            rank,
+            range(stage.first_layer + start, stage.first_layer + behind),
+            sizes,
+            coupled=coupled,
+        )
+        if own or replica
     )
+
+
+def _shares(
+    stages: Sequence[StageData],
+    stage: StageData,
+    rank: int,
+    run: range,
+    sizes: Sequence[int],
+    *,
+    coupled: bool,
+) -> list[tuple[int, int, bool]]:
+    """Return the groups of a run as (first layer, end layer, whether this rank of ``stage`` keeps it)."""
+    if is_sharded(stage):
+        return [(run.start, run.stop, True)]
+    writers = sorted(stage.ranks)[: 1 if coupled else None]
+    count = min(len(run), 1 if coupled else max(len(one.ranks) for one in stages))
+    cuts = even_cuts([sizes[layer] for layer in run], count)
+    return [
+        (run.start + first, run.start + end, writers[number * len(writers) // count] == rank)
+        for number, (first, end) in enumerate(pairwise(cuts))
+    ]
+
+
+def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Return where to cut ``sizes`` into ``count`` runs of about equal sums, none empty; from 0 to the end.
+
+    :param count: at least 1, at most the number of sizes.
+    """
+    sums = [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+    cuts = [0]
+    for number in range(1, count):
+        candidates = range(cuts[-1] + 1, len(sizes) - (count - number) + 1)
+        cuts.append(min(candidates, key=lambda cut: abs(sums[cut] * count - number * sums[-1])))
+    return [*cuts, len(sizes)]

@@ -3,7 +3,7 @@
 ``HostMover`` copies and XORs with numpy, which lets other threads run meanwhile. ``DeviceMover`` asks a
 stream beside the computing for chunked copies straight into the arena's memory, which is registered with the
 driver (page-locked), and makes XORs on the device, so that only their result crosses the link. It knows
-CUDA by ``Streams`` alone: the tests put another in its place. With CUDA's own it has never run.
+the device by ``Streams`` alone: the tests put late ones in its place. With CUDA's own it has never run.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What an owner of parts (ZeRO-1) keeps for snapshots: its own of each layer, and with ``arc:1`` the replica.
+"""What a rank with parts of layers keeps for snapshots: its own of each layer, and with ``arc:1`` replicas.
 
 As ``snapshot_capture`` does for whole layers: the bytes of tensors are spans of a bucket, copied beside
 training; what says what they are, and buffers, are copied at once (``storage.partimage``).
@@ -11,6 +11,7 @@ from runtime.snapshots.capture import Capture, bytes_of
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import HostMover, Mover
 from runtime.snapshots.pieces import Bucket, source_of, units_of
+from runtime.zero.cells import Fractions
 from runtime.zero.part_states import PartState
 from runtime.zero.sharding import Sharding
 from storage import partimage
@@ -21,29 +22,42 @@ from storage.shards import ShardLayout
 
 def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, mover: Mover) -> None:
     """What this rank keeps of the group, from the state as it is now."""
-    name = f"group-{group.first_layer}"
-    parts = len(group.owners)
-    wanted = [("shard", False)]
-    if "arc:1" in group.scheme.split("+") and parts > 1:
+    name = group.name
+    wanted = [("shard", False)] if group.own else []
+    if group.replica:
         wanted.append(("replica", True))
     held: list[PartImage] = []
+    own_bytes = 0
     for kind, replica in wanted:
         bucket = Bucket(HostMover() if replica else mover)
-        layers = tuple(
-            _part_of(one, model, sharding, bucket) for one in sharding.kept(group.layers, replica=replica)
-        )
-        held.append(
-            PartImage(part=(group.owner + replica) % parts, size_bytes=bucket.size_bytes, layers=layers)
-        )
+        parts: dict[Fractions, list[PartState]] = {}
+        for one in sharding.kept(group.layers, replica=replica):
+            parts.setdefault(one.fractions, []).append(one)
+        for (start, end, of), states in sorted(parts.items()):
+            begin = bucket.size_bytes
+            layers = tuple(_part_of(one, model, sharding, bucket, begin) for one in states)
+            held.append(
+                PartImage(
+                    start=start,
+                    end=end,
+                    of=of,
+                    replica=replica,
+                    offset=begin,
+                    size_bytes=bucket.size_bytes - begin,
+                    layers=layers,
+                )
+            )
+        if not replica:
+            own_bytes = bucket.size_bytes
         layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
         offset = capture.shards_bytes
         capture.add_units(units_of(layout, 0, bucket, offset, capture.unit_bytes), offset)
         capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
     image = ShardedImage(
-        parts=parts, layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
+        layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
     )
     capture.small.append((f"{name}/small", image.to_bytes()))
-    capture.describe(group, held[0].size_bytes, parts=parts)
+    capture.describe(group, own_bytes)
 
 
 def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
@@ -56,12 +70,13 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
                 role=tensor.kind,
                 dtype=_dtype(tensor.value),
                 shape=tuple(tensor.value.shape),
-                on_host=tensor.value.device.type == "cpu",
+                # Of what is in shards there is no memory here.
+                on_host=(model.device if tensor.value.is_meta else tensor.value.device).type == "cpu",
             )
             for tensor in tensors
         ),
         schedule=sharding.schedule(),
-        buffers=bytes_of(tensor.value for tensor in tensors if tensor.kind == "buffer"),
+        buffers=bytes_of((t.value for t in tensors if t.kind == "buffer"), model.runtime),
         homes={
             tensor.name: home
             for tensor in tensors
@@ -70,8 +85,11 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
     )
 
 
-def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -> PartOfLayer:
-    """Adds the part's bytes to the bucket: its slices of trained parameters, and as much of the others."""
+def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, first: int) -> PartOfLayer:
+    """Add the part's bytes to the bucket: its slices of trained parameters, and as much of the others.
+
+    :param first: where in the bucket the part of the group's first layer begins.
+    """
     begin = bucket.size_bytes
     runs: list[Run] = []
     scalars: partimage.Scalars = {}
@@ -93,7 +111,9 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
                 size_bytes=size,
             )
         )
-        bucket.add(source_of(tensor.detach()), padded(size), frozen=frozen)
+        # A replica, which another thread changes, is in host memory whatever the device is.
+        runtime = None if one.replica else model.runtime
+        bucket.add(source_of(tensor.detach(), runtime), padded(size), frozen=frozen)
 
     for mine in one.slices:
         cut = mine.slice
@@ -109,12 +129,12 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket) -
     for tensor in model.tensors_of(one.layer):
         if _frozen(tensor):
             flat = tensor.value.detach().reshape(-1)
-            flat = flat.cpu() if one.replica else flat
-            start, end = (flat.numel() * number // one.parts for number in (one.part, one.part + 1))
+            flat = model.runtime.to_host(flat) if one.replica else flat
+            start, end = (flat.numel() * bound // one.of for bound in (one.start, one.end))
             add(tensor.name, "parameter", "", flat[start:end], start, end - start, frozen=True)
     return PartOfLayer(
         layer=one.layer,
-        offset=begin,
+        offset=begin - first,
         size_bytes=bucket.size_bytes - begin,
         runs=tuple(runs),
         scalars=scalars,

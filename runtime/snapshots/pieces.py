@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from runtime.device import DeviceRuntime
 from runtime.script.tensor_image import gathered
 from runtime.snapshots.movers import Bytes, Mover, Source
 from storage.manifest import BLOCK_BYTES as DIGEST_BYTES
@@ -23,10 +24,13 @@ BLOCK_BYTES = 1024 * 1024
 """XORed at a time, or given a digest and copied: what is read again is still in the cache."""
 
 
-def source_of(tensor: Tensor) -> Source:
-    """The tensor's bytes, row-major: its own memory, or a copy where that has gaps or another order."""
+def source_of(tensor: Tensor, runtime: DeviceRuntime | None = None) -> Source:
+    """The tensor's bytes, row-major: its own memory, or a copy where that has gaps or another order.
+
+    :param runtime: of the device that the tensor may be on; without one it is in host memory.
+    """
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else gathered(tensor)
-    return flat.numpy() if flat.device.type == "cpu" else flat
+    return flat if runtime is not None and runtime.holds(flat) else flat.numpy()
 
 
 @dataclass(slots=True, eq=False)

@@ -73,7 +73,7 @@ _Task = Capture | _Reserve | _Keep | _Forget | Mend
 
 class SnapshotWriter:
     """
-    :param sharding: ZeRO-1: what there is, is in parts.
+    :param sharding: where state is shared out: what this rank has of it.
     :param report: sends to the node; from any thread.
     """
 
@@ -100,11 +100,10 @@ class SnapshotWriter:
         self._arena = Arena.open(directory, limit_bytes=limit_bytes)
         self._check_found()
         self._groups: tuple[Group, ...] = ()
-        self._side = SideStreams()
-        self._mover: Mover = (
-            DeviceMover(model.device, self._side) if model.device.type == "cuda" else HostMover()
-        )
-        self._schedule = Schedule(own_link=model.device.type == "cuda")
+        self._is_async = model.runtime.is_async
+        self._side = SideStreams(lambda _: model.runtime)
+        self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else HostMover()
+        self._schedule = Schedule(own_link=self._is_async)
         self._capture: Capture | None = None
         """The newest, while it may be being copied."""
         self._reserved = False
@@ -134,13 +133,14 @@ class SnapshotWriter:
         self._settle()
         self._window.clear()
         if not self._groups:
-            # Another rank of the stage writes, and holds the same bytes.
+            # Other ranks of the stage write, and hold the same bytes.
             self._report(
                 Snapped(generation=generation, step=step, size_bytes=0, copy_s=0.0, stall_s=0.0, idle_bytes=0)
             )
             return
         try:
-            capture = self._made(generation, step, vote)
+            with self._pace.device():  # Buffers are copied at once, as soon as they are computed.
+                capture = self._made(generation, step, vote)
         except Exception as error:
             self._report(SnapshotFailed(generation=generation, step=step, detail=_words(error)))
             return
@@ -224,11 +224,12 @@ class SnapshotWriter:
         unit_bytes = self._schedule.unit_bytes
         capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
-            if self._sharding is None:
+            if not group.parted:
                 capture.add(group, self._states, self._mover)
             else:
+                assert self._sharding is not None, "parts are of a sharding"
                 add_parts(capture, group, self._model, self._sharding, self._mover)
-        if self._device.type == "cuda":
+        if self._is_async:
             self._side.begin({self._device})  # Behind what was gathered on the device just now, too.
         return capture
 
@@ -276,7 +277,7 @@ class SnapshotWriter:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_async:
             self._side.adopt({self._device})
         while True:
             with self._changed:
@@ -314,7 +315,7 @@ class SnapshotWriter:
     def _carry(self, capture: Capture) -> None:
         self._make_room()
         slot = self._arena.begin(capture.size_bytes)
-        if self._device.type == "cuda":
+        if self._is_async:
             self._side.pin(slot.number, slot.view)
         address = slot.view.ctypes.data
         before = self._filled.pop(slot.number, None)
@@ -360,7 +361,7 @@ class SnapshotWriter:
         """Return when a unit may be made; True: while the main thread waits for others."""
         pace = self._pace
         while True:
-            waiting = pace.waiting
+            waiting = pace.waiting and pace.waiting_for != "device"
             period = self._schedule.period(waiting=waiting, for_sums=pace.waiting_for == "sync")
             with self._changed:
                 so_far = Elapsed(step_s=capture.age_s, waits_s=pace.bubble_s, sums_s=pace.sums_s)

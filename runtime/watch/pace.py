@@ -4,19 +4,30 @@ The control thread sends ``progress``, ``waiting`` and ``reading`` with every be
 hang of this trainer; standing still without waiting is, soon in a step and late while samples are read. All
 waits of the training loop pass through ``wait``: it is the one place where a stage is idle (a pipeline
 bubble), which is where time is accounted, and where other work may be done.
+
+A device may still compute while the host waits already, so events on its stream time a bubble, and not the host's
+clock. The host never waits for a device outside of ``device``: that is no bubble, and no hang either, since the
+device's own waits for peers are waited for here first.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
+from torch import Tensor
+
+from runtime.device import DeviceRuntime, Event, HostRuntime
 from runtime.groups.communicator import Communicator, Pending
 from runtime.watch.tracing import Recorder
 
-Wait = Literal["bubble", "sync", "vote"]
-"""What a step waits for: a neighbour's activations or gradients, sums of gradients, everybody."""
+Wait = Literal["bubble", "gather", "sync", "vote"]
+"""What a step waits for: a neighbour's activations or gradients, the stage's other devices' parameters, sums of
+gradients, everybody."""
+Waiting = Literal["bubble", "gather", "sync", "vote", "device"]
+"""``device``: the host waits for what its own device computes or copies."""
 
 
 class InjectedError(RuntimeError):
@@ -34,17 +45,21 @@ class Pace:
         self.doing = ""
         """What is done before the trainer is prepared, for people who wait for it."""
         self.bubble_s = 0.0
-        """Waited for peers since ``begin_step``."""
+        """Waited for peers since ``begin_step``, as far as the device has come."""
         self.sums_s = 0.0
         """Of that, for sums of gradients."""
-        self.waiting_for: Wait | None = None
+        self.waiting_for: Waiting | None = None
         self.slowness = 1.0
         """Chaos: computing takes so many times as long."""
         self.raises = ""
         """Chaos: computing raises once, with these words."""
         self.window: threading.Event | None = None
-        """Set while ``waiting``, for who has work for such times."""
+        """Set while ``waiting`` for peers, for who has work for such times."""
         self.trace = Recorder()
+        self.runtime: DeviceRuntime = HostRuntime()
+        """The device that the main thread gives work to."""
+        self._untimed: deque[tuple[Wait | None, Event, Event]] = deque()
+        """Waits whose ends the device has not come to."""
         self._sleep_s = 0.0
 
     def show(self, doing: str) -> None:
@@ -54,6 +69,7 @@ class Pace:
 
     def begin_step(self) -> None:
         """Waits are counted from here on."""
+        self._untimed.clear()
         self.bubble_s = self.sums_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:
@@ -89,23 +105,56 @@ class Pace:
         self.waiting, self.waiting_for = True, what
         if self.window is not None:
             self.window.set()
-        began_s, started = time.time(), time.monotonic()
+        began, ended = self.runtime.event(), self.runtime.event()
+        began.record()
+        began_s = time.time()
         try:
             yield
         finally:
-            took_s = time.monotonic() - started
-            self.bubble_s += took_s
             if what is not None:
-                self.trace.add(what, began_s, began_s + took_s)
-            self.sums_s += took_s if what == "sync" else 0.0
+                self.trace.add(what, began_s, time.time())
+            ended.record()
+            self._untimed.append((what, began, ended))
+            self.note_bubbles()
             self.waiting, self.waiting_for = False, None
             if self.window is not None:
                 self.window.clear()
             self.progress += 1
 
+    def note_bubbles(self) -> None:
+        """Add the waits that the device has come through to ``bubble_s`` and ``sums_s``; does not wait.
+
+        To be called after a VOTE, too: the device has come through all of them then.
+        """
+        while self._untimed and self._untimed[0][2].done():
+            what, began, ended = self._untimed.popleft()
+            took_s = 1e-3 * ended.ms_since(began)
+            self.bubble_s += took_s
+            self.sums_s += took_s if what == "sync" else 0.0
+
+    @contextmanager
+    def device(self) -> Iterator[None]:
+        """The host waits for its own device: no bubble, as the device computes."""
+        self.waiting, self.waiting_for = True, "device"
+        try:
+            yield
+        finally:
+            self.waiting, self.waiting_for = False, None
+            self.progress += 1
+
+    def values(self, tensor: Tensor) -> Any:
+        """Return a tensor's numbers as (nested) lists, when the device has computed them."""
+        with self.device():
+            return self.runtime.values(tensor)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in host memory, when the device has computed it; itself, where it is there."""
+        with self.device():
+            return self.runtime.to_host(tensor)
+
     def wait(self, communicator: Communicator, pending: Pending, what: Wait | None = None) -> None:
         """``communicator.wait``, as idle time where it has to wait."""
-        if pending.done:
+        if pending.arrived():
             communicator.wait(pending)
             return
         with self.idle(what):

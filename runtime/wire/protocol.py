@@ -26,6 +26,7 @@ ReplicaDiverged may come behind any Stepped where optimizer state is sharded and
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -68,6 +69,9 @@ class VoteData(msgspec.Struct, frozen=True, kw_only=True):
 Recompute = Literal["none", "selective", "full"]
 """How a stage gets its activations in the backward pass; see planner.values."""
 ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
+Within = Literal["replicate", "shard"]
+"""How the devices of a stage share its work; see planner.values."""
+WithinNode = Literal["auto", "replicate", "shard"]
 
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +81,7 @@ class StageData(msgspec.Struct, frozen=True, kw_only=True):
     end_layer: int
     ranks: tuple[int, ...]
     recompute: Recompute = "none"
+    within: Within = "replicate"
 
 
 class PipelineData(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,16 +101,17 @@ class TransferData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartData(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank ``rank`` of the new world has part ``part`` of ``parts`` of ``layer`` at the resume step (ZeRO-1).
+    """Rank ``rank`` of the new world has a range of ``layer`` at the resume step (ZeRO-1).
 
-    That is this slice of its parameters and of the optimizer's state for them. ``whole``: all parameters and
-    buffers of the layer are there, too.
+    That is elements [n·start // of, n·end // of) of each vector of n (``runtime.zero.parts``): of its parameters
+    and of the optimizer's state for them. ``whole``: all parameters and buffers of the layer are there, too.
     """
 
     rank: int
     layer: int
-    part: int
-    parts: int
+    start: int
+    end: int
+    of: int
     replica: bool
     """Kept on the host beside the rank's own part (AOR)."""
     whole: bool
@@ -151,8 +157,13 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evaluation_batches: int = 0
     """Global batches of the held-out data set in one evaluation, from its beginning; 0: all of it."""
     backend: str = "gloo"
+    """``gloo`` or ``nccl``."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``: what trainers compute on. Several may share a GPU with ``gloo``."""
     zero1: bool = False
     """Each owner of a layer keeps the optimizer's state of its part only (``runtime.zero.parts``)."""
+    within_node: WithinNode = "replicate"
+    """How the devices of the plan's stages share their work; ``auto``: each stage as the planner chose for it."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for the function: plain data as JSON knows it."""
 
@@ -202,6 +213,10 @@ class Resume(Frame, frozen=True, kw_only=True):
     """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
     evaluated: int = 0
     """The newest step whose evaluation is known, so that it is not repeated."""
+    parked: tuple[int, ...] = ()
+    """Layers that this trainer keeps in host memory until the first commit: its device has no room for them."""
+    dropped: tuple[int, ...] = ()
+    """Layers that it drops for the same reason, before new state arrives."""
 
 
 class Snap(Frame, frozen=True, kw_only=True):
@@ -303,6 +318,7 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
     device_memory_bytes: int | None
     flops: float | None = None
     device_peak_flops: float | None = None
+    shard_problem: str | None = None
 
 
 class Described(Frame, frozen=True, kw_only=True):
@@ -319,12 +335,20 @@ class Prepared(Frame, frozen=True, kw_only=True):
 
 
 class StatePartData(msgspec.Struct, frozen=True, kw_only=True):
-    """Mirrors ``StatePart`` of statemachine.values: optimizer state and parameters of one part of a layer."""
+    """Mirrors ``StatePart`` of planner.values, and is in lowest terms like it: optimizer state and parameters of
+    a range of a layer."""
 
     layer: int
-    part: int
-    parts: int
+    start: int
+    end: int
+    of: int
     replica: bool
+
+    def __post_init__(self) -> None:
+        divisor = math.gcd(self.start, self.end, self.of)
+        if divisor > 1:
+            for name in ("start", "end", "of"):
+                msgspec.structs.force_setattr(self, name, getattr(self, name) // divisor)
 
 
 class Quiesced(Frame, frozen=True, kw_only=True):
@@ -382,7 +406,7 @@ class Snapping(Frame, frozen=True, kw_only=True):
 class Snapped(Frame, frozen=True, kw_only=True):
     """This rank's part is in its arena, with a manifest. May come after the generation's end.
 
-    Said by every rank; of a stage's ranks only the lowest has anything to write, the others say 0 bytes.
+    Said by every rank; one that has nothing to write, as others of its stage have the same, says 0 bytes.
     """
 
     generation: int

@@ -5,7 +5,7 @@ equal size, so that no copy of the whole model is needed beside the model itself
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from runtime.groups.communicator import Communicator, Members, Pending
 from runtime.layers.model import Model
 from runtime.watch.pace import Pace
 from runtime.wire.protocol import WorldData
-from runtime.zero.parts import Range, Shape, contributions
+from runtime.zero.cells import common_cells
+from runtime.zero.parts import Range, Shape, Slice, cell_contributions, contributions
 from storage.buckets import Bucket
 
 PIECE_BYTES = 2 * 1024 * 1024
@@ -36,32 +37,46 @@ class _Piece:
 
 
 class ParameterGather:
-    """Belongs to one generation: after an abort a stuck operation may still write into its buffers.
+    """Belongs to one generation: after an abort a stuck operation may still write into its buffers."""
 
-    :param buckets: of the whole model, as for the gradients, whose groups it uses.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        shape: Shape,
-        buckets: Collection[Bucket],
-        world: WorldData,
-        communicator: Communicator,
-    ) -> None:
+    def __init__(self, device: torch.device, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._values = {
+        self._device = device
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._pieces: list[_Piece] = []
+
+    def add_buckets(self, model: Model, shape: Shape, buckets: Collection[Bucket], world: WorldData) -> None:
+        """Gather whole parameters. :param buckets: of the whole model, as for the gradients, whose groups it uses."""
+        values = {
             name: parameter.detach().view(-1)
             for name, parameter in model.named_parameters(range(model.layer_count))
             if not parameter.is_meta
         }
-        self._device = model.device
-        self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._pieces: list[_Piece] = []
         for bucket in sorted(buckets, key=lambda b: b.index):
-            ranges = contributions(shape, bucket, world) if communicator.rank in bucket.owners else {}
+            if self._communicator.rank not in bucket.owners:
+                continue
+            ranges = contributions(shape, bucket, world)
             if ranges:
-                self._lay_out(bucket, ranges)
+                places = list(zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True))
+                runs = [(offset, values[name][:numel]) for name, offset, numel in places]
+                self._lay_out(bucket.owners, bucket.dtype, ranges, runs)
+
+    def add_cells(self, shape: Shape, world: WorldData, value_of: Callable[[Slice], Tensor]) -> None:
+        """Gather what this rank has of vectors, where stages shard.
+
+        :param value_of: the memory of elements that this rank has.
+        """
+        for vector in shape.vectors:
+            for cell in common_cells(world, vector.layers):
+                start, end = cell.elements(vector.numel)
+                owners = cell.owners
+                if self._communicator.rank not in owners or len(owners) < 2 or start == end:
+                    continue
+                runs = [
+                    (vector.place(one.name)[0] + one.start - start, value_of(one))
+                    for one in vector.slices(start, end)
+                ]
+                self._lay_out(owners, vector.dtype, cell_contributions(vector, cell, world), runs)
 
     def run(self, pace: Pace) -> None:
         """The parameters of all layers of this rank are whole.
@@ -84,20 +99,23 @@ class ParameterGather:
         _copy(piece.unpacking)
         pace.tick()
 
-    def _lay_out(self, bucket: Bucket, ranges: dict[int, list[Range]]) -> None:
-        dtype = getattr(torch, bucket.dtype)
-        members = bucket.owners
+    def _lay_out(
+        self, members: Members, name: str, ranges: dict[int, list[Range]], runs: list[tuple[int, Tensor]]
+    ) -> None:
+        """:param ranges: what each of the members sends. :param runs: where elements are, ascending: from which one
+        on, and their memory."""
+        dtype = getattr(torch, name)
         most = max(PIECE_BYTES // dtype.itemsize // len(members), 1)
         left = max(sum(end - start for start, end in ranges[rank]) for rank in members)
         for done in range(0, left, most):
             count = min(most, left - done)
-            sent, received = self._buffers_for(bucket.dtype, count, len(members))
+            sent, received = self._buffers_for(name, count, len(members))
             packing: Copies = ([], [])
             unpacking: Copies = ([], [])
             for index, rank in enumerate(members):
                 own = rank == self._communicator.rank
                 place = sent if own else received[index * count : (index + 1) * count]
-                for value, offset in self._values_of(bucket, ranges[rank], done, done + count):
+                for value, offset in _values_of(runs, ranges[rank], done, done + count):
                     part = place[offset : offset + value.numel()]
                     targets, sources = packing if own else unpacking
                     targets.append(part if own else value)
@@ -119,26 +137,30 @@ class ParameterGather:
             found.append(buffer[:numel])
         return found[0], found[1]
 
-    def _values_of(
-        self, bucket: Bucket, ranges: Sequence[Range], first: int, last: int
-    ) -> list[tuple[Tensor, int]]:
-        """Elements ``[first, last)`` of the ranges put together, each run with its place behind ``first``."""
-        found = []
-        done = 0
-        for start, end in ranges:
-            low, high = max(start, start + first - done), min(end, start + last - done)
-            if low < high:
-                found += self._parameters_of(bucket, low, high, done + low - start - first)
-            done += end - start
-        return found
 
-    def _parameters_of(self, bucket: Bucket, low: int, high: int, place: int) -> list[tuple[Tensor, int]]:
-        found = []
-        for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
-            start, end = max(low, offset), min(high, offset + numel)
-            if start < end:
-                found.append((self._values[name][start - offset : end - offset], place + start - low))
-        return found
+def _values_of(
+    runs: Sequence[tuple[int, Tensor]], ranges: Sequence[Range], first: int, last: int
+) -> list[tuple[Tensor, int]]:
+    """Elements ``[first, last)`` of the ranges put together, each run with its place behind ``first``."""
+    found = []
+    done = 0
+    for start, end in ranges:
+        low, high = max(start, start + first - done), min(end, start + last - done)
+        if low < high:
+            found += _parts_of(runs, low, high, done + low - start - first)
+        done += end - start
+    return found
+
+
+def _parts_of(
+    runs: Sequence[tuple[int, Tensor]], low: int, high: int, place: int
+) -> list[tuple[Tensor, int]]:
+    found = []
+    for offset, value in runs:
+        start, end = max(low, offset), min(high, offset + value.numel())
+        if start < end:
+            found.append((value[start - offset : end - offset], place + start - low))
+    return found
 
 
 def _copy(copies: Copies) -> None:

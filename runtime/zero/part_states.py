@@ -5,7 +5,7 @@ is until the first commit under a new plan; new parts are put together from what
 received, range by range. A part that did not change is the same objects, not a copy.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,8 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import ParameterState, Scalar
 from runtime.layers.state import DTYPES, StateError
 from runtime.wire.protocol import StatePartData
-from runtime.zero.parts import Move, Shape, Slice
+from runtime.zero.cells import Fractions
+from runtime.zero.parts import Move, Shape, Slice, Vector
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 from storage.layerstate import ALIGNMENT_BYTES
 from storage.partstate import PART_FORMAT, PartEntry, PartHeader
@@ -28,16 +29,23 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PartState:
-    """Part ``part`` of ``parts`` of a layer."""
+    """The part ``(start, end, of)`` of a layer (``runtime.zero.parts``)."""
 
     layer: int
-    part: int
-    parts: int
+    start: int
+    end: int
+    of: int
     replica: bool
     slices: list[SliceState]
 
+    @property
+    def fractions(self) -> Fractions:
+        return self.start, self.end, self.of
+
     def said(self) -> StatePartData:
-        return StatePartData(layer=self.layer, part=self.part, parts=self.parts, replica=self.replica)
+        return StatePartData(
+            layer=self.layer, start=self.start, end=self.end, of=self.of, replica=self.replica
+        )
 
 
 class PartStates:
@@ -48,83 +56,173 @@ class PartStates:
         self._optimization = optimization
         self._shape = shape
         self._decoder = msgspec.msgpack.Decoder(PartHeader)
-        self.kept: list[PartState] = []
-        """At the committed step; some of it more than once while a new layout has no commit."""
+        self._kept: list[PartState] = []
+        self._index: dict[str, list[tuple[SliceState, bool]]] | None = None
+        """What is kept, by the parameter's name; made when it is needed."""
+        self._layers_of = {name: vector.layers for vector in shape.vectors for name in vector.names}
+        self.complete: set[int] = set()
+        """Layers whose parameters are whole in the model."""
         self._arrived: dict[str, list[SliceState]] = {}
 
     # --- what is kept ----------------------------------------------------------------------------
 
     def keep_whole(self, layers: Iterable[int]) -> None:
-        """These layers were made or restored whole, with the optimizer's state of all of their elements."""
+        """These layers were made or restored whole, with the optimizer's state of all of their elements.
+
+        What is shared with earlier layers is kept with the first of those that are here.
+        """
+        here = sorted(layers)
         self.kept = [
             PartState(
                 layer=layer,
-                part=0,
-                parts=1,
+                start=0,
+                end=1,
+                of=1,
                 replica=False,
                 slices=[
                     SliceState(slice=one, state=_flattened(self._optimization.whole.get(one.name, {})))
-                    for vector in self._shape.of_layer(layer)
+                    for vector in self._shape.of_layer(layer, tied=True)
+                    if layer == min(set(here).intersection(vector.layers))
                     for one in vector.slices(0, vector.numel)
                 ],
             )
-            for layer in layers
+            for layer in here
         ]
         self._optimization.whole = {}
 
-    def cut(self, layer: int, part: int, parts: int, *, replica: bool) -> PartState:
-        """The part, put together from what is kept and what has arrived.
+    def cut(
+        self, layer: int, vectors: Iterable[Vector], part: Fractions, *, replica: bool = False
+    ) -> PartState:
+        """A part of ``vectors``, put together from what is kept and what has arrived.
 
         :raises StateError: some of it is nowhere, or its pieces contradict each other.
         """
+        start, end, of = part
         slices = []
-        for vector in self._shape.of_layer(layer):
-            for one in vector.slices(*vector.part(part, parts)):
+        for vector in vectors:
+            for one in vector.slices(*vector.part(start, end, of)):
                 state = self._state_of(one, host=replica)
-                value = self._optimization.value_of(one).to("cpu", copy=True) if replica else None
-                slices.append(SliceState(slice=one, state=state, value=value))
-        return PartState(layer=layer, part=part, parts=parts, replica=replica, slices=slices)
+                value = self._optimization.value_of(one)
+                if replica:
+                    kept: Tensor | None = value.to("cpu", copy=True)
+                else:
+                    kept = value if self._optimization.in_shards(one.name) else None
+                slices.append(SliceState(slice=one, state=state, value=kept))
+        return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
 
     def forget_arrived(self) -> None:
         self._arrived = {}
 
-    def fill_from_replicas(self, complete: Collection[int]) -> None:
-        """Parameters that are not whole here get what the replicas know of them."""
-        for part in self.kept:
-            if part.replica and part.layer not in complete:
+    def keep_share(self, layer: int, start: int, end: int, of: int) -> None:
+        """Keep a part of a layer that was just made or restored whole, with the optimizer's state of all of it."""
+        slices = []
+        for vector in self._shape.of_layer(layer, tied=True):
+            for one in vector.slices(*vector.part(start, end, of)):
+                state = _flattened(self._optimization.whole.get(one.name, {}))
+                numel = vector.place(one.name)[1] - vector.place(one.name)[0]
+                whole = SliceState(slice=Slice(name=one.name, start=0, end=numel), state=state)
+                own: ParameterState = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in _narrowed(whole, one).items()
+                }
+                value = self._optimization.parameter_slice(one).clone()
+                slices.append(SliceState(slice=one, state=own, value=value))
+        part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=slices)
+        self.kept = [*self.kept, part]
+        for vector in self._shape.of_layer(layer, tied=True):
+            for name in vector.names:
+                self._optimization.whole.pop(name, None)
+
+    def fill(self, vectors: Iterable[Vector], complete: Collection[int]) -> None:
+        """Give the elements of vectors that this rank computes with, where they are, the values that it has."""
+        for vector in vectors:
+            for name in vector.names:
+                whole = not set(complete).isdisjoint(vector.layers) and self._optimization.has_memory(name)
+                for one, value in self._values_here(name, whole=whole):
+                    own = self._optimization.own_slice(one)
+                    if own is None:
+                        continue
+                    target = self._optimization.value_of(own)
+                    source = value[own.start - one.start : own.end - one.start]
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
+
+    def _values_here(self, name: str, *, whole: bool) -> Iterator[tuple[Slice, Tensor]]:
+        """Yield what there is of a parameter; what comes later counts more."""
+        if whole:
+            parameter = self._optimization.whole_slice(name)
+            yield parameter, self._optimization.parameter_slice(parameter)
+            return
+        for wanted in (True, False):
+            for one, replica in self._kept_of(name):
+                if replica is wanted:
+                    yield one.slice, self._value_of(one)
+
+    def _kept_of(self, name: str) -> list[tuple[SliceState, bool]]:
+        """What is kept of a parameter, with whether it is a replica."""
+        if self._index is None:
+            self._index = {}
+            for part in self._kept:
                 for one in part.slices:
-                    assert one.value is not None
-                    self._optimization.value_of(one.slice).copy_(one.value)
+                    self._index.setdefault(one.slice.name, []).append((one, part.replica))
+        return self._index.get(name, [])
+
+    @property
+    def kept(self) -> list[PartState]:
+        """At the committed step; some of it more than once while a new layout has no commit."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, parts: list[PartState]) -> None:
+        self._kept, self._index = parts, None
+
+    def _value_of(self, one: SliceState) -> Tensor:
+        """Of what is kept."""
+        return self._optimization.parameter_slice(one.slice) if one.value is None else one.value
+
+    def _source(self, one: Slice) -> Tensor:
+        """Return the values of elements that are kept.
+
+        :raises StateError: they are not here.
+        """
+        there = self.complete.intersection(self._layers_of[one.name])
+        if there and self._model.held.isdisjoint(there):
+            self._model.provide([min(there)])
+            self._optimization.refresh()
+        whole = bool(there)
+        covering = [
+            value[one.start - there.start : one.end - there.start]
+            for there, value in self._values_here(one.name, whole=whole)
+            if there.start <= one.start and one.end <= there.end
+        ]
+        if not covering:
+            raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
+        return covering[-1]
 
     def digest(self, part: PartState) -> bytes:
         """16 bytes of values and optimizer state: the same with the owner and with its replica."""
         digest = xxhash.xxh3_128()
         for one in part.slices:
-            value = self._optimization.value_of(one.slice) if one.value is None else one.value
+            value = self._value_of(one)
             tensors: dict[str, Tensor | Scalar] = {"": value, **one.state}
             for key in sorted(tensors):
                 found = tensors[key]
                 digest.update(f"{one.slice.name}:{one.slice.start}:{key};".encode())
                 if isinstance(found, Tensor):
-                    digest.update(_flat_bytes(found.detach().cpu()).numpy().data)
+                    digest.update(_flat_bytes(self._model.runtime.to_host(found)).numpy().data)
                 else:
                     digest.update(repr(found).encode())
         return digest.digest()
 
     # --- as bytes --------------------------------------------------------------------------------
 
-    def state_bytes(self, move: Move) -> int:
-        """Of the payload, without making it."""
-        header, _ = self._describe(move)
-        return header.size_bytes
-
     def pack(self, move: Move) -> tuple[bytes, Tensor]:
-        """Header and payload, a copy in host memory.
+        """Header and payload, a copy on the device.
 
         :raises StateError: it is not here.
         """
         header, tensors = self._describe(move)
-        payload = torch.zeros(header.size_bytes, dtype=torch.uint8)
+        payload = torch.zeros(header.size_bytes, dtype=torch.uint8, device=self._model.device)
         for entry, tensor in zip(header.entries, tensors, strict=True):
             _view(payload, entry).copy_(tensor.reshape(-1))
         return msgspec.msgpack.encode(header), payload
@@ -189,7 +287,7 @@ class PartStates:
         else:
             for one in self._slices_of(move):
                 if move.what == "parameters":
-                    add(one, "parameter", "", self._optimization.value_of(one))
+                    add(one, "parameter", "", self._source(one))
                     continue
                 for key, value in _narrowed(self._covering(one), one).items():
                     if isinstance(value, Tensor):
@@ -206,23 +304,19 @@ class PartStates:
         return header, [tensor for _, tensor in found]
 
     def _covering(self, one: Slice) -> SliceState:
-        for part in self.kept:
-            for mine in part.slices:
-                if (
-                    mine.slice.name == one.name
-                    and mine.slice.start <= one.start
-                    and one.end <= mine.slice.end
-                ):
-                    return mine
+        for mine, _ in self._kept_of(one.name):
+            if mine.slice.start <= one.start and one.end <= mine.slice.end:
+                return mine
         raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
 
     def _state_of(self, one: Slice, *, host: bool) -> ParameterState:
-        kept = [mine for part in self.kept for mine in part.slices if mine.slice.name == one.name]
-        pieces: list[SliceState] = [*kept, *self._arrived.get(one.name, ())]
+        kept = self._kept_of(one.name)
+        pieces: list[SliceState] = [*(piece for piece, _ in kept), *self._arrived.get(one.name, ())]
+        own = [piece for piece, replica in kept if not replica]
         if not host:
             here = self._model.device.type == "cpu"
             for piece in pieces:
-                if piece.slice == one and (here or (piece in kept and piece.value is None)):
+                if piece.slice == one and (here or piece in own):
                     return piece.state
         return self._joined(one, pieces, host=host)
 

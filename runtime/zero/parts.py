@@ -1,12 +1,13 @@
-"""ZeRO-1: who has which elements of a layer, and who sends which to whom. Pure; no torch.
+"""Layers in parts: who has which elements of a layer, and who sends which to whom. Pure; no torch.
 
-Of each dtype a layer's trainable parameters, flattened in model order, are one *vector*; a parameter that is
-tied between layers is in the vector of the first of them alone. With m owner stages, one in each pipeline,
-stage i has *part* i of every vector: elements ``[i·n // m, (i+1)·n // m)``. All its ranks have the same.
+Of each dtype a layer's trainable parameters, flattened in model order, are one *vector*; those that are tied
+between the same layers are a vector of their own, which belongs to the first of these. A *part* of a layer is a
+range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of every vector of n
+elements. Who keeps which parts under a plan is in ``runtime.zero.cells``.
 
-After a change each rank of the new world needs whole parameters of its layers, the optimizer's state of its
-new part, and of the next part where it keeps a replica (AOR). ``moves_of`` finds for each range of elements
-that a rank has not itself one that has it: every rank derives the same list from the same plan.
+After a change each rank of the new world needs the parameters of its layers, whole or its share of them, the
+optimizer's state of its new parts, and of those that it keeps a replica of (AOR). ``moves_of`` finds for each
+range of elements that a rank has not itself one that has it: every rank derives the same list from the same plan.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
-from runtime.layers.world import owners_of_layer, stages_of_layer
+from runtime.layers.world import is_sharded, owners_of_layer, stages_of_layer
 from runtime.wire.protocol import PartData, WorldData
+from runtime.zero.cells import Cell, owned_parts, replica_parts, share_of
 from storage.buckets import Bucket, ParameterSize
 from storage.layerstate import DTYPE_BYTES
 
@@ -42,17 +44,23 @@ class Slice:
 class Vector:
     """Parameter ``names[i]`` is elements ``[offsets[i], offsets[i + 1])``; the last offset is the length."""
 
-    layer: int
+    layers: tuple[int, ...]
+    """Those that use it, ascending; more than one where its parameters are tied."""
     dtype: str
     names: tuple[str, ...]
     offsets: tuple[int, ...]
 
     @property
+    def layer(self) -> int:
+        """The first one that uses it, whose owners have it."""
+        return self.layers[0]
+
+    @property
     def numel(self) -> int:
         return self.offsets[-1]
 
-    def part(self, part: int, parts: int) -> Range:
-        return self.numel * part // parts, self.numel * (part + 1) // parts
+    def part(self, start: int, end: int, of: int) -> Range:
+        return self.numel * start // of, self.numel * end // of
 
     def slices(self, start: int, end: int) -> tuple[Slice, ...]:
         """The range, parameter by parameter; empty ones left out."""
@@ -91,70 +99,48 @@ class Shape:
     """What of a model decides about parts."""
 
     vectors: tuple[Vector, ...]
-    parameter_layers: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(
         cls, parameter_layers: Mapping[str, tuple[int, ...]], sizes: Mapping[str, ParameterSize]
     ) -> "Shape":
         """:param parameter_layers: trainable parameters in model order, with the layers that use each."""
-        found: dict[tuple[int, str], tuple[list[str], list[int]]] = {}
+        found: dict[tuple[tuple[int, ...], str], tuple[list[str], list[int]]] = {}
         for name, layers in parameter_layers.items():
-            names, offsets = found.setdefault((min(layers), sizes[name].dtype), ([], [0]))
+            names, offsets = found.setdefault((tuple(sorted(layers)), sizes[name].dtype), ([], [0]))
             names.append(name)
             offsets.append(offsets[-1] + sizes[name].numel)
         return cls(
             vectors=tuple(
-                Vector(layer=layer, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
-                for (layer, dtype), (names, offsets) in sorted(found.items())
-            ),
-            parameter_layers=dict(parameter_layers),
+                Vector(layers=layers, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
+                for (layers, dtype), (names, offsets) in sorted(found.items())
+            )
         )
 
-    def of_layer(self, layer: int) -> tuple[Vector, ...]:
-        return tuple(vector for vector in self.vectors if vector.layer == layer)
-
-    def used_by(self, vector: Vector, layers: Collection[int]) -> list[Range]:
-        """The runs of its elements that any of ``layers`` computes with."""
-        places = [
-            vector.place(n) for n in vector.names if not set(layers).isdisjoint(self.parameter_layers[n])
-        ]
-        return _merged(places)
-
-
-def pipeline_of(world: WorldData, rank: int) -> int:
-    """Its number is the number of the part of all layers that the rank owns, out of ``len(pipelines)``."""
-    for number, pipeline in enumerate(world.pipelines):
-        if any(rank in stage.ranks for stage in pipeline.stages):
-            return number
-    raise PartsError(f"rank {rank} has no place in the plan")
-
-
-def keeps_replica(world: WorldData, rank: int) -> bool:
-    """One rank of each stage does, where there is another owner."""
-    lowest = any(rank == min(stage.ranks) for p in world.pipelines for stage in p.stages)
-    return lowest and len(world.pipelines) > 1
-
-
-def protector_and_protege(world: WorldData, layer: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """The ranks that keep replicas of what ``rank`` has of ``layer``, and the one whose it keeps itself.
-
-    Of the stage that is protected the lowest rank speaks; the others hold the same.
-    """
-    stages = stages_of_layer(world, layer)
-    mine = next(i for i, stage in enumerate(stages) if rank in stage.ranks)
-    before, behind = stages[mine - 1], stages[(mine + 1) % len(stages)]
-    speaks = rank == min(stages[mine].ranks)
-    return ((min(before.ranks),) if speaks else ()), min(behind.ranks)
+    def of_layer(self, layer: int, *, tied: bool = False) -> tuple[Vector, ...]:
+        """Return the vectors that belong to a layer; with ``tied`` all that it computes with."""
+        return tuple(v for v in self.vectors if v.layer == layer or (tied and layer in v.layers))
 
 
 def everything(world: WorldData) -> tuple[PartData, ...]:
-    """What is held where every owner has just been given its whole layers."""
-    return tuple(
-        PartData(rank=rank, layer=layer, part=0, parts=1, replica=False, whole=True)
-        for layer, ranks in owners_of_layer(world).items()
-        for rank in ranks
-    )
+    """What is held where every owner has just been given all that it keeps of its layers."""
+    held = []
+    for layer in owners_of_layer(world):
+        for stage in stages_of_layer(world, layer):
+            for rank in stage.ranks:
+                start, end, of = share_of(stage, rank)
+                held.append(
+                    PartData(
+                        rank=rank,
+                        layer=layer,
+                        start=start,
+                        end=end,
+                        of=of,
+                        replica=False,
+                        whole=not is_sharded(stage),
+                    )
+                )
+    return tuple(held)
 
 
 # --- gathering -----------------------------------------------------------------------------------
@@ -175,12 +161,30 @@ def contributions(shape: Shape, bucket: Bucket, world: WorldData) -> dict[int, l
         vector = homes[name]
         first, last = vector.place(name)
         for number, stage in enumerate(stages):
-            low, high = vector.part(number, len(stages))
+            low, high = vector.part(number, number + 1, len(stages))
             for index, rank in enumerate(stage.ranks):
                 start = max(first, low + (high - low) * index // len(stage.ranks))
                 end = min(last, low + (high - low) * (index + 1) // len(stage.ranks))
                 if start < end:
                     found[rank].append((offset + start - first, offset + end - first))
+    return {rank: _merged(ranges) for rank, ranges in found.items()}
+
+
+def cell_contributions(vector: Vector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
+    """As ``contributions``, of a cell where stages shard (``common_cells``), in elements behind its first one."""
+    begin, end = cell.elements(vector.numel)
+    found: dict[int, list[Range]] = {rank: [] for rank in cell.owners}
+    for stage in stages_of_layer(world, vector.layer):
+        ranks = [rank for rank in stage.ranks if rank in found]
+        for index, rank in enumerate(ranks):
+            for part in owned_parts(world, rank, vector.layer, zero1=True):
+                first, last = vector.part(*part)
+                if not is_sharded(stage):
+                    length = last - first
+                    last = first + length * (index + 1) // len(ranks)
+                    first += length * index // len(ranks)
+                if (low := max(first, begin)) < (high := min(last, end)):
+                    found[rank].append((low - begin, high - begin))
     return {rank: _merged(ranges) for rank, ranges in found.items()}
 
 
@@ -193,16 +197,15 @@ class _Holdings:
 
     primary: dict[int, list[Range]] = field(default_factory=dict)
     replica: dict[int, list[Range]] = field(default_factory=dict)
+    bounds: set[int] = field(default_factory=set)
+    """Where what was added begins and ends: nothing that is kept as one goes over any of them."""
 
-    def add(self, rank: int, ranges: Iterable[Range], *, replica: bool = False) -> None:
-        (self.replica if replica else self.primary).setdefault(rank, []).extend(ranges)
+    def add(self, rank: int, one: Range, *, replica: bool = False) -> None:
+        (self.replica if replica else self.primary).setdefault(rank, []).append(one)
+        self.bounds.update(one)
 
     def of(self, rank: int) -> list[Range]:
         return _merged([*self.primary.get(rank, []), *self.replica.get(rank, [])])
-
-    def bounds(self) -> set[int]:
-        held = [*self.primary.values(), *self.replica.values()]
-        return {bound for ranges in held for one in ranges for bound in one}
 
     def holders(self, start: int, end: int) -> list[int]:
         """Of a range that no bound lies in."""
@@ -213,10 +216,13 @@ class _Holdings:
         return []
 
 
-def moves_of(shape: Shape, world: WorldData, held: Sequence[PartData], *, replicas: bool) -> tuple[Move, ...]:
+def moves_of(
+    shape: Shape, world: WorldData, held: Sequence[PartData], *, zero1: bool, replicas: bool
+) -> tuple[Move, ...]:
     """Who sends what to whom before ``world`` can train.
 
     :param held: of the ranks of ``world``.
+    :param zero1: owners share out the optimizer's state; otherwise each has that of all its parameters.
     :param replicas: AOR is on.
     :raises PartsError: a part is nowhere.
     """
@@ -225,12 +231,12 @@ def moves_of(shape: Shape, world: WorldData, held: Sequence[PartData], *, replic
     wanted: list[tuple[int, Move, list[int]]] = []
     for number, vector in enumerate(shape.vectors):
         size = DTYPE_BYTES[vector.dtype]
-        values, states = _holdings(shape, vector, held)
+        values, states = _holdings(vector, held, zero1)
         of: tuple[tuple[What, _Holdings], ...] = (("parameters", values), ("optimizer", states))
         for what, holdings in of:
             for rank, own in layers.items():
-                needed = _needed(shape, vector, world, rank, own, what, replicas)
-                for start, end in _cut(_without(needed, holdings.of(rank)), holdings.bounds()):
+                needed = _needed(vector, world, rank, own, what, zero1, replicas)
+                for start, end in _cut(_without(needed, holdings.of(rank)), holdings.bounds):
                     candidates = holdings.holders(start, end)
                     if not candidates:
                         raise PartsError(
@@ -268,18 +274,25 @@ def _layers_of_ranks(world: WorldData) -> dict[int, set[int]]:
     return dict(sorted(layers.items()))
 
 
-def _holdings(shape: Shape, vector: Vector, held: Sequence[PartData]) -> tuple[_Holdings, _Holdings]:
-    """Of the parameters and of the optimizer's state."""
+def _holdings(vector: Vector, held: Sequence[PartData], zero1: bool) -> tuple[_Holdings, _Holdings]:
+    """Of the parameters and of the optimizer's state.
+
+    With ZeRO-1 the owners of the first of tied layers alone keep the optimizer's state; otherwise whoever
+    computes with parameters does.
+    """
+    layers = {vector.layer} if zero1 else set(vector.layers)
     values, states = _Holdings(), _Holdings()
     whole: dict[int, set[int]] = {}
     for entry in held:
         if entry.whole:
             whole.setdefault(entry.rank, set()).add(entry.layer)
-        if entry.layer == vector.layer:
+        if entry.layer in layers:
             for holdings in (values, states):
-                holdings.add(entry.rank, [vector.part(entry.part, entry.parts)], replica=entry.replica)
+                part = vector.part(entry.start, entry.end, entry.of)
+                holdings.add(entry.rank, part, replica=entry.replica)
     for rank, layers in whole.items():
-        values.add(rank, shape.used_by(vector, layers))
+        if not layers.isdisjoint(vector.layers):
+            values.add(rank, (0, vector.numel))
     for holdings in (values, states):
         for by_rank in (holdings.primary, holdings.replica):
             for rank in by_rank:
@@ -288,16 +301,18 @@ def _holdings(shape: Shape, vector: Vector, held: Sequence[PartData]) -> tuple[_
 
 
 def _needed(
-    shape: Shape, vector: Vector, world: WorldData, rank: int, own: set[int], what: What, replicas: bool
+    vector: Vector, world: WorldData, rank: int, own: set[int], what: What, zero1: bool, replicas: bool
 ) -> list[Range]:
-    if what == "parameters":
-        return shape.used_by(vector, own)
+    using = own.intersection(vector.layers)
+    if not using:
+        return []
+    if what == "parameters" or not zero1:
+        return _merged([vector.part(*owned) for owned in owned_parts(world, rank, min(using), zero1=False)])
     if vector.layer not in own:
         return []
-    part, parts = pipeline_of(world, rank), len(world.pipelines)
-    needed = [vector.part(part, parts)]
-    if replicas and keeps_replica(world, rank):
-        needed.append(vector.part((part + 1) % parts, parts))
+    needed = [vector.part(*owned) for owned in owned_parts(world, rank, vector.layer, zero1=True)]
+    if replicas:
+        needed += [vector.part(*owned) for owned in replica_parts(world, rank, vector.layer)]
     return _merged(needed)
 
 

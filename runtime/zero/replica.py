@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.device import DeviceRuntime
 from runtime.side_stream import SideStreams
 from runtime.watch.pace import Pace
 from runtime.zero.part_states import PartState
@@ -41,7 +42,7 @@ class Replica:
         self,
         parts: Sequence[PartState],
         optimization: ShardedOptimization,
-        device: torch.device,
+        runtime: DeviceRuntime,
         pace: Pace,
     ) -> None:
         self.parts = list(parts)
@@ -50,8 +51,8 @@ class Replica:
         """What ended it; the parts are worth nothing then."""
         self._optimizer, self._parameters = optimization.twin(self.slices)
         self._gradients = [torch.empty_like(parameter) for parameter in self._parameters]
-        self._device = device
-        self._side = SideStreams()
+        self._device, self._is_async = runtime.device, runtime.is_async
+        self._side = SideStreams(lambda _: runtime)
         self._pace = pace
         self._changed = threading.Condition()
         self._update: _Update | None = None
@@ -68,7 +69,7 @@ class Replica:
 
         :param gradients: of each of ``slices``. :param options: of the parameter groups, in this update.
         """
-        if self._device.type == "cuda":
+        if self._is_async:
             self._side.begin({self._device})
         with self._changed:
             self._update = _Update(gradients=gradients, options=options)
@@ -100,7 +101,7 @@ class Replica:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_async:
             self._side.adopt({self._device})
         while True:
             with self._changed:
@@ -125,7 +126,7 @@ class Replica:
 
     def _take(self, gradients: Iterable[Tensor]) -> None:
         pairs = zip(self._gradients, gradients, strict=True)
-        if self._device.type == "cuda":
+        if self._is_async:
             with self._side.on(self._device):
                 for mine, gradient in pairs:
                     mine.copy_(gradient, non_blocking=True)

@@ -21,6 +21,7 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar
 from runtime.training import TrainingError
 from runtime.zero.parts import Slice
+from runtime.zero.shards import StageShards
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD,
@@ -56,6 +57,10 @@ class ShardedOptimization(Optimization):
         super().__init__(model)
         self._groups_of = {name: i for i, names in enumerate(self._names) for name in names}
         self._slices: list[tuple[Slice, nn.Parameter]] = []
+        self._whole_of: dict[str, nn.Parameter] = {}
+        """What the optimizer has for parameters of which this rank updates all elements."""
+        self.shards: StageShards | None = None
+        """Of the newest generation, where this rank's stage shards."""
         self.whole: dict[str, ParameterState] = {}
         """State of whole parameters, made by the factory or restored, until parts are taken of it."""
         if self._optimizer is not None:
@@ -67,7 +72,7 @@ class ShardedOptimization(Optimization):
     def adopt(self, slices: Iterable[SliceState]) -> None:
         """From here on the optimizer is over these slices of the present parameters, with these states."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
-        self._slices = []
+        self._slices, self._whole_of = [], {}
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
@@ -76,6 +81,8 @@ class ShardedOptimization(Optimization):
         for one in slices:
             parameter = nn.Parameter(self.value_of(one.slice))
             self._slices.append((one.slice, parameter))
+            if one.slice == self.whole_slice(one.slice.name):
+                self._whole_of[one.slice.name] = parameter
             self._place(self._optimizer, one.slice.name, parameter, one.state)
 
     def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
@@ -122,11 +129,35 @@ class ShardedOptimization(Optimization):
         return options
 
     def value_of(self, one: Slice) -> Tensor:
-        """The slice of the present parameter: its memory, not a copy."""
+        """The slice of what this rank computes with, the parameter or its shard of it: memory, not a copy."""
+        if self.shards is not None and self.shards.has(one.name):
+            return self.shards.value_of(one)
+        return self.parameter_slice(one)
+
+    def parameter_slice(self, one: Slice) -> Tensor:
+        """The slice of the present whole parameter: its memory, not a copy."""
         return self._objects[one.name].detach().view(-1)[one.start : one.end]
 
+    def has_memory(self, name: str) -> bool:
+        """Whether the whole parameter is here."""
+        return not self._objects[name].is_meta
+
+    def whole_slice(self, name: str) -> Slice:
+        """All of a parameter."""
+        return Slice(name=name, start=0, end=self._objects[name].numel())
+
+    def in_shards(self, name: str) -> bool:
+        """Whether this rank computes with a parameter of which it has a shard."""
+        return self.shards is not None and self.shards.has(name)
+
+    def own_slice(self, one: Slice) -> Slice | None:
+        """What this rank has, under the present plan, of elements that it computes with."""
+        return self.shards.own_slice(one) if self.shards is not None else one
+
     def gradient_of(self, one: Slice) -> Tensor:
-        """The slice of the gradient that is in ``.grad``; zeros where there is none."""
+        """The slice of the gradient; zeros where there is none."""
+        if self.shards is not None and self.shards.has(one.name):
+            return self.shards.gradient_of(one)
         parameter = self._objects[one.name]
         if parameter.grad is None:
             return torch.zeros(one.end - one.start, dtype=parameter.dtype, device=parameter.device)
@@ -136,6 +167,10 @@ class ShardedOptimization(Optimization):
         """The model has other parameter objects now."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
 
+    def forget_dropped(self) -> None:
+        # The states of parts are kept and let go of with the parts.
+        self.refresh()
+
     def on_device(self, name: str) -> bool:
         """Whether the optimizer keeps also single numbers beside the parameter on its device."""
         assert self._optimizer is not None
@@ -143,7 +178,21 @@ class ShardedOptimization(Optimization):
         return bool(group.get("capturable") or group.get("fused"))
 
     def parameter_state(self, name: str) -> ParameterState:
-        raise RuntimeError(f"the optimizer's state of {name} is shared out: it is in the parts")
+        """As ``Optimization.parameter_state``, of a parameter that this rank updates all of.
+
+        :raises RuntimeError: it is shared out.
+        """
+        if not self._slices or self._optimizer is None:
+            return dict(self.whole.get(name, {}))
+        if (parameter := self._whole_of.get(name)) is None:
+            raise RuntimeError(f"the optimizer's state of {name} is shared out: it is in the parts")
+        shape = self._objects[name].shape
+        return {
+            key: value.view(shape)
+            if isinstance(value, Tensor) and value.numel() == shape.numel() and value.dim()
+            else value
+            for key, value in self._optimizer.state[parameter].items()
+        }
 
     def set_parameter_state(self, name: str, state: Mapping[str, Tensor | Scalar]) -> None:
         self.whole[name] = dict(state)
@@ -153,12 +202,22 @@ class ShardedOptimization(Optimization):
         optimizer.state[parameter] = state
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is known to update each element without a look at others."""
     kind = type(optimizer)
     base = next((one for one in kind.__mro__ if one in ELEMENTWISE), None)
-    if base is not None and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
+    return base is not None and inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+
+
+class NotElementwiseError(TrainingError):
+    """The optimizer is not known to update each element by itself."""
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if is_elementwise(optimizer):
         return
-    raise TrainingError(
+    kind = type(optimizer)
+    raise NotElementwiseError(
         f"zero1 shares the optimizer's state out element by element, and {kind.__name__} is not known to "
         f"allow that; take one of {', '.join(one.__name__ for one in ELEMENTWISE)} (or a subclass that "
         "leaves its step as it is), or set zero1 = false"

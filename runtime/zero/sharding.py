@@ -1,4 +1,4 @@
-"""ZeRO-1 on one rank: its parts, their updates, the parameters of the others, and the replica that it keeps.
+"""Layers in parts (ZeRO-1, shards) on one rank: its parts, their updates, and the replicas that it keeps.
 
 What a rank has at the committed step, parts of older generations and those made for a new one, stays until
 the first update of the new one, as the plan after a failure before that may need it. An update that has
@@ -6,7 +6,8 @@ passed VOTE counts, whether the parameters of the others could be gathered after
 with the next generation's state.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +17,26 @@ from torch import Tensor
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.state import StateError
-from runtime.layers.transfer import Exchange
-from runtime.layers.world import owners_of_layer
+from runtime.layers.transfer import Exchange, WholePayloads
+from runtime.layers.world import has_shards, is_sharded
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import Resume, StatePartData, WorldData
+from runtime.wire.protocol import Resume, StageData, StatePartData, WorldData
+from runtime.zero.cells import Fractions, copied_parts, owned_parts, replica_parts, share_of, stage_of
 from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates
-from runtime.zero.parts import (
-    Move,
-    Shape,
-    Slice,
-    everything,
-    keeps_replica,
-    moves_of,
-    pipeline_of,
-    protector_and_protege,
-)
+from runtime.zero.parts import Move, Shape, Slice, Vector, everything, moves_of
 from runtime.zero.replica import CHECK_STEPS, Replica
 from runtime.zero.sharded_optimizer import ShardedOptimization
+from runtime.zero.shards import StageShards
 from storage.buckets import Bucket
 
 _DIGEST_BYTES = 16
 _TOLERANCE = 1e-3
 """Between an owner on another kind of device and its replica, relative, after ``CHECK_STEPS`` steps."""
+
+
+_Key = tuple[int, Fractions]
+"""A layer and a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +46,14 @@ class Diverged:
 
 
 class Sharding:
-    """The engine's ZeRO-1; called by the main thread alone."""
+    """The engine's layers in parts; called by the main thread alone.
 
-    def __init__(self, model: Model, optimization: ShardedOptimization, pace: Pace) -> None:
+    :param zero1: owners share out the optimizer's state.
+    """
+
+    def __init__(self, model: Model, optimization: ShardedOptimization, pace: Pace, *, zero1: bool) -> None:
         self._model = model
+        self._zero1 = zero1
         self._optimization = optimization
         self._pace = pace
         self.shape = Shape.of(model.parameter_layers, model.parameter_sizes)
@@ -64,6 +66,8 @@ class Sharding:
         """Of the newest generation, as is the replica."""
         self._gather: ParameterGather | None = None
         self._aor = False
+        self.first_digests: dict[int, str] = {}
+        """Of the layers that this rank had whole before the first step."""
 
     # --- between generations ---------------------------------------------------------------------
 
@@ -76,50 +80,132 @@ class Sharding:
         """Keep nothing."""
         self.leave()
         self._end_replica()
-        self.states.kept = []
+        self.states.kept, self._own = [], []
+        self._optimization.shards = None
+        self._model.shard((), None)
 
     def restored(self, layers: Iterable[int]) -> None:
         """These were just filled whole, state included, and nothing else is kept."""
         self.states.keep_whole(layers)
 
-    def enter(
-        self, resume: Resume, communicator: Communicator, buckets: Collection[Bucket], complete: set[int]
-    ) -> int:
-        """Get whole parameters of the rank's layers, and make its new parts; returns the bytes received.
+    def begin_restoring(self, layers: Collection[int]) -> None:
+        """``restored_share`` follows for each of ``layers``; nothing else is kept."""
+        self._optimization.shards = None
+        self._model.shard(layers, None)
+        self.states.kept = []
 
-        :param complete: layers that are whole; gets the rank's layers when all is there.
+    def restored_share(self, layer: int, stage: StageData, rank: int) -> None:
+        """The layer was just filled whole, state included: keep this rank's share of it, and free the rest."""
+        self._optimization.refresh()
+        with torch.no_grad():
+            self.states.keep_share(layer, *share_of(stage, rank))
+        self._model.drop([layer])
+        self._optimization.refresh()
+
+    def enter(
+        self,
+        resume: Resume,
+        communicator: Communicator,
+        buckets: Collection[Bucket],
+        complete: set[int],
+        digest: Callable[[int], str],
+    ) -> int:
+        """Get the parameters of the rank's layers, whole or its share, and make its new parts.
+
+        :param complete: layers that are whole; gets the rank's layers when all of it is there, unless it shards.
+        :param digest: of a layer that is whole; called before the first step.
+        :returns: the bytes received.
         :raises CommunicationError: aborted, or a peer is lost; what is kept is as it was.
         :raises PartsError: some of it is nowhere.
         """
         world, rank = resume.world, resume.rank
-        aor = "aor" in resume.protection.split("+")
+        stage = stage_of(world, rank)
+        aor = self._zero1 and "aor" in resume.protection.split("+")
         self._end_replica()
-        own = [layer for layer, ranks in owners_of_layer(world).items() if rank in ranks]
-        for layer in own:
-            self._model.materialise(layer)
-        self._optimization.refresh()
+        self.states.complete = complete
+        own = list(range(stage.first_layer, stage.end_layer))
+        self._place(stage, own, communicator)
         with torch.no_grad():
-            self.states.fill_from_replicas(complete)
+            self._fill(own, complete, digest if resume.step == 0 else None)
             held = everything(world) if resume.restore else world.held_parts
-            moves = moves_of(self.shape, world, held, replicas=aor)
+            moves = moves_of(self.shape, world, held, zero1=self._zero1, replicas=aor)
             received_bytes = self._exchange(moves, communicator)
-            part, parts = pipeline_of(world, rank), len(world.pipelines)
-            self._own = [self.states.cut(layer, part, parts, replica=False) for layer in own]
-            replicas: list[PartState] = []
-            if aor and keeps_replica(world, rank):
-                following = (part + 1) % parts
-                replicas = [self.states.cut(layer, following, parts, replica=True) for layer in own]
+            self._own = [
+                self.states.cut(layer, self._vectors_of(layer, own), part)
+                for layer in own
+                for part in owned_parts(world, rank, layer, zero1=self._zero1)
+            ]
+            replicas = [
+                self.states.cut(layer, self.shape.of_layer(layer), part, replica=True)
+                for layer in own
+                if aor
+                for part in replica_parts(world, rank, layer)
+            ]
         self.states.forget_arrived()
         known = {part.said() for part in self.states.kept}
         self.states.kept += [part for part in (*self._own, *replicas) if part.said() not in known]
-        complete |= set(own)
+        if not is_sharded(stage):
+            complete |= set(own)
         self._optimization.adopt(one for p in self._own for one in p.slices)
         if replicas:
-            self.replica = Replica(replicas, self._optimization, self._model.device, self._pace)
+            self.replica = Replica(replicas, self._optimization, self._model.runtime, self._pace)
         self._world, self._communicator = world, communicator
-        self._aor = aor and parts > 1
-        self._gather = ParameterGather(self._model, self.shape, buckets, world, communicator)
+        self._aor = aor and len(world.pipelines) > 1
+        if self._zero1:
+            self._gather = ParameterGather(self._model.device, communicator)
+            if has_shards(world):
+                self._gather.add_cells(self.shape, world, self._optimization.value_of)
+            else:
+                self._gather.add_buckets(self._model, self.shape, buckets, world)
         return received_bytes
+
+    def _place(self, stage: StageData, own: list[int], communicator: Communicator) -> None:
+        """Make room for what this rank computes with."""
+        shards = None
+        if is_sharded(stage):
+            before = self._optimization.shards
+            shards = StageShards(
+                self._model,
+                self.shape,
+                own,
+                stage.ranks,
+                communicator,
+                self._pace,
+                same_rows=self._model.couples_rows,
+                before=before,
+            )
+        self._optimization.shards = shards
+        self._model.shard(own if shards is not None else (), shards)
+        if shards is None:
+            for layer in own:
+                self._model.materialise(layer)
+        self._optimization.refresh()
+
+    def _fill(self, own: list[int], complete: set[int], digest: Callable[[int], str] | None) -> None:
+        """Copy what is here to where this rank computes with it. Of layers that can be provided, one is whole at a
+        time."""
+        self.first_digests = {}
+        for layer in own:
+            self._pace.tick()
+            provided = layer in complete and layer not in self._model.held
+            if provided:
+                self._model.provide([layer])
+                self._optimization.refresh()
+            if digest is not None and layer in complete:
+                self.first_digests[layer] = digest(layer)
+            self.states.fill(self._vectors_of(layer, own, tied=True), complete)
+            if provided:
+                self._model.drop([layer])
+                self._optimization.refresh()
+        self._model.materialise_rest(own)
+
+    def _vectors_of(self, layer: int, own: Collection[int], *, tied: bool = False) -> tuple[Vector, ...]:
+        """Return the vectors that are kept with a layer: its own; and, where others keep none of it, those that it
+        shares with earlier layers, unless this rank has one of these."""
+        if self._zero1 and not tied:
+            return self.shape.of_layer(layer)
+        vectors = self.shape.of_layer(layer, tied=True)
+        return tuple(v for v in vectors if min(set(own).intersection(v.layers)) == layer)
 
     def leave(self) -> None:
         """The generation is over."""
@@ -134,18 +220,19 @@ class Sharding:
         """
         if replica:
             self._finish()
-        found = (
-            {part.layer: part for part in self.states.kept if part.replica}
-            if replica
-            else {part.layer: part for part in self._own}
-        )
+        parts = [part for part in self.states.kept if part.replica] if replica else self._own
+        found: dict[int, list[PartState]] = {}
+        for part in parts:
+            homes = {name for vector in self.shape.of_layer(part.layer) for name in vector.names}
+            slices = [one for one in part.slices if one.slice.name in homes]
+            found.setdefault(part.layer, []).append(dataclasses.replace(part, slices=slices))
         missing = [layer for layer in layers if layer not in found]
         if missing:
             raise StateError(f"no replica of layers {missing} is kept here")
-        return [found[layer] for layer in layers]
+        return [part for layer in layers for part in found[layer]]
 
     def value_of(self, one: Slice) -> Tensor:
-        """The slice of the present parameter, which is whole: its memory, not a copy."""
+        """The slice of what this rank computes with: its memory, not a copy."""
         return self._optimization.value_of(one)
 
     def schedule(self) -> dict[str, Any]:
@@ -168,7 +255,10 @@ class Sharding:
         self.states.kept = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 
     def gather(self) -> None:
-        """:raises CommunicationError: aborted, or a peer is lost; only the own part is at the new step."""
+        """With ZeRO-1: have parameters that others updated.
+
+        :raises CommunicationError: aborted, or a peer is lost; only the own part is at the new step.
+        """
         assert self._gather is not None
         self._gather.run(self._pace)
 
@@ -186,32 +276,37 @@ class Sharding:
         self._finish()
         rank = communicator.rank
         served: dict[int, list[PartState]] = {}
-        followed: dict[int, list[int]] = {}
-        for part in self._own:
-            protectors, protege = protector_and_protege(world, part.layer, rank)
-            for protector in protectors:
-                served.setdefault(protector, []).append(part)
-            if keeps_replica(world, rank):
-                followed.setdefault(protege, []).append(part.layer)
+        followed: dict[int, list[_Key]] = {}
+        own = {(part.layer, part.fractions): part for part in self._own}
+        for layer in sorted({part.layer for part in self._own}):
+            for copied in copied_parts(world, layer):
+                if copied.owner == rank:
+                    served.setdefault(copied.keeper, []).append(own[layer, copied.part])
+                if copied.keeper == rank:
+                    followed.setdefault(copied.owner, []).append((layer, copied.part))
         differing, asked = self._compare(communicator, served, followed)
         if not (differing or asked):
             return ()
         return self._renew(communicator, differing, asked)
 
     def _compare(
-        self, communicator: Communicator, served: dict[int, list[PartState]], followed: dict[int, list[int]]
-    ) -> tuple[dict[int, int], list[tuple[int, PartState]]]:
-        """Layers whose replica here differs, with their owner's rank; and own parts that others ask for."""
+        self,
+        communicator: Communicator,
+        served: dict[int, list[PartState]],
+        followed: dict[int, list[_Key]],
+    ) -> tuple[dict[_Key, int], list[tuple[int, PartState]]]:
+        """Parts whose replica here differs, with their owner's rank; and own parts that others ask for."""
         digests = {peer: b"".join(map(self.states.digest, parts)) for peer, parts in served.items()}
-        sizes = {peer: _DIGEST_BYTES * len(layers) for peer, layers in followed.items()}
+        sizes = {peer: _DIGEST_BYTES * len(keys) for peer, keys in followed.items()}
         theirs = self._talk(communicator, digests, sizes)
-        mine = {part.layer: self.states.digest(part) for part in self.states.kept if part.replica}
+        replicas = [part for part in self.states.kept if part.replica]
+        mine = {(part.layer, part.fractions): self.states.digest(part) for part in replicas}
         verdicts: dict[int, bytes] = {}
-        differing: dict[int, int] = {}
-        for peer, layers in followed.items():
-            said = [theirs[peer][i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES] for i in range(len(layers))]
-            bad = [not self._exact or mine.get(layer) != one for layer, one in zip(layers, said, strict=True)]
-            differing |= {layer: peer for layer, is_bad in zip(layers, bad, strict=True) if is_bad}
+        differing: dict[_Key, int] = {}
+        for peer, keys in followed.items():
+            said = [theirs[peer][i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES] for i in range(len(keys))]
+            bad = [not self._exact or mine.get(key) != one for key, one in zip(keys, said, strict=True)]
+            differing |= {key: peer for key, is_bad in zip(keys, bad, strict=True) if is_bad}
             verdicts[peer] = bytes(bad)
         answers = self._talk(communicator, verdicts, {peer: len(parts) for peer, parts in served.items()})
         asked = [
@@ -223,44 +318,49 @@ class Sharding:
         return differing, asked
 
     def _renew(
-        self, communicator: Communicator, differing: dict[int, int], asked: list[tuple[int, PartState]]
+        self, communicator: Communicator, differing: dict[_Key, int], asked: list[tuple[int, PartState]]
     ) -> tuple[Diverged, ...]:
         """Replicas made anew from their owners."""
-        assert self._world is not None
-        rank, parts = communicator.rank, len(self._world.pipelines)
-        following = (pipeline_of(self._world, rank) + 1) % parts
+        rank = communicator.rank
         error = self.replica.error if self.replica is not None else None
-        old = {part.layer: part for part in self.states.kept if part.replica}
-        self.states.kept = [p for p in self.states.kept if not (p.replica and p.layer in differing)]
-        moves = [m for peer, part in asked for m in self._moves_of(part.layer, part.part, parts, rank, peer)]
-        for layer, peer in differing.items():
-            moves += self._moves_of(layer, following, parts, peer, rank)
+        old = {(part.layer, part.fractions): part for part in self.states.kept if part.replica}
+        self.states.kept = [
+            p for p in self.states.kept if not (p.replica and (p.layer, p.fractions) in differing)
+        ]
+        moves = [m for peer, part in asked for m in self._moves_of(part.layer, part.fractions, rank, peer)]
+        for (layer, fractions), peer in differing.items():
+            moves += self._moves_of(layer, fractions, peer, rank)
         with torch.no_grad():
             self._exchange(moves, communicator)
-            new = [self.states.cut(layer, following, parts, replica=True) for layer in differing]
+            new = [
+                self.states.cut(layer, self.shape.of_layer(layer), fractions, replica=True)
+                for layer, fractions in differing
+            ]
         self.states.forget_arrived()
         if not differing:
             return ()
         self._end_replica()
         self.states.kept += new
         kept = [part for part in self.states.kept if part.replica]
-        self.replica = Replica(kept, self._optimization, self._model.device, self._pace)
+        self.replica = Replica(kept, self._optimization, self._model.runtime, self._pace)
         diverged = []
         for part in new:
             if error is not None:
                 diverged.append(Diverged(layer=part.layer, detail=f"{type(error).__name__}: {error}"))
-            elif self._exact or not _close(old[part.layer], part):
+            elif self._exact or not _close(old[part.layer, part.fractions], part):
+                start, end, of = part.fractions
                 detail = (
-                    f"part {following} of {parts} differed from its owner's; it was taken from there anew"
+                    f"the part from {start}/{of} to {end}/{of} differed from its owner's; it was taken from "
+                    "there again"
                 )
                 diverged.append(Diverged(layer=part.layer, detail=detail))
         return tuple(diverged)
 
-    def _moves_of(self, layer: int, part: int, parts: int, source: int, target: int) -> list[Move]:
+    def _moves_of(self, layer: int, part: Fractions, source: int, target: int) -> list[Move]:
         """The optimizer's state of a part."""
         moves = []
         for number, vector in enumerate(self.shape.vectors):
-            start, end = vector.part(part, parts)
+            start, end = vector.part(*part)
             if vector.layer == layer and start < end:
                 moves.append(
                     Move(
@@ -295,11 +395,15 @@ class Sharding:
         pendings += [communicator.receive(tensor, peer, "state") for peer, tensor in sorted(heard.items())]
         for pending in pendings:
             self._pace.wait(communicator, pending)
-        return {peer: bytes(tensor.cpu().numpy()) for peer, tensor in heard.items()}
+        return {peer: bytes(self._pace.to_host(tensor).numpy()) for peer, tensor in heard.items()}
 
     def _exchange(self, moves: Sequence[Move], communicator: Communicator) -> int:
         exchange = Exchange(
-            moves, packer=self.states, communicator=communicator, pace=self._pace, device=self._model.device
+            moves,
+            packer=WholePayloads(self.states),
+            communicator=communicator,
+            pace=self._pace,
+            device=self._model.device,
         )
         exchange.run()
         return exchange.received_bytes

@@ -16,8 +16,8 @@ def foresee(c: Cluster) -> None:
     attempt, resumption = c.attempt, c.resumption
     if attempt is None or attempt.mode != "abort" or attempt.foreseen == len(attempt.expected):
         return
-    if resumption is None or not c.templates_ready or c.job is None or c.job.policy.zero1:
-        return  # Under ZeRO-1 the parts that somebody holds are not the plan's alone.
+    if resumption is None or not c.templates_ready or c.job is None or resumption.held_parts:
+        return  # The parts that somebody holds are not the plan's alone.
     attempt.foreseen = len(attempt.expected)
     nodes = [c.nodes[name] for name in sorted(attempt.expected)]
     devices = {node.name: node.facts.devices for node in nodes if node.draining is None}

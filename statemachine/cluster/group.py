@@ -136,12 +136,12 @@ def kept(c: Cluster) -> frozenset[str]:
     """Nodes that wait for their release and that the plan under way cannot do without.
 
     Where they were kept for layers that nobody else had, its transfers may have brought these to others:
-    then it can by now. Under ZeRO-1 an owner has but a part of a layer, which the plan does not tell.
+    then it can by now. Where layers are in parts, the plan does not tell who brings them to whom.
     """
     attempt, resumption = c.attempt, c.resumption
     if attempt is None or resumption is None or c.job is None:
         return frozenset()
-    if not attempt.kept_for or c.job.policy.zero1:
+    if not attempt.kept_for or resumption.held_parts:
         return attempt.kept
     elsewhere = {
         layer

@@ -100,13 +100,23 @@ def standing(c: Cluster, name: str, incarnation: int) -> Standing:
     return Standing.RETIRED if incarnation in node.retired else Standing.OTHER
 
 
-def misfit(facts: NodeFacts, policy: Policy) -> str | None:
-    """Why a node of this shape cannot take part in a job with this policy."""
-    if facts.devices == policy.devices_per_node:
+def misfit(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
+    """Return why a node of this shape cannot take part in a job with this policy, or ``None`` if it can.
+
+    :param before: devices that the node of this name had when it took part; 0 if it never did.
+    """
+    wanted = policy.devices_per_node
+    if facts.devices == wanted:
         return None
+    has = f"this node has {counted(facts.devices, 'device')}"
+    if before == wanted:
+        has += f" and had {before} before"
+        remedy = "see whether a device has failed, " if facts.devices < before else ""
+    else:
+        remedy = ""
     return (
-        f"this node has {counted(facts.devices, 'device')}, but every node of the running job has "
-        f"{policy.devices_per_node}: start it with that many"
+        f"{has}, but every node of the running job has {wanted}: {remedy}set node.devices = {wanted} and restart "
+        f"the node, or stop the job and submit it again for nodes of {counted(facts.devices, 'device')}"
     )
 
 
@@ -138,7 +148,8 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     job = c.job if c.active else None
     problem = stranger(c, name, hello.facts)
     if problem is None and job is not None:
-        problem = misfit(hello.facts, job.policy)
+        known = c.nodes.get(name)
+        problem = misfit(hello.facts, job.policy, 0 if known is None else known.facts.devices)
     if problem is not None:
         reject(c, name, incarnation, problem)
         return False

@@ -21,6 +21,7 @@ def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
                     "end_layer": stage.end_layer,
                     "devices": [f"{device.node}/{device.index}" for device in stage.devices],
                     "recompute": stage.recompute,
+                    "within": stage.within,
                 }
                 for stage in pipeline.stages
             ],

@@ -194,7 +194,8 @@ def settle(c: Cluster, attempt: Attempt) -> None:
         reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort")
         return
     c.cancel_timer(QUIESCE)
-    decision = decide(reports, c.ledger.known, c.resumption, attempt.mode)
+    zero1 = c.job is not None and c.job.policy.zero1
+    decision = decide(reports, c.ledger.known, c.resumption, attempt.mode, zero1=zero1)
     attempt.decision = decision
     attempt.members = set(reports)
     c.enter(PhaseEvent.REPORTS_COMPLETED)
@@ -244,6 +245,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         speeds=c.speeds,
         horizon_s=horizon_s(c, len(usable)),
         parts=parts_of(c, decision, usable),
+        in_memory=decision.step > 0 and attempt.restoring is None,
     )
     c.publish()
     if c.templates_ready:
@@ -261,8 +263,8 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
 def parts_of(
     c: Cluster, decision: Decision, usable: tuple[str, ...]
 ) -> dict[Device, tuple[StatePart, ...]] | None:
-    """Under ZeRO-1, what parts of layers the devices of these nodes have."""
-    if c.job is None or not c.job.policy.zero1:
+    """What parts of layers the devices of these nodes have, where layers are in parts."""
+    if c.job is None or not (c.job.policy.zero1 or decision.parted):
         return None
     return of_nodes(decision.parts, usable)
 
@@ -317,7 +319,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     decision, plan = attempt.decision, event.plan
-    sharded = c.job is not None and c.job.policy.zero1
+    sharded = c.job is not None and (c.job.policy.zero1 or decision.parted)
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
     protection = settled(c, event.protection)
     c.resumption = Resumption(

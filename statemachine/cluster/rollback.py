@@ -247,7 +247,8 @@ def _plan_from(c: Cluster, attempt: Attempt, step: int, vote: Vote, layers: int)
         Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
     ]
     holdings = dict.fromkeys(devices, everything)
-    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in range(layers))
+    parted = attempt.decision.parted or (c.job is not None and c.job.policy.zero1)
+    parts = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(layers) if parted)
     attempt.decision = replace(
         attempt.decision,
         step=step,

@@ -47,9 +47,9 @@ class Resumption:
     ready: dict[Device, frozenset[int]] = field(default_factory=dict)
     """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
     ready_parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """Under ZeRO-1, what of those layers they have then."""
+    """Where layers are in parts, what of those layers they have then."""
     held_parts: tuple[HeldPart, ...] = ()
-    """Under ZeRO-1, what the devices of the plan have."""
+    """Where layers are in parts, what the devices of the plan have."""
     lineage: int = 0
     """Generation of the last rollback; 0: none."""
     restore: Restore | None = None
@@ -78,8 +78,13 @@ class Decision:
     evaluation: Evaluation | None = None
     """Of the state after ``step``, if somebody knows it."""
     parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """Under ZeRO-1: what each device has of which layers at ``step``, as ``holdings``, which then says whose
+    """Where layers are in parts, what each device has of which at ``step``, as ``holdings``, which then says whose
     parameters are whole."""
+
+    @property
+    def parted(self) -> bool:
+        """Whether trainers have layers in parts: with ZeRO-1, or where stages may shard."""
+        return any(self.parts.values())
 
 
 def pristine(report: DeviceReport) -> bool:
@@ -106,11 +111,18 @@ def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:
 
 
 def decide(
-    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+    reports: Reports,
+    known: CommittedStep | None,
+    resumption: Resumption | None,
+    mode: QuiesceMode,
+    *,
+    zero1: bool = False,
 ) -> Decision:
     """What step to resume from, and who holds which layer of it.
 
     ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
+
+    :param zero1: owners of a layer share out its optimizer state.
     """
     lineage = resumption.lineage if resumption is not None else 0
     everybody = [
@@ -137,7 +149,7 @@ def decide(
             layers = _by_gradients(device, report, target, resumption, owned)
             if layers:
                 ready[device] = layers
-                parts[device] = _parts_by_gradients(device, report, layers, target, resumption)
+                parts[device] = _parts_by_gradients(device, report, layers, target, resumption, zero1=zero1)
                 holdings[device] = _whole(layers, parts[device]) if report.parts else layers
     in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
     outcome: Outcome
@@ -171,10 +183,11 @@ def _by_gradients(
     """Layers that ``device`` holds at ``target`` once it applies the gradients it reports."""
     if resumption is None:
         return frozenset()
+    here = frozenset(report.held).union(part.layer for part in report.parts)
     if target > resumption.step:
-        return owned().get(device, frozenset()) & frozenset(report.held)
+        return owned().get(device, frozenset()) & here
     if target == resumption.step:
-        return resumption.ready.get(device, frozenset()) & frozenset(report.held)
+        return resumption.ready.get(device, frozenset()) & here
     return frozenset()
 
 
@@ -184,6 +197,8 @@ def _parts_by_gradients(
     layers: frozenset[int],
     target: int,
     resumption: Resumption | None,
+    *,
+    zero1: bool,
 ) -> tuple[StatePart, ...]:
     """What ``device`` has of these layers at ``target`` once it applies the gradients it reports."""
     if resumption is None or not report.parts:
@@ -191,16 +206,12 @@ def _parts_by_gradients(
     if target == resumption.step:
         counted = set(resumption.ready_parts.get(device, ()))
         return tuple(part for part in report.parts if part in counted and part.layer in layers)
-    owned = owned_parts(resumption.plan, device)
+    owned = owned_parts(resumption.plan, device, zero1=zero1)
     if "aor" not in resumption.protection:  # Replicas of the group before do not follow this one's steps.
-        owned = frozenset(kept for kept in owned if not kept[2])
-    return tuple(
-        part
-        for part in report.parts
-        if part.layer in layers and (part.part, part.parts, part.replica) in owned
-    )
+        owned = frozenset(kept for kept in owned if not kept.replica)
+    return tuple(part for part in report.parts if part.layer in layers and part in owned)
 
 
 def _whole(layers: frozenset[int], parts: tuple[StatePart, ...]) -> frozenset[int]:
     """Layers that have no part but the one here."""
-    return layers.intersection(part.layer for part in parts if part.parts == 1)
+    return layers.intersection(part.layer for part in parts if part.is_whole)

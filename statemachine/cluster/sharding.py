@@ -1,27 +1,39 @@
-"""ZeRO-1 as the protocol sees it: which parts of layers a plan gives to whom, and who has which.
+"""Layers in parts as the protocol sees them: which parts a plan gives to whom, and who has which.
 
-Part i of each layer is the i-th pipeline's owner's, who with ``aor`` keeps a replica of the next one's, too.
+A device of a stage that shards keeps its range of the stage's layers. With ZeRO-1 the owners of a layer share out
+what they have in common of the optimizer's state: of m pipelines the i-th one's owner has the range
+[i/m, (i + 1)/m), and with ``aor`` keeps a replica of the next one's, too.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import lcm
 
-from planner.changes.parts import incomplete
+from planner.changes.parts import Run, incomplete, kept_parts, stages_by_layer
 from planner.values import Device, Plan, StatePart
 from statemachine.values import HeldPart
 
 Parts = Mapping[Device, Iterable[StatePart]]
 
 
-def owned_parts(plan: Plan, device: Device) -> frozenset[tuple[int, int, bool]]:
-    """(part, parts, replica) of what a device of the plan keeps of its layers, if there are replicas."""
-    parts = len(plan.pipelines)
-    number = next(
-        number
-        for number, pipeline in enumerate(plan.pipelines)
-        if any(device in stage.devices for stage in pipeline.stages)
-    )
-    return frozenset({(number, parts, False), ((number + 1) % parts, parts, True)})
+def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePart]:
+    """Return what a device of the plan keeps of its layers, if there are replicas."""
+    stages_of = stages_by_layer(plan.pipelines, plan.pipelines[0].stages[-1].end_layer)
+    owned = set()
+    for number, pipeline in enumerate(plan.pipelines):
+        for stage in pipeline.stages:
+            if device not in stage.devices:
+                continue
+            for layer in range(stage.first_layer, stage.end_layer):
+                for replica in (False, True) if zero1 else (False,):
+                    runs = kept_parts(stages_of[layer], number, device, zero1=zero1, replica=replica)
+                    owned |= {_part(layer, run, replica=replica) for run in runs}
+    return frozenset(owned)
+
+
+def _part(layer: int, run: Run, *, replica: bool) -> StatePart:
+    of = lcm(run[0].denominator, run[1].denominator)
+    return StatePart(layer=layer, start=int(run[0] * of), end=int(run[1] * of), of=of, replica=replica)
 
 
 def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Parts) -> tuple[HeldPart, ...]:
@@ -32,13 +44,14 @@ def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Par
     runs: list[HeldPart] = []
     for device in plan.devices:
         whole, of_device = holdings.get(device, frozenset()), len(runs)
-        for part in sorted(parts.get(device, ()), key=lambda p: (p.replica, p.parts, p.part, p.layer)):
+        for part in sorted(parts.get(device, ()), key=lambda p: (p.replica, p.of, p.start, p.end, p.layer)):
             run = HeldPart(
                 device=device,
                 first_layer=part.layer,
                 end_layer=part.layer + 1,
-                part=part.part,
-                parts=part.parts,
+                start=part.start,
+                end=part.end,
+                of=part.of,
                 replica=part.replica,
                 whole=part.layer in whole,
             )

@@ -1,5 +1,6 @@
 """One shared cluster for all tests that leave it usable, and the losses that every run must have."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,28 +14,60 @@ from tests.runtime.reference import load, reference_losses
 
 RELATIVE = 1e-9
 REFERENCE_STEPS = 200
+USUAL_DEVICES = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
+    """Mark the tests of this directory, and put those that share a cluster together."""
+    places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    ordered = sorted((items[place] for place in places), key=devices_of, reverse=True)
+    for place, item in zip(places, ordered, strict=True):
+        item.add_marker(pytest.mark.e2e)
+        items[place] = item
+
+
+def devices_of(item: pytest.Item) -> int:
+    """Return how many devices each node has in the cluster that this test shares."""
+    marker = item.get_closest_marker("devices")
+    return int(marker.args[0]) if marker else USUAL_DEVICES
+
+
+class SharedCluster:
+    """One cluster at a time, kept as long as tests want the same number of devices."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._ground: Playground | None = None
+
+    def of(self, devices: int) -> Playground:
+        """Return the cluster whose nodes have so many devices."""
+        if self._ground is None or self._ground.devices != devices:
+            self.close()
+            self._ground = self._open.enter_context(
+                playground(devices_per_node=devices, timing={"scrub_s": 0.5})
+            )
+        return self._ground
+
+    def close(self) -> None:
+        self._ground = None
+        self._open.close()
 
 
 @pytest.fixture(scope="session")
-def shared() -> Iterator[Playground]:
+def shared() -> Iterator[SharedCluster]:
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
-    with playground(timing={"scrub_s": 0.5}) as ground:
-        yield ground
+    with contextlib.closing(SharedCluster()) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def ground(shared: Playground) -> Iterator[Playground]:
+def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
     """The shared cluster, in order: four idle nodes. What it said is held against the contract."""
-    shared.tidy()
-    yield shared
-    shared.contract_is_kept()
+    ground = shared.of(devices_of(request.node))
+    ground.tidy()
+    yield ground
+    ground.contract_is_kept()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +33,12 @@ from runtime.wire.protocol import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 
 LIMIT_S = 100.0
+DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
+"""What trainers compute on; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
 SILENCE_S = 3.0
 """Twice the usual: on a busy machine whoever is alive may be kept waiting."""
+HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
+"""Devices of a node → memory of each, with which two nodes hold the test job's six layers, and one does not."""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -172,6 +176,19 @@ class Playground:
         self.until(lambda: max(run.losses, default=0) >= step, f"step {step}")
 
     @property
+    def devices(self) -> int:
+        """Devices of each node that is not said to have others."""
+        return self.cluster.options.devices_per_node
+
+    @property
+    def healthy(self) -> set[str]:
+        """Nodes that are here, if all that are here are healthy."""
+        here = {
+            n: node["state"] for n, node in self.state.get("nodes", {}).items() if node["state"] != "OFFLINE"
+        }
+        return set(here) if set(here.values()) <= {"HEALTHY"} else set()
+
+    @property
     def snapshot_directory(self) -> Path:
         """Where all nodes keep their snapshots."""
         return shared_memory(self.cluster.directory)
@@ -179,6 +196,16 @@ class Playground:
     def further(self, steps: int = 5) -> None:
         """Training must go on."""
         self.until_step(max(self._current.losses, default=0) + steps)
+
+    def until_planned(self, nodes: Sequence[str]) -> None:
+        """Wait until all these nodes, and no others, are in the plan that trains."""
+        self.until(
+            lambda: (
+                self.state.get("phase") == "RUNNING"
+                and {name for name, node in self.state["nodes"].items() if node["in_plan"]} == set(nodes)
+            ),
+            f"{', '.join(nodes)} train",
+        )
 
     def until_phase(self, phase: str) -> None:
         self.until(lambda: self.state.get("phase") == phase, f"phase {phase}")
@@ -319,19 +346,25 @@ class Playground:
         self.on_loop(self.cluster.fleet.terminate(strangers, grace_s=10.0))
         for name in HOME:
             if not self.cluster.fleet.running(name):
-                self.pids.pop((name, 0), None)
+                for device in range(self.devices):
+                    self.pids.pop((name, device), None)
                 self.on_loop(self.cluster.start_node(name))
         self.until(self._in_order, "home nodes healthy, others gone")
 
     def _in_order(self) -> bool:
-        nodes = {n: v["state"] for n, v in self.state.get("nodes", {}).items() if v["state"] != "OFFLINE"}
-        warm = all((name, 0) in self.pids for name in HOME)
-        return warm and nodes == dict.fromkeys(HOME, "HEALTHY")
+        warm = all((name, device) in self.pids for name in HOME for device in range(self.devices))
+        return warm and self.healthy == set(HOME)
 
     def contract_is_kept(self) -> None:
         """Whatever was said so far is as the contract for other tools has it."""
         problems = self.witness.problems()
         assert problems == [], "\n".join(problems[:20])
+
+
+def nodes_of(pipelines: list[Json]) -> list[int]:
+    """Return how many nodes each of the pipelines has, ascending."""
+    found = [{d.rpartition("/")[0] for stage in p["stages"] for d in stage["devices"]} for p in pipelines]
+    return sorted(map(len, found))
 
 
 @contextlib.contextmanager
@@ -359,13 +392,17 @@ microbatch = 2
 seed = 3
 precision = "float64"
 clip_gradient_norm = 0.5
+device = "{device}"
 [training.arguments]
 delay_s = {delay_s}
 {arguments}
 [tolerance]
 failures = {failures}
 minimum = "{minimum}"
-{planner}
+[planner]
+within_node = "{within_node}"
+{memory}
+{profile}
 {tables}
 """
 
@@ -375,25 +412,54 @@ def write_job(
     *,
     steps: int = 100_000,
     delay_s: float = 0.002,
+    devices: int = 2,
     two_node_replicas: bool = False,
+    within_node: str = "auto",
     failures: int = 1,
     minimum: str = "one_replica",
     arguments: str = "",
     tables: str = "",
 ) -> Path:
-    """The test job as a file; with ``two_node_replicas`` a copy of the model fits no single node."""
+    """Write the test job to a file.
+
+    :param delay_s: of each layer. A node that starts imports torch, which takes long while steps need all
+        processors: jobs that wait for one give it time.
+    :param within_node: what each device of a stage holds; with "shard", every stage has two devices.
+    :param two_node_replicas: a copy of the model fits no node with so many ``devices``, and fits two of them.
+    """
     text = JOB.format(
         steps=steps,
         here=Path(__file__).parent,
+        device=DEVICE,
         delay_s=delay_s,
         arguments=arguments,
         tables=tables,
         failures=failures,
         minimum=minimum,
-        planner="[planner]\ndevice_memory_mib = 0.3\n" if two_node_replicas else "",
+        memory=f"device_memory_mib = {HALF_A_REPLICA_MIB[devices]}" if two_node_replicas else "",
+        profile=f'profile = "{write_pairs(directory)}"' if within_node == "shard" else "",
+        within_node=within_node,
     )
     path = directory / "job.toml"
     path.write_text(text)
+    return path
+
+
+def write_pairs(directory: Path) -> Path:
+    """Write a profile of the test job in which every stage has two devices."""
+    size = (48 * 48 + 48) * 8
+    layer = {
+        "forward_ms": 3.0,
+        "backward_ms": 1.0,
+        "parameter_bytes": size,
+        "gradient_bytes": size,
+        "optimizer_bytes": 2 * size,
+        "activation_bytes": 4096,
+        "output_bytes": 2 * 48 * 8,
+    }
+    document = {"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": [layer] * 6, "stage_devices": [2]}
+    path = directory / "pairs.json"
+    path.write_bytes(msgspec.json.encode(document))
     return path
 
 

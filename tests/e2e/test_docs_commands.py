@@ -37,6 +37,7 @@ NOT_RUN = {
     r"systemctl|systemd-|^sudo chown": "changes the system's services",
     r"\bkubectl\b|kubernetes|> ftd\.toml|^ftd submit /train": "needs Kubernetes; test_kubernetes runs "
     "the pods' own commands as processes",
+    r"benchmarks\.gpu": "needs a GPU; test_gpu_benchmark runs its code on a processor",
     r"^sbatch": "needs Slurm; test_slurm runs the script with stand-ins for Slurm's commands",
 }  # fmt: skip
 ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit train|host-a:9641"
@@ -45,12 +46,12 @@ ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit trai
 INSTEAD = (
     # What takes minutes, and the other host, shared disk or service of the reader's.
     (r"(local examples/gpt.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 100000"),
-    (r"(local examples/llama.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 3"),
+    (r"(local examples/llama.toml --nodes) 4( --steps 2000)?$", r"\1 2 --steps 3"),
     (r"stop llama", "stop gpt"),
     (r"checkpoints/llama my-llama --format huggingface", "checkpoints/gpt my-gpt --format torch"),
     (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
     (r"--seeds 50", "--seeds 2"),
-    (r"local examples/nanogpt/train_ftd.toml --nodes 4", r"\g<0> --steps 5"),
+    (r"(local examples/nanogpt/train_ftd.toml --nodes) 4", r"\1 2 --steps 5"),
     (
         r"^python examples/nanogpt/train_plain.py$",
         r"sed -i 's/^max_iters = .*/max_iters = 5/' examples/nanogpt/train_plain.py && \g<0>",

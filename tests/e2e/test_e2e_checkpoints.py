@@ -27,12 +27,13 @@ Reference = Callable[[int], list[float]]
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Playground]:
-    """A cluster that does not wait long for hosts that never come back, and whose disks are slow."""
+    """A cluster of nodes of two devices that does not wait long for hosts that never come back, and whose disks
+    are slow."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("FTD_NODE_CHECKPOINT_RATE_MIB_S", "1")
-        with playground(timing={"lost_state_s": 0.5}) as ground:
+        with playground(devices_per_node=2, timing={"lost_state_s": 0.5}) as ground:
             yield ground
 
 
@@ -58,9 +59,14 @@ def check(run: Run, reference: Reference) -> None:
     assert [loss for _, loss in told] == pytest.approx([expected[step - 1] for step, _ in told], rel=RELATIVE)
 
 
-def checkpoint_job(directory: Path, *, zero1: bool = False, **options: object) -> JobData:
-    """Its checkpoints are in ``directory / "kept"``."""
-    path = write_job(directory, **options)  # type: ignore[arg-type]
+def checkpoint_job(
+    directory: Path, *, zero1: bool = False, shards: bool = False, **options: object
+) -> JobData:
+    """Its checkpoints are in ``directory / "kept"``.
+
+    :param shards: the two devices of each stage have shards.
+    """
+    path = write_job(directory, within_node="shard" if shards else "auto", **options)  # type: ignore[arg-type]
     text = path.read_text().replace("[training]\n", f"[training]\nzero1 = {str(zero1).lower()}\n")
     snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{"arc:1+aor" if zero1 else "aec"}"\n'
     path.write_text(text + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
@@ -150,17 +156,21 @@ def test_more_hosts_are_lost_than_the_protection_withstands(
     same_losses(ground.stop_job())
 
 
-def test_a_job_that_was_stopped_is_gone_on_with_later_on_another_number_of_hosts(
+def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_devices(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
-    """And leaves its last step when it is finished."""
+    """Four nodes of two devices, each with half of the state, then three of one. The job leaves its last step when
+    it is finished."""
     url = tmp_path / "kept"
-    ground.submit(checkpoint_job(tmp_path))
+    ground.submit(checkpoint_job(tmp_path, failures=3, within_node="shard"))
     ground.until_event("CheckpointCompleted", times=2)
     same_losses(ground.stop_job())
     newest = steps_in(url)[0]
-    for name in ("node-1", "node-3"):
-        ground.inject(do="kill", node=name)
+    ground.inject(do="kill", nodes=list(HOME))
+    single = ("single-0", "single-1", "single-2")
+    for name in single:
+        ground.on_loop(ground.cluster.start_node(name, devices=1))
+    ground.until(lambda: ground.healthy == set(single), "nodes of one device, and no others")
     last = newest + 17
     run = ground.submit(checkpoint_job(tmp_path, steps=last))
     resumed = ground.until_event("JobResumed")
@@ -202,6 +212,33 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     resumed = ground.until_event("JobResumed")
     assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
     ground.until(lambda: len(ground.state["pipelines"]) == 2, "two pipelines in the state")
+    check(ground.finish(), tied_reference)
+    assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
+
+
+def test_shards_are_gone_back_to_and_gone_on_with_as_replicas(
+    ground: Playground, tmp_path: Path, tied_reference: Reference
+) -> None:
+    """Each of four nodes has all layers, in halves on its two devices: any one of them is enough to go back."""
+    url = tmp_path / "kept"
+    job = checkpoint_job(tmp_path, shards=True, failures=3, arguments="tied = true")
+    run = ground.submit(job)
+    ground.until_event("CheckpointCompleted")
+    stages = [stage for pipeline in ground.state["pipelines"] for stage in pipeline["stages"]]
+    assert {(stage["within"], len(stage["devices"])) for stage in stages} == {("shard", 2)}
+    ground.play(
+        {"after_s": 0, "do": "kill", "node": "node-1"},
+        {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-2", "node-3"], "target": "trainer"},
+    )
+    details = until_gone_back(ground, run)
+    assert details["tier"] == "memory"
+    check(ground.stop_job(), tied_reference)
+
+    ground.inject(do="kill", node="node-3")
+    newest = steps_in(url)[0]
+    run = ground.submit(checkpoint_job(tmp_path, steps=newest + 12, arguments="tied = true"))
+    resumed = ground.until_event("JobResumed")
+    assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
     check(ground.finish(), tied_reference)
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 

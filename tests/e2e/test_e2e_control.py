@@ -10,7 +10,7 @@ from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError, RequestRefused
 from ftd.view.trace import rows_of
 from ftd.wire.public import TraceRequest
-from tests.e2e.playground import HOME, Playground, Run, tiny_job
+from tests.e2e.playground import HOME, Playground, Run, nodes_of, tiny_job
 
 SameLosses = Callable[[Run], None]
 
@@ -18,10 +18,10 @@ SameLosses = Callable[[Run], None]
 def test_joins_drains_and_leaves_recompute_nothing(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
-    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, delay_s=0.02))
     ground.inject(do="start", node="node-4")
     joined = ground.until_recovery("node_joined")
-    assert sorted(len(p["stages"]) for p in joined["pipelines_after"]) == [2, 3]
+    assert nodes_of(joined["pipelines_after"]) == [2, 3]
     ground.drain("node-0")
     drained = ground.until_recovery("node_drained")
     assert drained["nodes"] == ["node-0"]
@@ -126,8 +126,29 @@ def test_too_few_nodes_pause_the_job_until_they_come(
     same_losses(ground.stop_job())
 
 
+def test_a_node_that_comes_back_with_fewer_devices_is_refused(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    ground.submit(tiny_job(tmp_path, failures=3, delay_s=0.01))
+    ground.until_planned(HOME)
+    ground.on_loop(ground.cluster.kill("node-1"))
+    ground.until_recovery("node_lost")
+    child = ground.on_loop(ground.cluster.start_node("node-1", devices=1))
+    refused = ground.until_event("NodeRejected", "node-1")["reason"]
+    assert "has 1 device and had 2 before, but every node of the running job has 2" in refused
+    assert "see whether a device has failed" in refused
+    ground.further()
+    assert ground.state["nodes"]["node-1"]["state"] == "OFFLINE"
+    ground.until(lambda: refused in child.log.read_text(), "its daemon logs why")
+    ground.on_loop(ground.cluster.kill("node-1"))
+    ground.inject(do="start", node="node-1")
+    ground.until_recovery("node_joined")
+    ground.until_planned(HOME)
+    same_losses(ground.stop_job())
+
+
 def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
-    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, delay_s=0.02))
     ground.until_step(4)
     first = ground.state["nodes"]["node-1"]["incarnation"]
     second = ground.on_loop(ground.cluster.fleet.start("impostor", ground.cluster.node_command("node-1")))
@@ -180,11 +201,11 @@ def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses
     state, found = ground.on_loop(ask(address, 2, 60.0))
     assert state["phase"] == "RUNNING"
     rows = rows_of(found, {})
-    assert [row.rank for row in rows] == [0, 1, 2, 3]
+    assert [row.rank for row in rows] == list(range(len(HOME) * ground.devices))
     for row in rows:
         kinds = [span.kind for span in row.spans]
         assert kinds.count("step") == 2 and {"forward", "backward", "vote", "apply"} <= set(kinds)
-    for wrong, words in (("steps", "1001"), ("device", "devices 0 to 0")):
+    for wrong, words in (("steps", "1001"), ("device", "devices 0 to 1")):
         envelope = ground.client.envelope()
         request = TraceRequest(**envelope, **{wrong: 1001})  # type: ignore[arg-type]
         with pytest.raises(RequestRefused, match=words):

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftd.config.job import load_job_data
 from tests.e2e.playground import Playground, Run
 
+pytestmark = pytest.mark.devices(1)
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
@@ -79,9 +81,11 @@ def test_a_llama_is_pretrained_exported_and_fine_tuned(ground: Playground, tmp_p
     ftd("checkpoint", "export", tmp_path / "pretrain", base, "--format", "huggingface")
 
     ground.tidy()
+    text = tmp_path / "notes.txt"
+    text.write_text("A node was lost, and training goes on with the others.\n" * 500)
     override = {
         "model": {"huggingface": str(base)},
-        "data": {"length": 64},
+        "data": {"length": 64, "text": str(text)},
         "checkpoint": {"url": str(tmp_path / "lora")},
     }
     assert has_learned(train(ground, EXAMPLES / "lora.toml", steps=12, override=override))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
@@ -12,6 +13,8 @@ from ftd.config.job import load_job_data
 from runtime.checkpoint_reader import FtdCheckpointReader
 from tests.e2e.llama import build
 from tests.e2e.playground import Playground
+
+pytestmark = pytest.mark.devices(1)
 
 JOB = """
 name = "llama"

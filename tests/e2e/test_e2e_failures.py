@@ -1,12 +1,17 @@
-"""Failures of nodes and trainers: training goes on with the same losses, and nobody else is restarted."""
+"""Failures of nodes and trainers: training goes on with the same losses, and nobody else is restarted.
+
+Nodes have two devices each. A copy of the model is on two nodes, in stages of a device each, or, for jobs that
+tolerate three failures, on the two devices of one stage.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ftd.config.job import load_job_data
-from tests.e2e.playground import SILENCE_S, Playground, Run, tiny_job, write_job
+from tests.e2e.playground import HOME, SILENCE_S, Playground, Run, nodes_of, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]
 
@@ -21,25 +26,33 @@ def recovered_from(run: Run) -> set[str]:
     return {node for r in run.recoveries if r["cause"] in causes for node in r["nodes"]}
 
 
-def test_a_killed_node_and_its_return(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
-    ground.submit(tiny_job(tmp_path, two_node_replicas=True))
+@pytest.mark.parametrize("within", ["auto", "shard"])
+def test_a_killed_node_and_its_return(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, within: str
+) -> None:
+    ground.submit(tiny_job(tmp_path, two_node_replicas=True, within_node=within, delay_s=0.01))
     ground.until_step(8)
     others = survivors(ground, "node-1")
     ground.inject(do="kill", node="node-1")
     recovery = ground.until_recovery("node_lost")
     assert recovery["nodes"] == ["node-1"]
     assert recovery["detected_how"] == "last_will"
-    assert [len(p["stages"]) for p in recovery["pipelines_before"]] == [2, 2]
-    assert [len(p["stages"]) for p in recovery["pipelines_after"]] == [3]
+    assert nodes_of(recovery["pipelines_before"]) == [2, 2]
+    assert nodes_of(recovery["pipelines_after"]) == [3]
     assert recovery["bytes_moved"] > 0
     ground.further()
     assert survivors(ground, "node-1") == others
     ground.inject(do="start", node="node-1")
     back = ground.until_recovery("node_joined")
-    assert [len(p["stages"]) for p in back["pipelines_after"]] == [2, 2]
+    assert nodes_of(back["pipelines_after"]) == [2, 2]
     assert back["recomputed_steps"] == 0
     ground.further()
     assert survivors(ground, "node-1") == others
+    if within == "shard":
+        for pipelines in (recovery["pipelines_before"], recovery["pipelines_after"], back["pipelines_after"]):
+            assert [(len(stage["devices"]), stage["within"]) for p in pipelines for stage in p["stages"]] == (
+                [(2, "shard")] * sum(nodes_of(pipelines))
+            )
     same_losses(ground.stop_job())
 
 
@@ -48,33 +61,81 @@ def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None
     assert {"events", "clusterState", "nodeState", "request", "reply"} <= set(ground.witness.seen)
 
 
-def test_a_killed_trainer_comes_back(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
-    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
-    ground.until_step(8)
+@pytest.mark.parametrize(
+    ("options", "of_a_stage"),
+    [
+        ({"two_node_replicas": True}, False),
+        ({"failures": 3, "within_node": "replicate"}, True),
+        ({"failures": 3, "within_node": "shard"}, True),
+    ],
+    ids=["alone in its stage", "with half of the rows", "with half of the state"],
+)
+def test_a_killed_trainer_comes_back(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, options: dict[str, Any], of_a_stage: bool
+) -> None:
+    """And with it the other trainer of its node: a node fails as a whole."""
+    run = ground.submit(tiny_job(tmp_path, **options))
+    ground.until_planned(HOME)
+    ground.further(3)
     before = dict(ground.pids)
-    ground.inject(do="kill", node="node-2", target="trainer")
-    assert ground.until_recovery("trainer_lost")["nodes"] == ["node-2"]
+    ground.inject(do="kill", node="node-2", target="trainer", device=1)
+    recovery = ground.until_recovery("trainer_lost")
+    assert recovery["nodes"] == ["node-2"]
+    devices = {tuple(stage["devices"]) for p in recovery["pipelines_before"] for stage in p["stages"]}
+    assert (("node-2/0", "node-2/1") in devices) == of_a_stage
     lost = ground.until_event("TrainerLost", "node-2")
-    assert "SIGKILL" in lost["details"]["detail"]
+    assert lost["details"]["device"] == 1 and "SIGKILL" in lost["details"]["detail"]
     ground.until_recovery("node_returned")
     ground.further()
     assert survivors(ground, "node-2") == {key: pid for key, pid in before.items() if key[0] != "node-2"}
-    assert ground.pids["node-2", 0] != before["node-2", 0]
+    assert all(ground.pids["node-2", device] != before["node-2", device] for device in (0, 1))
     assert not run.named("NodeLost")
     same_losses(ground.stop_job())
 
 
-def test_a_trainer_that_raises(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
+@pytest.mark.parametrize(
+    ("once", "told"),
+    [("raise_once", "planted by the test"), ("starve_once", "To make it fit: a smaller training.microbatch")],
+)
+def test_a_trainer_that_raises(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, once: str, told: str
+) -> None:
     trap = tmp_path / "trap"
-    ground.submit(tiny_job(tmp_path, arguments=f'raise_once = "{trap}"'))
-    ground.until_step(5)
+    run = ground.submit(tiny_job(tmp_path, failures=3, arguments=f'{once} = "{trap}"'))
+    ground.until_planned(HOME)
+    ground.further(3)
+    before = dict(ground.pids)
     trap.touch()
-    ground.until_recovery("trainer_lost")
+    [raised] = ground.until_recovery("trainer_lost")["nodes"]
     lost = ground.until_event("TrainerLost")
     assert lost["details"]["cause"] == "raised"
-    assert "planted by the test" in lost["details"]["detail"]
+    assert told in lost["details"]["detail"]
     ground.until_recovery("node_returned")
     ground.further()
+    assert survivors(ground, raised) == {key: pid for key, pid in before.items() if key[0] != raised}
+    assert all(ground.pids[raised, device] != before[raised, device] for device in (0, 1))
+    assert len(run.named("TrainerLost")) == 1
+    same_losses(ground.stop_job())
+
+
+def test_a_device_that_is_gone_keeps_its_node_out_until_it_is_back(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    lost = tmp_path / "lost"
+    run = ground.submit(tiny_job(tmp_path, failures=3, arguments=f'lost_device = "{lost}"'))
+    ground.until_planned(HOME)
+    lost.write_text("node-1 1")
+    ground.inject(do="kill", node="node-1", target="trainer", device=1)
+    ground.until_recovery("trainer_lost")
+    told = ground.until_event("TrainerLost", "node-1", times=2)
+    assert (told["details"]["cause"], told["details"]["device"]) == ("unprepared", 1)
+    assert "no CUDA-capable device is detected" in told["reason"]
+    ground.further()
+    assert ground.state["nodes"]["node-1"]["state"] == "UNHEALTHY"
+    lost.unlink()
+    ground.until_recovery("node_returned")
+    ground.further()
+    assert {event["node"] for event in run.named("TrainerLost")} == {"node-1"}
     same_losses(ground.stop_job())
 
 
@@ -96,12 +157,16 @@ def test_code_that_is_wrong_from_a_step_on_fails_the_job(ground: Playground, tmp
 
 @pytest.mark.parametrize("how", ["stop", "hang"])
 def test_a_trainer_that_hangs(ground: Playground, tmp_path: Path, same_losses: SameLosses, how: str) -> None:
-    ground.submit(tiny_job(tmp_path, two_node_replicas=True))
-    ground.until_step(12)
-    ground.inject(do=how, node="node-3")
+    """One of the two of its node. The other one waits for it, and is not taken for hung."""
+    job = tiny_job(tmp_path, failures=3) if how == "stop" else tiny_job(tmp_path, two_node_replicas=True)
+    ground.submit(job)
+    ground.until_planned(HOME)
+    ground.further(12)
+    ground.inject(do=how, node="node-3", device=1)
     recovery = ground.until_recovery("trainer_lost")
     assert recovery["nodes"] == ["node-3"]
-    assert ground.until_event("TrainerLost")["details"]["cause"] == "hung"
+    lost = ground.until_event("TrainerLost")["details"]
+    assert (lost["cause"], lost["device"]) == ("hung", 1)
     ground.until_recovery("node_returned")
     ground.further()
     same_losses(ground.stop_job())

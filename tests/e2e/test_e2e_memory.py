@@ -1,4 +1,4 @@
-"""Devices too small for all activations: some stages recompute theirs, and the losses do not show it."""
+"""Devices too small for the model, or for all activations: nothing of that shows in the losses."""
 
 from pathlib import Path
 
@@ -6,9 +6,13 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job_data
+from ftd.wire.public import JobData
 from tests.e2e.conftest import RELATIVE
-from tests.e2e.playground import Json, Playground, training_data, write_job
+from tests.e2e.memory_guard import MemoryGuard, private_mib
+from tests.e2e.playground import HOME, Json, Playground, nodes_of, training_data, write_job
 from tests.runtime.reference import load, reference_losses
+
+pytestmark = pytest.mark.devices(1)
 
 ROWS, MICROBATCHES = 32, 8
 MEMORY_KIB = 80
@@ -26,7 +30,7 @@ def test_stages_that_would_not_fit_recompute_and_the_losses_are_the_same(
     path = write_job(tmp_path, delay_s=0.01, arguments="width = 16")
     text = path.read_text().replace("global_batch = 16", f"global_batch = {MICROBATCHES * ROWS}")
     text = text.replace("microbatch = 2", f'microbatch = {ROWS}\nactivation_checkpointing = "auto"')
-    path.write_text(text + f"[planner]\ndevice_memory_mib = {MEMORY_KIB / 1024}\n")
+    path.write_text(text.replace("[planner]\n", f"[planner]\ndevice_memory_mib = {MEMORY_KIB / 1024}\n"))
     run = ground.submit(load_job_data(path))
     chosen = run.named("PlanChosen")[-1]["details"]["pipelines"]
     assert len(chosen) == 2
@@ -45,3 +49,66 @@ def test_stages_that_would_not_fit_recompute_and_the_losses_are_the_same(
     assert [losses[step] for step in sorted(losses)] == pytest.approx(
         reference_losses(load(data), data, len(losses)), rel=RELATIVE
     )
+
+
+BLOCKS, WIDTH = 48, 512
+BLOCK_MIB = 4 * 8 * WIDTH**2 / 2**20
+"""Parameters, gradients and two moments of Adam, in float64."""
+DEVICE_MIB = BLOCKS * BLOCK_MIB / 3
+PLANNED_MIB = 86.0
+"""Ten blocks and no eleventh. The rest is for what is there for a moment: what the optimizer computes of one weight,
+chunks of state that moves, small blocks that the allocator keeps."""
+
+
+def wide_job(directory: Path, *, width: int, device_mib: float) -> JobData:
+    path = directory / "wide.toml"
+    path.write_text(
+        f"""
+name = "wide"
+steps = 100000
+[training]
+function = "{Path(__file__).parent}/wide.py:build"
+global_batch = 16
+microbatch = 2
+seed = 3
+precision = "float64"
+arguments = {{ blocks = {BLOCKS}, width = {width} }}
+[tolerance]
+failures = 0
+[planner]
+device_memory_mib = {device_mib}
+[snapshot]
+every_steps = 5
+protection = "buddy"
+"""
+    )
+    return load_job_data(path)
+
+
+def test_a_model_three_times_as_large_as_a_device_trains_through_a_join_and_a_kill(
+    ground: Playground, tmp_path: Path
+) -> None:
+    """What no trainer ever exceeds is the device's limit, beside what a trainer of a tiny model has."""
+    ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0))
+    ground.further()
+    base_mib = max(private_mib(pid) for pid in ground.pids.values())
+    ground.stop_job()
+    with MemoryGuard(ground.pids.values) as guard:
+        ground.on_loop(ground.cluster.start_node("node-4"))
+        ground.until(lambda: "node-4" in ground.healthy, "node-4 is there")
+        run = ground.submit(wide_job(tmp_path, width=WIDTH, device_mib=PLANNED_MIB))
+        assert nodes_of(ground.state["pipelines"]) == [5]
+        ground.until_step(3)
+        ground.on_loop(ground.cluster.start_node("node-5"))
+        ground.until_planned([*HOME, "node-4", "node-5"])
+        ground.further()
+        ground.until_event("SnapshotCompleted", times=2)
+        ground.inject(do="kill", node="node-1")
+        ground.until_event("RolledBack")
+        ground.until_planned(["node-0", "node-2", "node-3", "node-4", "node-5"])
+        ground.further()
+        losses = ground.stop_job().losses
+    assert max(guard.peaks_mib.values()) - base_mib <= DEVICE_MIB, (guard.peaks_mib, base_mib)
+    data = training_data(run.job)
+    expected = reference_losses(load(data), data, len(losses))
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, rel=RELATIVE)

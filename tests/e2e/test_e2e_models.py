@@ -11,6 +11,8 @@ from tests.e2e.playground import Playground, training_data
 from tests.runtime.architectures import ARCHITECTURES, build, take_out_casts
 from tests.runtime.plain_loop import plain_loop
 
+pytestmark = pytest.mark.devices(1)
+
 BLOCKS = 4
 LAYERS = BLOCKS + 2
 OPTIONS: dict[str, dict[str, Any]] = {

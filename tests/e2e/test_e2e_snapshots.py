@@ -69,18 +69,21 @@ def test_all_trainers_killed_at_once_and_the_hosts_remember(
     same_losses(ground.stop_job())
 
 
-@pytest.mark.parametrize("protection", ["aec", "arc:1"])
+@pytest.mark.parametrize(
+    ("protection", "within"), [("aec", "replicate"), ("aec", "shard"), ("arc:1", "replicate")]
+)
 def test_one_host_lost_with_all_trainers_is_decoded(
-    ground: Playground, tmp_path: Path, same_losses: SameLosses, protection: str
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, protection: str, within: str
 ) -> None:
-    ground.submit(snapshot_job(tmp_path, protection, failures=3))
+    """Where the devices of a stage hold shards, every pipeline keeps all layers, and there is nothing to decode."""
+    ground.submit(snapshot_job(tmp_path, protection, failures=3, within_node=within))
     ground.until_event("SnapshotCompleted", times=2)
     ground.play(
         {"after_s": 0, "do": "kill", "node": "node-1"},
         {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-2", "node-3"], "target": "trainer"},
     )
     details = until_rolled_back(ground)
-    assert details["tier"] == "decoded"
+    assert details["tier"] == ("memory" if within == "shard" else "decoded")
     same_losses(ground.stop_job())
 
 

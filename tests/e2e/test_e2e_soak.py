@@ -22,7 +22,7 @@ def home() -> Iterator[dict[str, str]]:
 
 @pytest.mark.timeout(320)
 def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -> None:
-    job = write_job(tmp_path, steps=200, two_node_replicas=True)
+    job = write_job(tmp_path, steps=200, devices=1, two_node_replicas=True)
     with job.open("a") as file:
         file.write('[snapshot]\nevery_steps = 20\nprotection = "aec+buddy"\n')
     report, plot, logs = tmp_path / "soak.json", tmp_path / "soak.svg", tmp_path / "logs"

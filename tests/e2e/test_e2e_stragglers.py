@@ -32,7 +32,7 @@ def test_a_slow_node_gets_less_and_then_its_share_back(
     quick_to_judge: Playground, tmp_path: Path, same_losses: Callable[[Run], None]
 ) -> None:
     ground = quick_to_judge
-    run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, delay_s=0.004))
+    run = ground.submit(tiny_job(tmp_path, devices=1, two_node_replicas=True, delay_s=0.004))
     ground.until_step(5)
     ground.until(
         lambda: sorted(shares(ground.state["pipelines"]).values()) == [4, 4, 4, 4],

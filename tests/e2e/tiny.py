@@ -2,10 +2,14 @@
 
 Dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), float64.
 ``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder
-raises, ``wrong_from`` one that makes everybody raise for as long as it is there. ``hold`` names a file for
-as long as which nobody gets on with an evaluation; who comes to one then writes ``<hold>-met``.
+raises, ``starve_once`` one whose finder lacks memory in the middle of a step, ``wrong_from`` one that makes everybody
+raise for as long as it is there. ``hold`` names a file for as long as which nobody gets on with an evaluation; who
+comes to one then writes ``<hold>-met``. ``lost_device`` names a file with the name of a node and the number of a
+device, which fails for as long as it is there.
 """
 
+import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -58,13 +62,20 @@ class HeldOut(Points):
 class Slow(nn.Module):
     """Takes its time without using the processor."""
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, starve_once: str) -> None:
         super().__init__()
         self.delay_s = delay_s
+        self.starve_once = Path(starve_once) if starve_once else None
 
     def forward(self, value: Tensor) -> Tensor:
         if self.delay_s:
             time.sleep(self.delay_s)
+        if self.starve_once is not None and self.starve_once.exists():
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # Another trainer found it first: that one lacks memory.
+                self.starve_once.unlink()
+                torch.empty(1 << 55, dtype=torch.uint8)
         return value
 
 
@@ -74,16 +85,20 @@ def build(
     width: int = 48,
     delay_s: float = 0.0,
     raise_once: str = "",
+    starve_once: str = "",
     wrong_from: str = "",
     samples: int = 600,
     tied: bool = False,
     held_out: int = 0,
     hold: str = "",
+    lost_device: str = "",
 ) -> Training:
     """:param tied: the last layer has the first one's weight.
     :param held_out: samples of an evaluation; with some, the largest error is a metric."""
+    if lost_device and Path(lost_device).exists() and is_trainer(*Path(lost_device).read_text().split()):
+        raise RuntimeError("no CUDA-capable device is detected")
     made = [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s))
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow(delay_s, starve_once))
         for _ in range(layers)
     ]
     if tied:
@@ -97,6 +112,13 @@ def build(
         evaluation=HeldOut(held_out, width, hold) if held_out else None,
         metrics=largest_error if held_out else None,
     )
+
+
+def is_trainer(node: str, device: str) -> bool:
+    """Return whether this process is the trainer of this device of the node."""
+    parent_of_zygote = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+    daemon = Path(f"/proc/{parent_of_zygote}/cmdline").read_text()
+    return f"/{node}.toml" in daemon and os.environ["CUDA_VISIBLE_DEVICES"] == device
 
 
 def largest_error(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

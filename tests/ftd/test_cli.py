@@ -176,34 +176,37 @@ def cluster(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[dict[str, str]
     process.wait()
 
 
-def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> None:
-    status = ftd("status", "--json", directory=tmp_path, **cluster)
-    assert status.returncode == 0 and json.loads(status.stdout)["phase"] == "WAITING"
+def test_a_session_with_a_cluster(
+    tmp_path: Path,
+    cluster: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*arguments: str, code: int = 0) -> str:
+        """What the command says: on standard output where it ends well."""
+        found, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys, **cluster)
+        assert found == code, err
+        return out if code == 0 else err
 
-    submitted = ftd("submit", "examples/mlp.toml", "--steps", "7", "--json", directory=tmp_path, **cluster)
-    assert submitted.returncode == 0
-    job_id = json.loads(submitted.stdout)["job"]
+    monkeypatch.chdir(ROOT)
+    assert json.loads(run("status", "--json"))["phase"] == "WAITING"
+
+    job_id = json.loads(run("submit", "examples/mlp.toml", "--steps", "7", "--json"))["job"]
     assert job_id.startswith("mlp-")
-
-    page = ftd("status", directory=tmp_path, **cluster)
-    assert page.returncode == 0 and job_id in page.stdout
-
-    again = ftd("submit", "examples/mlp.toml", directory=tmp_path, **cluster)
-    assert again.returncode == 1 and "under way" in again.stderr
-
-    events = ftd("events", "--json", directory=tmp_path, **cluster)
-    assert [json.loads(line)["event"] for line in events.stdout.splitlines()] == [
+    assert job_id in run("status")
+    assert "under way" in run("submit", "examples/mlp.toml", code=1)
+    assert [json.loads(line)["event"] for line in run("events", "--json").splitlines()] == [
         "CoordinatorStarted",
         "JobSubmitted",
     ]
-    assert "JobSubmitted" in ftd("events", "--last", "1", directory=tmp_path, **cluster).stdout
+    assert "JobSubmitted" in run("events", "--last", "1")
 
-    once = ftd("top", "--once", directory=tmp_path, **cluster).stdout
+    once = run("top", "--once")
     assert "WAITING" in once and once.startswith("╭"), "a picture alone"
     page = tmp_path / "mlp.html"
-    assert ftd("report", "mlp", "--html", str(page), directory=tmp_path, **cluster).returncode == 0
+    run("report", "mlp", "--html", str(page))
     assert "under way, begun" in page.read_text()
-    assert "under way" in ftd("report", job_id, directory=tmp_path, **cluster).stdout
+    assert "under way" in run("report", job_id)
 
     for command in (
         ["drain", "node-9"],
@@ -212,11 +215,9 @@ def test_a_session_with_a_cluster(tmp_path: Path, cluster: dict[str, str]) -> No
         ["story", "7"],
         ["report", "x"],
     ):
-        done = ftd(*command, directory=tmp_path, **cluster)
-        assert done.returncode == 1 and command[1] in done.stderr
+        assert command[1] in run(*command, code=1)
 
-    stopped = ftd("stop", "mlp", "--json", directory=tmp_path, **cluster)
-    assert stopped.returncode == 0 and json.loads(stopped.stdout)["job"] == "mlp"
+    assert json.loads(run("stop", "mlp", "--json"))["job"] == "mlp"
 
 
 def test_waiting_for_a_job_ends_with_it(tmp_path: Path, cluster: dict[str, str]) -> None:
@@ -287,6 +288,19 @@ def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
     assert check["microbatches"] == [pipeline["microbatches"] for pipeline in chosen]
 
 
+def measured_job(directory: Path) -> Path:
+    """Write an example's job with a profile, so that planning it measures nothing."""
+    numbers = [
+        field.name for field in dataclasses.fields(LayerProfile) if field.default is dataclasses.MISSING
+    ]
+    measured = ModelProfile(layers=(LayerProfile(**dict.fromkeys(numbers, 1)),) * 4, microbatch_rows=4)
+    save_profile(directory / "saved.json", profile_document(measured))
+    job = directory / "job.toml"
+    text = (ROOT / "examples" / "mlp.toml").read_text().replace("mlp.py", f"{ROOT}/examples/mlp.py")
+    job.write_text(f'{text}[planner]\nprofile = "saved.json"\n')
+    return job
+
+
 @pytest.mark.parametrize(
     ("module", "content", "says"),
     [
@@ -303,14 +317,7 @@ def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
     tmp_path: Path, module: str, content: str, says: str
 ) -> None:
     (tmp_path / f"{module}.py").write_text(content)
-    numbers = [
-        field.name for field in dataclasses.fields(LayerProfile) if field.default is dataclasses.MISSING
-    ]
-    measured = ModelProfile(layers=(LayerProfile(**dict.fromkeys(numbers, 1)),) * 4, microbatch_rows=4)
-    save_profile(tmp_path / "saved.json", profile_document(measured))
-    job = tmp_path / "job.toml"
-    text = (ROOT / "examples" / "mlp.toml").read_text().replace("mlp.py", f"{ROOT}/examples/mlp.py")
-    job.write_text(f'{text}[planner]\nprofile = "saved.json"\n')
+    job = measured_job(tmp_path)
     options = ("plan", str(job), "--nodes", "3", "--check")
     page = ftd(*options, directory=tmp_path, PYTHONPATH=str(tmp_path))
     assert page.returncode == 0, page.stderr
@@ -322,22 +329,20 @@ def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
 
 
 @pytest.mark.parametrize(
-    ("script", "tables", "says"),
+    ("script", "says"),
     [
-        ("def build():\n    raise RuntimeError('no data')\n", "", "no data"),
-        ("def other(): ...\n", "", "defines no 'build'"),
-        ("def build(): return 3\n", "", "must return a Training"),
-        ("import nothing_like_this\n", "", "nothing_like_this"),
+        ("def build():\n    raise RuntimeError('no data')\n", "no data"),
+        ("import nothing_like_this\n", "nothing_like_this"),
     ],
 )
 def test_a_training_function_that_fails_is_a_configuration_error(
-    tmp_path: Path, script: str, tables: str, says: str
+    tmp_path: Path, script: str, says: str
 ) -> None:
+    """What is wrong with what it returns is in ``test_training``."""
     (tmp_path / "train.py").write_text(script)
     job = tmp_path / "job.toml"
     job.write_text(
         'name = "x"\nsteps = 1\n[training]\nfunction = "train.py:build"\nglobal_batch = 8\nmicrobatch = 4\n'
-        + tables
     )
     done = ftd("plan", str(job), "--nodes", "2", directory=tmp_path)
     assert done.returncode == 2
@@ -345,9 +350,8 @@ def test_a_training_function_that_fails_is_a_configuration_error(
 
 
 def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    text = (ROOT / "examples" / "mlp.toml").read_text().replace("failures = 1", "failures = 4")
-    job.write_text(text.replace("mlp.py", str(ROOT / "examples" / "mlp.py")))
+    job = measured_job(tmp_path)
+    job.write_text(job.read_text().replace("failures = 1", "failures = 4"))
     done = ftd("plan", str(job), "--nodes", "3", directory=tmp_path)
     assert done.returncode == 2
     assert "tolerance.failures = 4" in done.stderr and "at most 2" in done.stderr

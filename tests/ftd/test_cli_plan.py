@@ -209,6 +209,37 @@ def test_stages_that_recompute_are_shown(tmp_path: Path) -> None:
     )
 
 
+def test_stages_that_are_sharded_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    one = {"forward_ms": 1.0, "backward_ms": 2.0, "parameter_bytes": 100, "gradient_bytes": 100}
+    one |= {"optimizer_bytes": 800, "activation_bytes": 40, "output_bytes": 10}
+    tree = {"schema": "ftd-profile/1", "microbatch_rows": 2, "stage_devices": [2], "layers": [one] * 4}
+    tree |= {"inner": {"latency_ms": 0.1, "bytes_per_s": 1e6}}
+    path.write_text(json.dumps(tree))
+    options = ("--profile", path, "--nodes", 1, "--gpus-per-node", 2, "--microbatches", 8)
+    plot = tmp_path / "plan.html"
+    told = planned(*options, "--memory", "2600B", "--plot", plot)
+    assert told["within_node"] == "auto"
+    (cost,) = told["templates"][0]["stage_costs"]
+    assert (cost["within"], cost["memory_bytes"]) == ("shard", 4 * 500 + 300 + 4 * 20)
+    # Four layers gather 50 bytes from the other device, 0.15 ms each: once forwards, and backwards with gradients.
+    assert cost["forward_ms"] == pytest.approx(4 * (0.5 + 0.15))
+    assert cost["backward_ms"] == pytest.approx(4 * (1.0 + 0.3))
+    shown = ftd(*options, "--memory", "2600B")
+    assert "1×2 sharded" in shown and "2, sharded" in shown
+    page = plot.read_text()
+    assert "layers 0–3 · 2 GPUs, sharded" in page and "<td>2, sharded</td>" in page.replace(
+        ' class="left"', ""
+    )
+    assert "sharded" not in ftd(*options, "--memory", "5000B")
+    assert "sharded" in ftd(*options, "--memory", "5000B", "--within-node", "shard")
+    said = refused(*options, "--memory", "2600B", "--within-node", "replicate")
+    assert said.endswith("start 2 nodes, or use --within-node auto")
+    path.write_text(json.dumps(tree | {"shard_problem": "its optimizer Muon looks across elements"}))
+    said = refused(*options, "--within-node", "shard")
+    assert "--within-node shard, and this job cannot have shards: its optimizer Muon looks" in said
+
+
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
 def test_pictures(profile: Path, tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"

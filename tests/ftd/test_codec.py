@@ -108,9 +108,14 @@ votes = st.builds(
     evaluation=st.none() | evaluations,
 )
 steps = st.builds(CommittedStep, step=numbers, vote=votes)
-parts = st.integers(1, 64).flatmap(
-    lambda count: st.builds(
-        StatePart, layer=numbers, part=st.integers(0, count - 1), parts=st.just(count), replica=st.booleans()
+parts = st.lists(st.integers(0, 64), min_size=3, max_size=3, unique=True).flatmap(
+    lambda bounds: st.builds(
+        StatePart,
+        layer=numbers,
+        start=st.just(sorted(bounds)[0]),
+        end=st.just(sorted(bounds)[1]),
+        of=st.just(sorted(bounds)[2]),
+        replica=st.booleans(),
     )
 )
 reports = st.builds(
@@ -153,6 +158,8 @@ profiles = st.builds(
     | st.sets(st.integers(1, MAX_DEVICES), min_size=1, max_size=3).map(sorted).map(tuple),
     link=links,
     ring=links,
+    inner=st.none() | links,
+    shard_problem=st.none() | texts,
 )
 policies = st.builds(
     Policy,
@@ -167,6 +174,7 @@ policies = st.builds(
     activation_checkpointing=st.sampled_from(["none", "selective", "full", "auto"]),
     device_memory_bytes=st.none() | numbers,
     zero1=st.booleans(),
+    within_node=st.sampled_from(["auto", "replicate", "shard"]),
 )
 jobs = st.builds(
     Job,
@@ -202,8 +210,9 @@ held_parts = st.builds(
     device=devices,
     first_layer=numbers,
     end_layer=numbers,
-    part=numbers,
-    parts=numbers,
+    start=numbers,
+    end=numbers,
+    of=numbers,
     replica=st.booleans(),
     whole=st.booleans(),
 )
@@ -213,6 +222,7 @@ stages = st.builds(
     end_layer=numbers,
     devices=st.lists(devices, max_size=3).map(tuple),
     recompute=st.sampled_from(["none", "selective", "full"]),
+    within=st.sampled_from(["replicate", "shard"]),
 )
 pipelines = st.builds(
     PipelinePlacement,
@@ -410,8 +420,9 @@ def test_a_malformed_command_to_several_nodes_is_a_wire_error(payload: bytes, sa
         decode_to_nodes(payload)
 
 
-def test_a_report_of_a_part_that_cannot_be_is_a_wire_error() -> None:
-    part = StatePart(layer=1, part=2, parts=2)
+@pytest.mark.parametrize(("start", "end", "of"), [(2, 3, 2), (1, 1, 2), (-1, 1, 2), (0, 0, 0)])
+def test_a_report_of_a_part_that_cannot_be_is_a_wire_error(start: int, end: int, of: int) -> None:
+    part = StatePart(layer=1, start=start, end=end, of=of)
     report = DeviceReport(device=0, committed_step=1, ready_step=None, vote=None, held=(), parts=(part,))
     message = FromNode(node="n", incarnation=1, signal=Quiesced(generation=1, reports=(report,)))
     with pytest.raises(WireError, match="malformed Quiesced: there is no StatePart"):
@@ -647,7 +658,7 @@ def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
     plan: list[Any] = [
         ["a"],
         [[0, 0]],
-        [[[[0, 1, [number], "none"]], 0, 1, 1.0]],
+        [[[[0, 1, [number], "none", "replicate"]], 0, 1, 1.0]],
         [],
         "best",
         "so.",

@@ -54,6 +54,7 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         "objective": "paper",
         "split": "aligned",
         "batch_objective": "variance",
+        "within_node": "shard",
         "device_memory_mib": 1.5,
         "horizon_s": 3600.0,
     }
@@ -70,9 +71,11 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
         batch_objective="variance",
         activation_checkpointing="selective",
         device_memory_bytes=3 * 2**19,
+        within_node="shard",
     )
     assert job.horizon_s == 3600.0
     training = msgspec.convert(job.training, TrainingData)
+    assert training.within_node == "shard"
     assert training.function == f"{tmp_path.resolve()}/train.py:build"
     assert training.path == str(tmp_path.resolve())
     assert training.arguments == {"layers": 3, "name": "x", "rate": 0.5, "tied": True}
@@ -127,6 +130,7 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("planner.device_memory_mib", 0, "planner.device_memory_mib", "above 0"),
         ("planner.split", "some", "planner.split", "some"),
         ("planner.batch_objective", "mean", "planner.batch_objective", "mean"),
+        ("planner.within_node", "split", "planner.within_node", "'split'"),
         ("planner.horizon_s", 0, "planner.horizon_s", "above 0"),
         ("planner.horizon_s", -5.0, "planner.horizon_s", "above 0"),
         ("planner.horizons_s", 5.0, "planner.horizons_s", "did you mean 'horizon_s'"),
@@ -224,6 +228,10 @@ def test_a_job_from_the_wire_is_checked_again(tmp_path: Path) -> None:
         (msgspec.structs.replace(data, name="a/b"), "name"),
         (msgspec.structs.replace(data, steps=11), "different steps"),
         (msgspec.structs.replace(data, training={"function": "x"}), "training"),
+        (
+            msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, within_node="shard")),
+            "training says auto, and policy shard",
+        ),
         (
             msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, microbatch_rows=5)),
             "30 or 35",

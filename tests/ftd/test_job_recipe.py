@@ -259,6 +259,11 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
         ({"optimizer.momentum": 0.5}, "optimizer.momentum", "adamw has no such key, only sgd"),
         ({"optimizer": {"name": "sgd", "eps": 1e-5}}, "optimizer.eps", "only adamw and adam"),
         (
+            {"optimizer.name": "adafactor", "planner.within_node": "shard"},
+            "optimizer.name",
+            'planner.within_node = "replicate"',
+        ),
+        (
             {"optimizer.name": "adafactor", "training.zero1": True},
             "optimizer.name",
             "leave training.zero1 out",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ftd.mqtt.session import MqttSession
+from ftd.node import processes
 from ftd.node.processes import alive, compile_cache, descendants, trainer_environment
 from ftd.wire.codec import decode_from_node, encode_to_nodes
 from ftd.wire.topics import Topics
@@ -144,12 +145,17 @@ def test_what_killed_daemons_left_is_removed(directory: Path) -> None:
             daemon.kill()
 
 
-def test_each_trainer_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trainer_sees_its_own_gpu_or_shares_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "DEVICES", directory)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "1"}, "what is there is not known here"
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (directory / name).touch()
+    assert [trainer_environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(4)] == ["0", "1", "0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "7"}
-    assert trainer_environment(2) == {}
+    assert [trainer_environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(3)] == ["4", "7", "4"]
 
 
 def test_the_compile_cache_is_this_user_s_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,13 @@ HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
 def test_ranks_are_the_plans_devices_in_order() -> None:
-    world = world_data(PLAN, HOSTS)
+    first, *others = PLAN.pipelines
+    stages = (replace(first.stages[0], recompute="full", within="shard"), *first.stages[1:])
+    world = world_data(replace(PLAN, pipelines=(replace(first, stages=stages), *others)), HOSTS)
+    assert [(stage.recompute, stage.within) for stage in world.pipelines[0].stages] == [
+        ("full", "shard"),
+        ("none", "replicate"),
+    ]
     assert [[stage.ranks for stage in p.stages] for p in world.pipelines] == [[(0, 1), (2,)], [(3,)]]
     assert [(p.first_microbatch, p.microbatches) for p in world.pipelines] == [(0, 3), (3, 1)]
     assert world.hosts == ("10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.3")
@@ -175,21 +181,25 @@ def test_what_was_raised_where() -> None:
 
 def test_parts_of_layers_go_both_ways() -> None:
     held = (
-        HeldPart(device=device("a"), first_layer=2, end_layer=4, part=1, parts=2, replica=False, whole=True),
-        HeldPart(device=device("c"), first_layer=4, end_layer=5, part=0, parts=2, replica=True, whole=False),
+        HeldPart(
+            device=device("a"), first_layer=2, end_layer=4, start=1, end=2, of=2, replica=False, whole=True
+        ),
+        HeldPart(
+            device=device("c"), first_layer=4, end_layer=5, start=0, end=1, of=2, replica=True, whole=False
+        ),
     )
     told = [
-        (part.rank, part.layer, part.part, part.parts, part.replica, part.whole)
+        (part.rank, part.layer, part.start, part.end, part.of, part.replica, part.whole)
         for part in world_data(PLAN, HOSTS, held).held_parts
     ]
-    assert told == [(2, 2, 1, 2, False, True), (2, 3, 1, 2, False, True), (3, 4, 0, 2, True, False)]
-    part = protocol.StatePartData(layer=2, part=1, parts=2, replica=True)
+    assert told == [(2, 2, 1, 2, 2, False, True), (2, 3, 1, 2, 2, False, True), (3, 4, 0, 1, 2, True, False)]
+    part = protocol.StatePartData(layer=2, start=2, end=4, of=4, replica=True)
     quiesced = protocol.Quiesced(
         generation=1, committed_step=3, ready_step=None, vote=None, held=(), parts=(part,)
     )
     event = event_of(quiesced, device=0, pid=1, at=0.0, cause="c")
     assert isinstance(event, TrainerQuiesced)
-    assert event.report.parts == (StatePart(layer=2, part=1, parts=2, replica=True),)
+    assert event.report.parts == (StatePart(layer=2, start=1, end=2, of=2, replica=True),)
 
 
 def test_a_replica_that_differed_becomes_an_event() -> None:

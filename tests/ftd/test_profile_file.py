@@ -89,6 +89,8 @@ def own_tree() -> Tree:
         ],
         "link": {"latency_ms": 0.05, "bytes_per_s": 2e9},
         "ring": {"latency_ms": 0.07, "bytes_per_s": 1.5e9},
+        "inner": {"latency_ms": 0.02, "bytes_per_s": 9e9},
+        "shard_problem": "its optimizer Muon is not known to update each element by itself",
         "network": {
             "where": "processes of one host, gloo over loopback",
             "point_to_point": [{"size_bytes": 1024, "time": spread(0.05)}],
@@ -149,6 +151,8 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
         device_peak_flops=989e12,
         link=Link(latency_ms=0.05, bytes_per_s=2e9),
         ring=Link(latency_ms=0.07, bytes_per_s=1.5e9),
+        inner=Link(latency_ms=0.02, bytes_per_s=9e9),
+        shard_problem="its optimizer Muon is not known to update each element by itself",
     )
 
 
@@ -161,6 +165,8 @@ def test_what_may_be_left_out_has_its_default(tmp_path: Path) -> None:
         "device_peak_flops",
         "link",
         "ring",
+        "inner",
+        "shard_problem",
         "network",
     )
     for name in (*optional, "provenance"):
@@ -170,6 +176,7 @@ def test_what_may_be_left_out_has_its_default(tmp_path: Path) -> None:
     profile = load_profile(written(tmp_path, tree))
     assert profile.device_memory_bytes is None and profile.stage_devices is None
     assert profile.link == profile.ring == Link()
+    assert profile.inner is None and profile.shard_problem is None
     assert all(layer.split == () for layer in profile.layers)
 
 

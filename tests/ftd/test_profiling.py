@@ -147,6 +147,7 @@ def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
     profile = load_profile(tmp_path / "p.json")
     assert profile == model_profile(document)
     assert profile.link.bytes_per_s == pytest.approx(3e9) and profile.ring.latency_ms == pytest.approx(0.4)
+    assert profile.inner == profile.ring, "all of it was measured on one host"
     assert [s.devices for s in profile.layers[0].split] == [2]
     assert document.layers[1].name == "Head"
     assert [entry.rows for entry in document.layers[0].measured] == [4, 2]
@@ -157,6 +158,7 @@ def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
     stated = "\n".join(origin.stated)
     assert "more than 3 devices, d, takes ⌈4 / d⌉ / 4" in stated
     assert "layer 1 raised ValueError on 1 rows" in stated
+    assert "a stage of shards takes that and what its devices gather and reduce, computed from" in stated
 
 
 @pytest.mark.parametrize("links", [None, LinksMeasured(where="nowhere", sent=(), reduced=())])

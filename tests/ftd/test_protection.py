@@ -2,8 +2,9 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.errors import ConfigurationError
 from ftd.protection import protection_of, stated_guarantee
+from ftd.protection_choice import _fullest_bytes
 from ftd.view.protection import render_protection
 from planner.pipelines.instantiation import Instantiation
 from planner.preview import Preview
@@ -142,16 +144,28 @@ def test_what_replicas_take(
     assert protection_of(preview, layers, "none").replicas is None
 
 
+@pytest.mark.parametrize("within", ["replicate", "shard"])
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (2, 2, 1), (1,)])
-def test_the_groups_are_those_of_a_real_plan(sizes: tuple[int, ...]) -> None:
+def test_the_groups_are_those_of_a_real_plan(
+    sizes: tuple[int, ...], within: Literal["replicate", "shard"]
+) -> None:
+    """The first stage of a large pipeline has two devices."""
     preview = seen(*sizes, states=TWO)
+    large = preview.templates[2]
+    first = replace(large.stages[0], devices=2, within=within)
+    several = {**preview.templates, 2: replace(large, stages=(first, *large.stages[1:]))}
+    preview = replace(preview, templates=several)
     pipelines = tuple(
         PipelinePlacement(
             stages=tuple(
                 StagePlacement(
                     first_layer=stage.first_layer,
                     end_layer=stage.end_layer,
-                    devices=(Device(node=f"n{number}-{stage.node_offset}", index=index),),
+                    devices=tuple(
+                        Device(node=f"n{number}-{stage.node_offset}", index=2 * index + device)
+                        for device in range(stage.devices)
+                    ),
+                    within=stage.within,
                 )
                 for index, stage in enumerate(preview.templates[size].stages)
             ),
@@ -162,9 +176,13 @@ def test_the_groups_are_those_of_a_real_plan(sizes: tuple[int, ...]) -> None:
         for number, size in enumerate(sizes)
     )
     plan = Plan(pipelines=pipelines, transfers=(), method="initial", reason="", estimated_iteration_s=1.0)
-    real = [(g.first_layer, g.end_layer, len(g.owners)) for g in groups_of(plan, "aec")]
+    real = [(g.first_layer, g.end_layer, len(g.owners), g.whole) for g in groups_of(plan, "aec")]
     told = protection_of(preview, preview.costs.profile.layers, "aec")
-    assert [(g.first_layer, g.end_layer, g.owners) for g in told.groups] == real
+    assert [(g.first_layer, g.end_layer, g.owners, g.whole) for g in told.groups] == real
+    assert any(g.whole for g in told.groups) == (within == "shard" and 2 in sizes)
+    owners = len(sizes)
+    assert all(g.guarantee == (owners - 1 if g.whole else min(1, owners - 1)) for g in told.groups)
+    assert told.node_bytes == _fullest_bytes(plan, preview.costs.profile.layers, "aec", zero1=False)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +225,16 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
         "arena_peak_bytes": 9216,
         "replicas": None,
         "buddy": False,
-        "groups": [{"first_layer": 0, "end_layer": 2, "owners": 3, "bucket_bytes": 6000, "guarantee": 1}],
+        "groups": [
+            {
+                "first_layer": 0,
+                "end_layer": 2,
+                "owners": 3,
+                "bucket_bytes": 6000,
+                "guarantee": 1,
+                "whole": False,
+            }
+        ],
     }
     assert not {name for name in (*told, *told["groups"][0]) if f"`{name}`" not in PAGE}
     auto = protection_in(*alone, "--protection", "auto")

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from kept_snapshots import (
@@ -162,6 +163,34 @@ def test_unequal_pipelines_make_groups_and_every_node_gets_its_new_layers() -> N
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=groups)
         cluster.write()
+        asyncio.run(main(cluster))
+
+
+def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> None:
+    """Layers 0 to 5 have the same owners; each owner's two devices have written three of them each."""
+    run, shares = group(0, 6, names(3), "aec"), [group(first, first + 3, names(3), "aec") for first in (0, 3)]
+
+    async def main(cluster: Cluster) -> None:
+        assert (await cluster.restore("n0", range(6))).decoded_groups == 0
+        assert cluster.lent_bytes > 0
+        for node in ("n0", "newcomer"):
+            assert (await cluster.restore(node, [1, 2, 4], without=["n1"])).decoded_groups == 2
+            await cluster.restore(node, range(6), without=["n2"], one_by_one=True)
+        # Of a node one arena is gone: what it had is decoded, and what the other one has is not.
+        rmtree(cluster.root / "n1" / JOB / "device-3")
+        assert (await cluster.restore("n0", range(6))).decoded_groups == 1
+        rmtree(cluster.root / "n2" / JOB / "device-3")
+        assert (await cluster.restore("n0", range(3))).decoded_groups == 0
+        with pytest.raises(RestoreError, match=r"layers 3 to 5: .*\(n1, n2\)"):
+            await cluster.restore("n0", range(6))
+        rmtree(cluster.root / "n0" / JOB / "device-3")
+        with pytest.raises(RestoreError, match="nobody who is here has the headers of layers 3, 4, 5"):
+            await cluster.restore("n0", range(6))
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=tuple(shares))
+        cluster.write()
+        cluster.groups = (run,)
         asyncio.run(main(cluster))
 
 

@@ -55,6 +55,17 @@ def test_a_copy_at_a_buddy_stands_for_its_owner(present: str, copied: str, tier:
         assert "a, which had a copy, is not here with it" in answer.reason
 
 
+@pytest.mark.parametrize(("present", "possible"), [("ab", True), ("b", True), ("", False)])
+def test_any_owner_has_all_of_a_group_whose_devices_hold_shards(present: str, possible: bool) -> None:
+    groups = (SnapshotGroup(first_layer=0, end_layer=3, owners=("a", "b"), protection="none", whole=True),)
+    record = Snapshot(step=8, generation=2, vote=Vote(loss=1.0, gradient_norm=1.0), groups=groups)
+    answer = check_restore(
+        CheckRestore(cause="c", generation=5, record=record, present=tuple(present)), at=1.0
+    )
+    assert (answer.possible, answer.tier) == (possible, "memory")
+    assert present != "b" or answer.reason == "layers 0 to 2 are whole with b"
+
+
 def test_the_reason_names_who_is_missing() -> None:
     no = check_restore(asked("aec", "ac"), at=1.0).reason
     assert no == "layers 0 to 2 cannot be made without b, d: 'aec' of 4 owners withstands the loss of any 1"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,18 @@ class Host:
 Body = Callable[[dict[str, Host]], Awaitable[None]]
 
 
-def with_hosts(group: SnapshotGroup, body: Body, sizes: tuple[int, ...] = (900, 77)) -> None:
+def with_hosts(
+    group: SnapshotGroup, body: Body, sizes: tuple[int, ...] = (900, 77), devices: int = 1
+) -> None:
+    """:param devices: of each node, which share its two layers out."""
+
     async def main(root: Path) -> None:
         names = (*group.owners, group.buddy) if group.buddy else group.owners
         layers = [make_layer(n, list(sizes), 40) for n in range(group.first_layer, group.end_layer)]
-        write_group({name: root / name for name in group.owners}, group, layers, STEP)
+        for first in range(0, 2, 2 // devices):
+            share = replace(group, first_layer=first, end_layer=first + 2 // devices)
+            roots = {name: root / name for name in group.owners}
+            write_group(roots, share, layers[first : share.end_layer], STEP)
         if group.buddy:
             copy_to_buddy(root, group.owners[0], group.buddy)
         async with AsyncExitStack() as stack:
@@ -113,15 +121,16 @@ def damage(host: Host, held: Held, part: Part, byte: int, bit: int) -> None:
 @given(
     protection=st.sampled_from(["aec", "aec2", "arc:1", "aec+arc:1"]),
     owners=st.integers(2, 5),
+    devices=st.integers(1, 2),
     data=st.data(),
 )
 def test_any_bit_of_any_part_is_found_and_made_again(
-    protection: str, owners: int, data: st.DataObject
+    protection: str, owners: int, devices: int, data: st.DataObject
 ) -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts[data.draw(st.sampled_from(sorted(hosts)))]
         before = host.stored()
-        [held] = host.node.arenas.find(JOB, STEP)
+        held = data.draw(st.sampled_from(host.node.arenas.find(JOB, STEP)))
         part = data.draw(st.sampled_from(held.manifest.parts))
         damage(host, held, part, data.draw(st.integers(0, part.size_bytes - 1)), data.draw(st.integers(0, 7)))
         assert host.stored() != before
@@ -133,7 +142,7 @@ def test_any_bit_of_any_part_is_found_and_made_again(
             assert (details["owner"], details["step"], details["part"]) == (host.node.name, STEP, part.name)
         assert set(host.named("ShardRepaired")[0]["sources"]) <= set(hosts) - {host.node.name}
 
-    with_hosts(group_of(protection, owners), body)
+    with_hosts(group_of(protection, owners), body, devices=devices)
 
 
 def test_only_the_damaged_block_is_fetched_and_the_trainer_writes_it() -> None:

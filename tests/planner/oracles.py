@@ -17,10 +17,13 @@ from planner.values import (
     Recompute,
     Situation,
     SplitTime,
+    Within,
 )
 
 Stage = tuple[int, int, int]
 """(first layer, end layer, devices)."""
+Way = tuple[Recompute, Within]
+"""How a stage gets its activations in the backward pass, and what its devices hold."""
 
 
 def layer(
@@ -59,7 +62,7 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
     """A small model, a policy, and a number of nodes: small enough to look at every mapping.
 
     Half of them have times that doubles do not hold exactly, half a memory limit; node splits and measured
-    times on several devices are restricted or there or not, and so is recomputation.
+    times on several devices are restricted or there or not, and so are recomputation and shards.
     """
     devices, rows = random.randint(1, 4), random.choice([1, 2, 4, 4])
     exact, measured, selective = (random.random() < 0.5 for _ in range(3))
@@ -115,7 +118,20 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
         split="aligned" if split == "aligned" else "any",
         activation_checkpointing=checkpointing,  # type: ignore[arg-type]
     )
+    profile, policy = with_shards(random, profile, policy)
     return profile, policy, random.randint(1, 3 if devices < 4 else 2)
+
+
+def with_shards(random: Random, profile: ModelProfile, policy: Policy) -> tuple[ModelProfile, Policy]:
+    """Let stages of several devices hold shards, or not; over a link that is slow, quick or not measured."""
+    inner = Link(latency_ms=random.choice([0.0, 0.125]), bytes_per_s=random.choice([8e3, 64e3, 1e12]))
+    within = random.choice(["replicate", "auto", "auto", "shard"])
+    if max(max(split) for split in node_splits(profile, policy)) == 1:
+        within = "auto"
+    return (
+        replace(profile, inner=random.choice([None, inner])),
+        replace(policy, within_node=within),
+    )
 
 
 def operations(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
@@ -187,11 +203,17 @@ def all_mappings(profile: ModelProfile, policy: Policy, nodes: int) -> Iterator[
 
 
 def stage_ms(
-    profile: ModelProfile, stage: Stage, rows: int, recompute: Recompute = "none"
+    profile: ModelProfile,
+    stage: Stage,
+    rows: int,
+    recompute: Recompute = "none",
+    within: Within = "replicate",
 ) -> tuple[float, float]:
-    """Measured where the profile has it, else by the rows of the fullest device."""
+    """Measured where the profile has it, else by the rows of the fullest device; shards pass on a share of the
+    parameters in each pass, and of the gradients in the backward pass, once less often than there are devices."""
     first, end, devices = stage
     forward_ms = backward_ms = 0.0
+    inner = profile.ring if profile.inner is None else profile.inner
     for x in profile.layers[first:end]:
         measured = [split for split in x.split if split.devices == devices]
         if measured:
@@ -205,36 +227,66 @@ def stage_ms(
             again = measured_again.recompute_ms * (there / x.forward_ms if x.forward_ms else 1.0)
         forward_ms += there * rows / profile.microbatch_rows
         backward_ms += (back + again) * rows / profile.microbatch_rows
+        if within == "shard" and devices > 1 and x.gradient_bytes:
+            trained = min(x.parameter_bytes, x.gradient_bytes)
+            gather_ms, scatter_ms = (
+                (devices - 1) * (inner.latency_ms + size / devices / inner.bytes_per_s * 1e3)
+                for size in (trained, x.gradient_bytes)
+            )
+            forward_ms += gather_ms
+            backward_ms += gather_ms + scatter_ms
     return forward_ms, backward_ms
 
 
-def ways(profile: ModelProfile, policy: Policy) -> list[Recompute]:
-    """How a stage may recompute."""
+def ways(profile: ModelProfile, policy: Policy, devices: int) -> list[Way]:
+    """How a stage of so many devices may work."""
+    recomputes: list[Recompute]
     if policy.activation_checkpointing != "auto":
-        return [policy.activation_checkpointing]
-    known = all(layer.selective is not None for layer in profile.layers)
-    return ["none", "selective", "full"] if known else ["none", "full"]
+        recomputes = [policy.activation_checkpointing]
+    elif all(layer.selective is not None for layer in profile.layers):
+        recomputes = ["none", "selective", "full"]
+    else:
+        recomputes = ["none", "full"]
+    withins: list[Within] = ["replicate", "shard"]
+    if policy.within_node != "auto":
+        withins = [policy.within_node]
+    if devices == 1:
+        withins = ["replicate"]
+    return list(product(recomputes, withins))
 
 
-def recomputed(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> Recompute | None:
+def quickest_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> Way | None:
     """The quickest way that fits, the first of equally quick ones; ``None`` if none does."""
     limit = policy.device_memory_bytes or profile.device_memory_bytes
     fitting = [
         way
-        for way in ways(profile, policy)
-        if limit is None or stage_bytes(profile, policy, stage, behind, way) <= limit
+        for way in ways(profile, policy, stage[2])
+        if limit is None or stage_bytes(profile, policy, stage, behind, *way) <= limit
     ]
     rows = policy.microbatch_rows
-    return min(fitting, key=lambda way: sum(stage_ms(profile, stage, rows, way)), default=None)
+    return min(fitting, key=lambda way: sum(stage_ms(profile, stage, rows, *way)), default=None)
 
 
 def stage_bytes(
-    profile: ModelProfile, policy: Policy, stage: Stage, behind: int, recompute: Recompute = "none"
+    profile: ModelProfile,
+    policy: Policy,
+    stage: Stage,
+    behind: int,
+    recompute: Recompute = "none",
+    within: Within = "replicate",
 ) -> int:
     first, end, devices = stage
     layers = profile.layers[first:end]
     alive = min(behind + 1, policy.microbatches)
     state = sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in layers)
+    if within == "shard" and devices > 1:
+        state, gathered = 0, 0
+        for x in layers:
+            trained = min(x.parameter_bytes, x.gradient_bytes)
+            state += x.parameter_bytes - trained
+            state += sum(ceil(size / devices) for size in (trained, x.gradient_bytes, x.optimizer_bytes))
+            gathered = max(gathered, 2 * trained + x.gradient_bytes)
+        state += gathered
     rows = -(-policy.microbatch_rows // devices)
     scales = []
     for x in layers:
@@ -268,7 +320,7 @@ def stage_bytes(
 
 def fits(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage]) -> bool:
     return all(
-        recomputed(profile, policy, stage, len(mapping) - 1 - number) is not None
+        quickest_way(profile, policy, stage, len(mapping) - 1 - number) is not None
         for number, stage in enumerate(mapping)
     )
 
@@ -286,9 +338,9 @@ def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], 
     """The policy's objective, of a mapping that fits."""
     times = []
     for number, stage in enumerate(mapping):
-        way = recomputed(profile, policy, stage, len(mapping) - 1 - number)
+        way = quickest_way(profile, policy, stage, len(mapping) - 1 - number)
         assert way is not None
-        times.append(stage_ms(profile, stage, policy.microbatch_rows, way))
+        times.append(stage_ms(profile, stage, policy.microbatch_rows, *way))
     return pipeline_ms(profile, policy, mapping, times, microbatches)
 
 
@@ -335,17 +387,15 @@ def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(edges))
 
 
-def check_recompute(
-    profile: ModelProfile, policy: Policy, stage: Stage, behind: int, recompute: Recompute
-) -> None:
+def check_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int, taken: Way) -> None:
     """It fits, and no other way that fits is quicker (but for rounding)."""
-    best = recomputed(profile, policy, stage, behind)
+    best = quickest_way(profile, policy, stage, behind)
     assert best is not None
     limit = policy.device_memory_bytes or profile.device_memory_bytes
-    assert recompute in ways(profile, policy)
-    assert limit is None or stage_bytes(profile, policy, stage, behind, recompute) <= limit
+    assert taken in ways(profile, policy, stage[2])
+    assert limit is None or stage_bytes(profile, policy, stage, behind, *taken) <= limit
     taken_ms, least_ms = (
-        sum(stage_ms(profile, stage, policy.microbatch_rows, way)) for way in (recompute, best)
+        sum(stage_ms(profile, stage, policy.microbatch_rows, *way)) for way in (taken, best)
     )
     assert taken_ms <= least_ms * (1 + 1e-12)
 
@@ -365,7 +415,7 @@ def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: 
             assert len({device.node for device in stage.devices}) == 1
         mapping = [(s.first_layer, s.end_layer, len(s.devices)) for s in pipeline.stages]
         for number, (shape, stage) in enumerate(zip(mapping, pipeline.stages, strict=True)):
-            check_recompute(profile, policy, shape, len(mapping) - 1 - number, stage.recompute)
+            check_way(profile, policy, shape, len(mapping) - 1 - number, (stage.recompute, stage.within))
     assert first_microbatch * policy.microbatch_rows == policy.global_batch
     used = [(device.node, device.index) for device in plan.devices]
     assert sorted(used) == sorted((n, i) for n in plan.nodes for i in range(policy.devices_per_node))
@@ -390,3 +440,36 @@ def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: 
     assert sent == sorted(sent, reverse=True)
     assert plan.estimated_iteration_s == max(p.estimated_s for p in plan.pipelines)
     assert plan.reason.endswith(".") and "\n" not in plan.reason
+    check_transition(plan, situation, profile, policy)
+
+
+def check_transition(plan: Plan, situation: Situation, profile: ModelProfile, policy: Policy) -> None:
+    """Until the first commit every device has room for what it keeps, and dropping has made nothing less safe than
+    the tolerated failures and one more allow."""
+    limit = profile.device_memory_bytes if policy.device_memory_bytes is None else policy.device_memory_bytes
+    if limit is None or not situation.in_memory:
+        assert not plan.released
+        return
+    gone = {each.device: each for each in plan.released}
+    assert len(gone) == len(plan.released) and set(gone) <= set(plan.devices)
+    keeps: dict[int, set[str]] = {}
+    for pipeline in plan.pipelines:
+        for number, stage in enumerate(pipeline.stages):
+            own = set(range(stage.first_layer, stage.end_layer))
+            shape, behind = (stage.first_layer, stage.end_layer, len(stage.devices)), len(pipeline.stages) - 1
+            needed = stage_bytes(profile, policy, shape, behind - number, stage.recompute)
+            for device in stage.devices:
+                held = set(situation.holdings.get(device, ()))
+                parked = set(gone[device].parked) if device in gone else set()
+                dropped = set(gone[device].dropped) if device in gone else set()
+                assert not parked & dropped and parked | dropped <= held - own
+                beside = sum(profile.layers[layer].state_bytes for layer in held - own - parked - dropped)
+                assert not beside or needed + beside <= limit
+                whole = sum(profile.layers[layer].state_bytes for layer in held - own)
+                assert device not in gone or (needed + whole > limit and parked | dropped)
+                for layer in held - dropped:
+                    keeps.setdefault(layer, set()).add(device.node)
+    for device, each in gone.items():
+        for layer in each.dropped:
+            assert len(keeps[layer] - {device.node}) >= max(policy.tolerate, 1) + 1
+            assert (device, layer) not in [(move.source, move.layer) for move in plan.transfers]

@@ -45,7 +45,7 @@ def test_every_stage_costs_what_its_layers_cost(recompute: Recompute) -> None:
             for end in range(first + 1, 4):
                 there, back = stage_ms(profile, (first, end, devices), 4, recompute)
                 cell = devices, first, end
-                assert (costs.forward_ms[cell], costs.backward_ms[0][cell]) == (there, back)
+                assert (costs.forward_ms[0][cell], costs.backward_ms[0][cell]) == (there, back)
                 assert costs.time_ms[0][cell] == there + back
                 assert costs.time_ms[0, devices, end, first] == INF
 
@@ -56,9 +56,9 @@ def test_ways_to_recompute_that_a_job_can_choose_among() -> None:
     whole = ModelProfile(layers=(known, known), microbatch_rows=4)
     partly = ModelProfile(layers=(known, layer()), microbatch_rows=4)
     auto = policy_of(activation_checkpointing="auto", device_memory_bytes=100)
-    assert StageCosts(whole, policy_of(activation_checkpointing="auto")).modes == ("none",)
-    assert StageCosts(whole, auto).modes == ("none", "selective", "full")
-    assert StageCosts(partly, auto).modes == ("none", "full")
+    assert StageCosts(whole, policy_of(activation_checkpointing="auto")).modes == (("none", "replicate"),)
+    assert [mode.recompute for mode in StageCosts(whole, auto).modes] == ["none", "selective", "full"]
+    assert [mode.recompute for mode in StageCosts(partly, auto).modes] == ["none", "full"]
     with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.selective is missing.*or use full"):
         StageCosts(partly, policy_of(activation_checkpointing="selective"))
 

@@ -1,5 +1,6 @@
 """ZeRO-1: who together have all of a layer; what a plan must cover, moves, and takes of memory."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -31,21 +32,17 @@ def device(node: str) -> Device:
 
 
 def part(layer: int, number: int, parts: int, *, replica: bool = False) -> StatePart:
-    return StatePart(layer=layer, part=number, parts=parts, replica=replica)
+    return StatePart(layer=layer, start=number, end=number + 1, of=parts, replica=replica)
 
 
 @st.composite
 def reported(draw: st.DrawFn) -> dict[Device, tuple[StatePart, ...]]:
-    """Up to five nodes with parts of an old layout, a new one, or both."""
+    """Up to five nodes with ranges of layers that are cut in one way, or in two."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-    any_part = st.integers(0, LAYERS - 1).flatmap(
-        lambda layer: st.sampled_from(counts).flatmap(
-            lambda parts: st.builds(
-                StatePart,
-                layer=st.just(layer),
-                part=st.integers(0, parts - 1),
-                parts=st.just(parts),
-                replica=st.booleans(),
+    any_part = st.tuples(st.integers(0, LAYERS - 1), st.sampled_from(counts), st.booleans()).flatmap(
+        lambda some: st.sets(st.integers(0, some[1]), min_size=2, max_size=2).map(
+            lambda bounds: StatePart(
+                layer=some[0], start=min(bounds), end=max(bounds), of=some[1], replica=some[2]
             )
         )
     )
@@ -56,10 +53,7 @@ def reported(draw: st.DrawFn) -> dict[Device, tuple[StatePart, ...]]:
 def elements(parts: tuple[StatePart, ...], layer: int, count: int) -> set[int]:
     """The oracle: element by element."""
     return {
-        n
-        for p in parts
-        if p.layer == layer
-        for n in range(p.part * count // p.parts, (p.part + 1) * count // p.parts)
+        n for p in parts if p.layer == layer for n in range(p.start * count // p.of, p.end * count // p.of)
     }
 
 
@@ -142,7 +136,7 @@ def test_a_lost_part_is_lost_state_unless_there_is_a_replica() -> None:
     assert caught.value.layers == (0, 1, 2, 3)
     plan = planner.plan(lost_one(aor=True))
     assert plan.transfers == () and set(plan.nodes) == {"a", "c"}
-    lacking = moved_bytes(profile(), plan.pipelines, {}, lost_one(aor=True).parts or {})
+    lacking = moved_bytes(profile(), plan.pipelines, {}, lost_one(aor=True).parts or {}, zero1=True)
     assert plan.part_bytes == lacking > 0
 
 
@@ -182,13 +176,40 @@ def placed(*nodes: str) -> tuple[PipelinePlacement, ...]:
 def test_bytes_that_move_are_what_is_lacking() -> None:
     whole = {device("a"): frozenset(range(4)), device("b"): frozenset(range(4))}
     halves = {device("a"): own(0, 2), device("b"): own(1, 2)}
-    assert moved_bytes(profile(), placed("a", "b"), whole, halves) == 0
-    assert moved_bytes(profile(), placed("b", "a"), whole, halves) == 4 * 2000
-    assert moved_bytes(profile(), placed("a"), whole, halves) == 4 * 1000
-    assert moved_bytes(profile(), placed("a"), {}, halves) == 4 * (1000 + 500)
-    assert moved_bytes(profile(), placed("c"), whole, halves) == 4 * 3000
+    assert moved_bytes(profile(), placed("a", "b"), whole, halves, zero1=True) == 0
+    assert moved_bytes(profile(), placed("b", "a"), whole, halves, zero1=True) == 4 * 2000
+    assert moved_bytes(profile(), placed("a"), whole, halves, zero1=True) == 4 * 1000
+    assert moved_bytes(profile(), placed("a"), {}, halves, zero1=True) == 4 * (1000 + 500)
+    assert moved_bytes(profile(), placed("c"), whole, halves, zero1=True) == 4 * 3000
     both = {device("a"): own(0, 2) + own(1, 2, replica=True)}
-    assert moved_bytes(profile(), placed("a"), {}, both) == 0
+    assert moved_bytes(profile(), placed("a"), {}, both, zero1=True) == 0
+
+
+@given(reported(), st.integers(1, 4))
+def test_bytes_that_move_are_counted_element_by_element(
+    told: dict[Device, tuple[StatePart, ...]], owners: int
+) -> None:
+    """Ranges of any cuts against pipelines of one node each; layers of 12 elements, so that no part is cut."""
+    whole = {holder: frozenset({0}) for holder in told}
+    lacking = 0
+    for number, name in enumerate("abcd"[:owners]):
+        parts = told.get(device(name), ())
+        own = set(range(number * 12 // owners, (number + 1) * 12 // owners))
+        for layer in range(4):
+            has = elements(parts, layer, 12)
+            lacking += len(own - has) * 24
+            if not (layer == 0 and device(name) in whole):
+                lacking += (12 - len(has)) * 12
+    small = replace(LAYER, parameter_bytes=144, optimizer_bytes=288)
+    model = ModelProfile(layers=(small,) * 4, microbatch_rows=1)
+    assert moved_bytes(model, placed(*"abcd"[:owners]), whole, told, zero1=True) == lacking
+
+
+def test_equal_ranges_are_equal() -> None:
+    assert StatePart(layer=1, start=2, end=4, of=8) == StatePart(layer=1, start=1, end=2, of=4)
+    assert StatePart(layer=1, start=0, end=3, of=3) == StatePart(layer=1, start=0, end=1, of=1)
+    assert StatePart(layer=1, start=0, end=3, of=3).is_whole
+    assert not StatePart(layer=1, start=1, end=3, of=3).is_whole
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from oracles import (
     all_mappings,
     best_mapping_ms,
-    check_recompute,
+    check_way,
     layer,
     pipeline_ms,
     random_model,
@@ -88,15 +88,15 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
     random, recomputing = Random(4), 0
     for _ in range(100):
         profile, policy, nodes = random_model(random)
-        policy = replace(policy, activation_checkpointing="auto")
+        policy = replace(policy, activation_checkpointing="auto", within_node="replicate")
         profile = replace(profile, layers=profile.layers[:5], device_memory_bytes=random.randint(20, 60))
         scores: list[float] = []
         for mapping in all_mappings(profile, policy, nodes):
             fitting = [
                 [
-                    stage_ms(profile, stage, policy.microbatch_rows, way)
-                    for way in ways(profile, policy)
-                    if stage_bytes(profile, policy, stage, len(mapping) - 1 - number, way)
+                    stage_ms(profile, stage, policy.microbatch_rows, *way)
+                    for way in ways(profile, policy, stage[2])
+                    if stage_bytes(profile, policy, stage, len(mapping) - 1 - number, *way)
                     <= (profile.device_memory_bytes or 0)
                 ]
                 for number, stage in enumerate(mapping)
@@ -135,7 +135,8 @@ def test_the_search_is_exact_where_recomputation_decides(
             assert template.objective_ms == pytest.approx(expected, rel=1e-11)
         for number, stage in enumerate(template.stages):
             shape = stage.first_layer, stage.end_layer, stage.devices
-            check_recompute(profile, policy, shape, len(template.stages) - 1 - number, stage.recompute)
+            way = stage.recompute, stage.within
+            check_way(profile, policy, shape, len(template.stages) - 1 - number, way)
         mixed += len(set(ways_of(template))) > 1
         proved += template.proved_optimal
     assert mixed >= 5 and proved >= 40
@@ -163,14 +164,15 @@ def test_a_slow_node_gets_fewer_layers_and_may_stop_recomputing() -> None:
     assert layers[0] < layers[1]
     for number, stage in enumerate(after.pipelines[0].stages):
         shape = stage.first_layer, stage.end_layer, 1
-        check_recompute(planner.profile, planner.policy, shape, 1 - number, stage.recompute)
+        way = stage.recompute, stage.within
+        check_way(planner.profile, planner.policy, shape, 1 - number, way)
 
 
 def test_a_model_that_would_fit_with_recomputation_says_so() -> None:
     # A layer takes 12 bytes, and 8 more for each microbatch in flight or, fully recomputed, for one in all.
     with pytest.raises(
         InfeasibleError,
-        match=r" activations of 2 microbatches in flight\) .* or activation_checkpointing = auto, which fits on 2 ",
+        match=r" activations of 2 microbatches in flight .*\) .* or activation_checkpointing = auto, which fits on 2 ",
     ):
         Planner(model(layers=2, memory_bytes=22), policy_of("none"))
     with pytest.raises(

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 from oracles import (
-    check_recompute,
+    check_way,
     fits,
     layer,
     profile_of,
-    recomputed,
+    quickest_way,
     simulated_makespan_ms,
     stage_ms,
 )
@@ -39,9 +39,9 @@ def slowed_ms(
 ) -> float:
     times = []
     for number, stage in enumerate(mapping):
-        way = recomputed(profile, policy, stage, len(mapping) - 1 - number)
+        way = quickest_way(profile, policy, stage, len(mapping) - 1 - number)
         assert way is not None
-        times.append(stage_ms(profile, stage, 4, way))
+        times.append(stage_ms(profile, stage, 4, *way))
     links = [
         profile.link.latency_ms + profile.layers[end - 1].output_bytes / profile.link.bytes_per_s * 1e3
         for _, end, _ in mapping[:-1]
@@ -96,7 +96,7 @@ def ratios(random: Random, cases: int) -> list[float]:
         assert [s.node_offset for s in stages] == [s.node_offset for s in staged(given, devices, 2)]
         assert mapping in possible
         for number, (shape, stage) in enumerate(zip(mapping, stages, strict=True)):
-            check_recompute(profile, policy, shape, len(mapping) - 1 - number, stage.recompute)
+            check_way(profile, policy, shape, len(mapping) - 1 - number, (stage.recompute, stage.within))
         best = min(slowed_ms(profile, other, slowness, microbatches, policy) for other in possible)
         found.append(slowed_ms(profile, mapping, slowness, microbatches, policy) / best)
     return found

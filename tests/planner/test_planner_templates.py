@@ -1,12 +1,13 @@
 """Memory, n₀, template sizes, and what is said when there are none."""
 
+import re
 from dataclasses import replace
 from random import Random
 
 import pytest
 from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes, ways
 
-from planner.errors import BatchError, InfeasibleError
+from planner.errors import BatchError, InfeasibleError, TooFewNodesError
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import fewest_nodes, fullest_stage
@@ -146,7 +147,9 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
             fullest = fullest_stage(costs, nodes)
             stage = fullest.first_layer, fullest.end_layer
             sizes = [
-                stage_bytes(profile, policy, (*stage, d), fullest.stages_after, fullest.recompute)
+                stage_bytes(
+                    profile, policy, (*stage, d), fullest.stages_after, fullest.recompute, fullest.within
+                )
                 for d in costs.stage_devices
             ]
             assert fullest.size_bytes in sizes
@@ -154,8 +157,8 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
                 fullest_of = [
                     max(
                         min(
-                            stage_bytes(profile, policy, stage, len(mapping) - 1 - number, way)
-                            for way in ways(profile, policy)
+                            stage_bytes(profile, policy, stage, len(mapping) - 1 - number, *way)
+                            for way in ways(profile, policy, stage[2])
                         )
                         for number, stage in enumerate(mapping)
                     )
@@ -168,5 +171,30 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
 def test_a_large_model_that_fits_nowhere_is_told_so_at_once() -> None:
     """96 layers: looking for the fullest stage of all cuts one by one took minutes."""
     profile = profile_of([1.0] * 96, memory_bytes=14)
-    with pytest.raises(InfeasibleError, match=r"stage of layer \d+ needs .* and a device has"):
+    with pytest.raises(
+        InfeasibleError, match=r"stage of layer \d+ on 4 devices, replicated, needs .* and a device has"
+    ):
         smallest_pipeline(StageCosts(profile, policy_of(devices_per_node=4)))
+
+
+def test_a_layer_larger_than_a_device_is_named_with_its_bytes() -> None:
+    """What the bytes are for is said, and no advice is given that cannot help."""
+    small, large = layer(), layer(state_bytes=1600)
+    profile = ModelProfile(layers=(small, small, large, small), microbatch_rows=4, device_memory_bytes=1000)
+    with pytest.raises(InfeasibleError) as refused:
+        smallest_pipeline(StageCosts(profile, policy_of()))
+    said = str(refused.value)
+    assert re.search(
+        r"layer 2 needs .*parameters .*gradients .*optimizer .*activations .* a device has", said
+    )
+    assert "(1000 bytes)" in said and "smaller microbatch" not in said and "smaller layers" in said
+
+
+def test_too_few_nodes_are_told_which_stage_is_too_large() -> None:
+    profile = profile_of([1.0] * 4, memory_bytes=40)
+    planner = Planner(profile, policy_of())
+    assert planner.fewest_nodes > 1
+    with pytest.raises(
+        TooFewNodesError, match=r"because on \d+ nodes? the stage of layers? .* needs .* bytes"
+    ):
+        planner.plan(planner.fresh(["n1"]))

@@ -39,6 +39,11 @@ class Fleet:
         """The newest step whose evaluation is known, for the next ``enter``."""
         self.evaluations: dict[int, p.EvaluationData] = {}
         """By the step whose state was evaluated."""
+        self.parked: dict[int, tuple[int, ...]] = {}
+        self.dropped: dict[int, tuple[int, ...]] = {}
+        """By rank of the next ``enter``: layers that it parks and drops."""
+        self.nodes: tuple[str, ...] = ()
+        """Of each rank, for the next ``enter``; empty: no snapshots are taken."""
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -64,11 +69,18 @@ class Fleet:
         ranks = {engine: rank for rank, engine in enumerate(self.engines)}
         held: list[p.PartData] = []
         transfers: tuple[p.TransferData, ...] = ()
-        if self.job.zero1:
+        if engines[0].sharding is not None:
             held = [
                 part
                 for rank, (engine, report) in enumerate(zip(engines, reports, strict=True))
-                for part in held_of(report, rank, best.committed_step, self.pipelines, ranks[engine])
+                for part in held_of(
+                    report,
+                    rank,
+                    best.committed_step,
+                    self.pipelines,
+                    ranks[engine],
+                    zero1=self.job.zero1,
+                )
             ]
         elif not self.restore:
             transfers = whole_layers(engines, best.committed_step, pipelines)
@@ -95,7 +107,7 @@ class Fleet:
         rendezvous = Rendezvous(
             host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
         )
-        communicator = make_communicator("gloo", rendezvous, rank, world.hosts, CPU)
+        communicator = make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime)
         self._communicators[engine] = communicator
         resume = p.Resume(
             generation=self.generation,
@@ -106,9 +118,12 @@ class Fleet:
             rendezvous_host="",
             rendezvous_port=0,
             token=TOKEN,
+            nodes=self.nodes,
             protection=self.protection,
             restore=self.restore,
             evaluated=self.evaluated,
+            parked=self.parked.get(rank, ()),
+            dropped=self.dropped.get(rank, ()),
         )
         engine.settle(step, vote)
         if self.restore:

@@ -348,11 +348,19 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def pipeline(
-    *stages: tuple[int, int, Sequence[int]], first_microbatch: int, microbatches: int
+    *stages: tuple[int, int, Sequence[int]], first_microbatch: int, microbatches: int, sharded: bool = False
 ) -> p.PipelineData:
-    """``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``."""
+    """``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``.
+
+    :param sharded: stages of several ranks have shards.
+    """
     return p.PipelineData(
-        stages=tuple(p.StageData(first_layer=a, end_layer=b, ranks=tuple(r)) for a, b, r in stages),
+        stages=tuple(
+            p.StageData(
+                first_layer=a, end_layer=b, ranks=tuple(r), within="shard" if sharded else "replicate"
+            )
+            for a, b, r in stages
+        ),
         first_microbatch=first_microbatch,
         microbatches=microbatches,
     )

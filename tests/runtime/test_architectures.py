@@ -367,3 +367,35 @@ def test_whoever_learns_of_a_vote_from_the_recovery_divides_by_its_weight() -> N
         assert fleet.enter([*fleet.engines, *fleet.join(1)], three_and_two(layers)) == 3
         fleet.steps(steps - 3)
         check([fleet.votes[step] for step in range(1, steps + 1)], expected)
+
+
+def sharded(layers: int) -> Pipelines:
+    """Five ranks: a stage of two devices with shards, one alone, and a pipeline of two that shards."""
+    middle = (layers + 1) // 2
+    return (
+        pipeline(
+            (0, middle, [0, 1]), (middle, layers, [2]), first_microbatch=0, microbatches=2, sharded=True
+        ),
+        pipeline((0, layers, [3, 4]), first_microbatch=2, microbatches=2, sharded=True),
+    )
+
+
+def sharded_otherwise(layers: int) -> Pipelines:
+    """Four ranks: three devices share the input and the first half, one has the other."""
+    middle = layers // 2
+    return (
+        pipeline(
+            (0, middle, [1, 2, 3]), (middle, layers, [0]), first_microbatch=0, microbatches=4, sharded=True
+        ),
+    )
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "mixtral", "resnet", "t5"])
+def test_stages_with_shards(architecture: str) -> None:
+    """Devices of a stage gather each layer while it runs, tied weights and code around the blocks included."""
+    steps = 4
+    job = job_of(architecture, steps=steps, global_batch=12, microbatch_rows=3, within_node="shard")
+    expected = plain_loop(lambda: build(architecture), job, steps)
+    found = train(job, sharded, sharded_otherwise, leaves=3, steps=steps)
+    check(found, expected, ARCHITECTURES[architecture].relative)

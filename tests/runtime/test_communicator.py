@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.device import HostRuntime
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
     Aborted,
     CommunicationError,
     Communicator,
+    GroupError,
     Members,
     PeerLost,
     Pending,
     SoloCommunicator,
     plain_words,
+    run_of,
 )
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
@@ -91,6 +94,25 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("numel", [12, 7, 1], ids=["equal runs", "unequal runs", "empty runs"])
+def test_runs_of_a_vector_are_gathered_and_reduced(server: ServerThread, numel: int) -> None:
+    def work(communicator: GlooCommunicator) -> tuple[list[float], list[float]]:
+        rank, members = communicator.rank, (0, 1, 2)
+        start, end = run_of(numel, rank, 3)
+        gathered = torch.full((numel,), -1.0, dtype=torch.float64)
+        own = torch.arange(start, end, dtype=torch.float64)
+        communicator.wait(communicator.gather_runs(gathered, own, members))
+        reduced = torch.empty(end - start, dtype=torch.float64)
+        whole = torch.arange(numel, dtype=torch.float64) * (rank + 1)
+        communicator.wait(communicator.reduce_runs(reduced, whole, members))
+        return gathered.tolist(), reduced.tolist()
+
+    for rank, (gathered, reduced) in enumerate(on_all(world(server, 3, ((0, 1, 2),)), work)):
+        assert gathered == list(range(numel))
+        start, end = run_of(numel, rank, 3)
+        assert reduced == [6.0 * i for i in range(start, end)]
 
 
 def test_all_reduces_of_different_groups_do_not_wait_for_each_other(server: ServerThread) -> None:
@@ -256,7 +278,7 @@ def test_fifty_formations_leave_nothing_behind(server: ServerThread, others: set
 
 def test_a_world_of_one_needs_no_rendezvous() -> None:
     nowhere = Rendezvous(host="127.0.0.1", port=1, token="", generation=1)
-    alone: Communicator = make_communicator("gloo", nowhere, 0, ["127.0.0.1"], torch.device("cpu"))
+    alone: Communicator = make_communicator("gloo", nowhere, 0, ["127.0.0.1"], HostRuntime())
     assert isinstance(alone, SoloCommunicator)
     alone.form([(0,)])
     tensor = torch.ones(2)
@@ -335,12 +357,13 @@ class Acquainted:
 
 
 def acquainted(
-    server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, said: list[Any]
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, said: list[Any], gpus: int = 8
 ) -> list[NcclCommunicator]:
     pairs = itertools.combinations(range(size), 2)
     met = {pair: threading.Barrier(2) for pair in pairs}
     monkeypatch.setattr(NcclCommunicator, "_make", lambda self, *_: Acquainted(met, self.rank, said))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(NcclCommunicator, "_device_identity", lambda self: f"GPU {self.rank % gpus}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "1")
@@ -362,10 +385,24 @@ def test_who_will_talk_is_introduced_at_the_rendezvous_and_nobody_waits_in_a_cir
         one.close()
 
 
+def test_ranks_that_share_a_gpu_are_refused_with_what_to_change(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses them, too, but in a way that looks like a lost peer, for which the same group is formed again."""
+    ranks = acquainted(server, monkeypatch, 3, [], gpus=2)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for future in [pool.submit(one.form, []) for one in ranks]:
+            with pytest.raises(GroupError, match=r'ranks 0, 2 share one: .*backend = "gloo"'):
+                future.result(60)
+    for one in ranks:
+        one.close()
+
+
 def test_an_abort_frees_who_waits_for_a_peer_that_is_never_introduced(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = acquainted(server, monkeypatch, 2, [])
+    monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The other one does not come.
     blocked = start(lambda: one.form([], [("activation", 0, 1)]))
     eventually(lambda: one._groups.keys() >= {"activation", "gradient", "state", (0, 1)})
     assert not blocked.done()
@@ -392,6 +429,7 @@ def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
         monkeypatch.setenv(name, "1")
     rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
     one = NcclCommunicator(rendezvous, 0, 2, torch.device("cpu"))
+    monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The other rank does not come.
     blocked = start(lambda: one.form([]))
     eventually(lambda: len(made) == 4 and made[-1].asked.is_set())
     assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"

@@ -39,6 +39,9 @@ THREE_AND_ONE = (
     pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
 )
 SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4),)
+SHARDED_ROWS = (
+    pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4, sharded=True),
+)
 ALONE = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
 TWO_AND_TWO = (
     pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
@@ -61,13 +64,14 @@ def ranks_of(pipelines: tuple[p.PipelineData, ...]) -> int:
     return sum(len(stage.ranks) for one in pipelines for stage in one.stages)
 
 
-@pytest.mark.parametrize("pipelines", [THREE_AND_ONE, TWO_AND_TWO, SPLIT_ROWS, ALONE])
+@pytest.mark.parametrize("pipelines", [THREE_AND_ONE, TWO_AND_TWO, SPLIT_ROWS, SHARDED_ROWS, ALONE])
 @pytest.mark.parametrize("batches", [0, 2])
 def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
     tmp_path: Path, pipelines: tuple[p.PipelineData, ...], batches: int
 ) -> None:
-    job = gpt_job(tmp_path, evaluation_batches=batches)
-    plain = gpt_job(tmp_path, evaluation_every_steps=0)
+    within = pipelines[0].stages[0].within
+    job = gpt_job(tmp_path, evaluation_batches=batches, within_node=within)
+    plain = gpt_job(tmp_path, evaluation_every_steps=0, within_node=within)
     expected = {}
     for step in (2, 4, 5):
         training = load(job)
@@ -81,7 +85,8 @@ def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
         without.enter(without.engines, pipelines)
         without.steps(5)
         assert fleet.losses == without.losses  # To the bit.
-        assert [e.digests() for e in fleet.engines] == [e.digests() for e in without.engines]
+        digests = fleet.each(lambda _, engine: engine.digests())
+        assert digests == without.each(lambda _, engine: engine.digests())
     assert list(fleet.evaluations) == [2, 4, 5]
     for step, (loss, weight) in expected.items():
         found = fleet.evaluations[step]

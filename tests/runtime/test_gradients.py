@@ -59,7 +59,7 @@ def test_sums_over_owners(
     def run(rank: int) -> None:
         mine = models[rank]
         buckets = derive_buckets(mine.parameter_layers, OWNERS, mine.parameter_sizes)
-        grads = Gradients(mine, buckets, pair[rank])
+        grads = Gradients.of_buckets(mine, buckets, pair[rank])
         for _ in range(2):  # The second step must not see anything of the first.
             grads.begin()
             for number, x in enumerate(inputs[2 * rank : 2 * rank + 2]):
@@ -107,7 +107,7 @@ def test_a_bucket_that_is_not_finite_is_counted() -> None:
     mine = model()
     owners = {layer: (0,) for layer in range(3)}
     buckets = derive_buckets(mine.parameter_layers, owners, mine.parameter_sizes)
-    grads = Gradients(mine, buckets, SoloCommunicator())
+    grads = Gradients.of_buckets(mine, buckets, SoloCommunicator())
     grads.begin()
     dict(mine.named_parameters([0]))["0.weight"].grad[0, 0] = torch.inf  # type: ignore[index]
     grads.finish(Pace())
@@ -119,7 +119,7 @@ def test_a_second_gradient_in_one_backward_pass_is_refused() -> None:
     mine = model()
     owners = {layer: (0,) for layer in range(3)}
     buckets = derive_buckets(mine.parameter_layers, owners, mine.parameter_sizes)
-    grads = Gradients(mine, buckets, SoloCommunicator())
+    grads = Gradients.of_buckets(mine, buckets, SoloCommunicator())
     grads.begin()
     grads.arm()
     weight = dict(mine.named_parameters([0]))["0.weight"]

@@ -2,22 +2,26 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.layers.world import owners_of_layer
 from runtime.wire.protocol import PartData, PipelineData, StageData, WorldData
-from runtime.zero.parts import (
-    PartsError,
-    Shape,
-    contributions,
-    everything,
-    keeps_replica,
-    moves_of,
-    pipeline_of,
+from runtime.zero.cells import (
+    Fractions,
+    common_cells,
+    copied_parts,
+    is_sharded,
+    owned_parts,
+    replica_parts,
+    share_of,
+    stage_of,
 )
+from runtime.zero.parts import PartsError, Shape, cell_contributions, contributions, everything, moves_of
 from storage.buckets import ParameterSize, derive_buckets
 
 LAYERS = 5
@@ -46,88 +50,93 @@ def worlds(draw: st.DrawFn) -> WorldData:
         stages = []
         for first, end in zip([0, *cuts], [*cuts, LAYERS], strict=True):
             width = draw(st.sampled_from([1, 1, 2, 3]))
-            stages.append(StageData(first_layer=first, end_layer=end, ranks=tuple(range(rank, rank + width))))
+            ranks, within = tuple(range(rank, rank + width)), draw(st.sampled_from(["replicate", "shard"]))
+            stages.append(StageData(first_layer=first, end_layer=end, ranks=ranks, within=within))
             rank += width
         pipelines.append(PipelineData(stages=tuple(stages), first_microbatch=0, microbatches=1))
     return WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("h",) * rank)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Shape, WorldData, tuple[PartData, ...], bool]:
+def situations(draw: st.DrawFn) -> tuple[Shape, WorldData, tuple[PartData, ...], bool, bool]:
     """An old world of which some ranks live on, with other numbers, and some of these are not whole."""
     shape, _ = draw(shapes())
     old, new = draw(worlds()), draw(worlds())
     lived = draw(st.permutations(range(len(old.hosts))))
     kept = draw(st.integers(0, min(len(old.hosts), len(new.hosts))))
     numbers = dict(zip(lived[:kept], draw(st.permutations(range(len(new.hosts)))), strict=False))
-    aor = draw(st.booleans())
+    zero1 = draw(st.booleans())
+    aor = zero1 and draw(st.booleans())
     held = []
     for was, rank in numbers.items():
-        part, parts = pipeline_of(old, was), len(old.pipelines)
-        replica = aor and keeps_replica(old, was)
         for layer, owners in owners_of_layer(old).items():
-            if was in owners:
-                whole = draw(st.booleans())
-                held.append(_part(rank, layer, part, parts, False, whole))
-                if replica:
-                    held.append(_part(rank, layer, (part + 1) % parts, parts, True, whole))
-    return shape, new, tuple(draw(st.permutations(held))), draw(st.booleans())
+            if was not in owners:
+                continue
+            whole = draw(st.booleans()) and not is_sharded(stage_of(old, was))
+            for part in owned_parts(old, was, layer, zero1=zero1):
+                held.append(_part(rank, layer, part, False, whole))
+            for part in replica_parts(old, was, layer) if aor else ():
+                held.append(_part(rank, layer, part, True, whole))
+    return shape, new, tuple(draw(st.permutations(held))), zero1, zero1 and draw(st.booleans())
 
 
-def _part(rank: int, layer: int, part: int, parts: int, replica: bool, whole: bool) -> PartData:
-    return PartData(rank=rank, layer=layer, part=part, parts=parts, replica=replica, whole=whole)
+def _part(rank: int, layer: int, part: Fractions, replica: bool, whole: bool) -> PartData:
+    start, end, of = part
+    return PartData(rank=rank, layer=layer, start=start, end=end, of=of, replica=replica, whole=whole)
 
 
-def having(shape: Shape, held: Sequence[PartData], rank: int, what: str) -> set[tuple[int, int]]:
+def having(shape: Shape, held: Sequence[PartData], rank: int, what: str, zero1: bool) -> set[tuple[int, int]]:
     """(vector, element) pairs, the slow and plain way."""
     found = set()
     for entry in held:
         if entry.rank != rank:
             continue
         for number, vector in enumerate(shape.vectors):
-            if vector.layer == entry.layer:
-                found |= {(number, e) for e in range(*vector.part(entry.part, entry.parts))}
-            for name in vector.names:
-                if what == "parameters" and entry.whole and entry.layer in shape.parameter_layers[name]:
-                    found |= {(number, e) for e in range(*vector.place(name))}
+            layers = vector.layers[:1] if zero1 else vector.layers
+            if entry.layer in layers:
+                found |= {(number, e) for e in range(*vector.part(entry.start, entry.end, entry.of))}
+            if what == "parameters" and entry.whole and entry.layer in vector.layers:
+                found |= {(number, e) for e in range(vector.numel)}
     return found
 
 
-def needing(shape: Shape, world: WorldData, rank: int, what: str, replicas: bool) -> set[tuple[int, int]]:
+def needing(
+    shape: Shape, world: WorldData, rank: int, what: str, zero1: bool, replicas: bool
+) -> set[tuple[int, int]]:
     own = {layer for layer, ranks in owners_of_layer(world).items() if rank in ranks}
-    part, parts = pipeline_of(world, rank), len(world.pipelines)
-    wanted = {part, (part + 1) % parts} if replicas and keeps_replica(world, rank) else {part}
     found = set()
     for number, vector in enumerate(shape.vectors):
-        if what == "optimizer":
+        if not own & set(vector.layers):
+            continue
+        parts: tuple[Fractions, ...] = (share_of(stage_of(world, rank), rank),)
+        if zero1 and what == "optimizer":
+            parts = ()
             if vector.layer in own:
-                found |= {(number, e) for p in wanted for e in range(*vector.part(p, parts))}
-        else:
-            for name in vector.names:
-                if own & set(shape.parameter_layers[name]):
-                    found |= {(number, e) for e in range(*vector.place(name))}
+                parts = owned_parts(world, rank, vector.layer, zero1=True)
+                parts += replica_parts(world, rank, vector.layer) if replicas else ()
+        found |= {(number, e) for part in parts for e in range(*vector.part(*part))}
     return found
 
 
 @settings(max_examples=150)
 @given(situations())
 def test_every_need_is_met_once_by_one_who_can(
-    situation: tuple[Shape, WorldData, tuple[PartData, ...], bool],
+    situation: tuple[Shape, WorldData, tuple[PartData, ...], bool, bool],
 ) -> None:
-    shape, world, held, replicas = situation
+    shape, world, held, zero1, replicas = situation
     ranks = range(len(world.hosts))
     lost = any(
-        needing(shape, world, rank, what, replicas)
-        - set().union(*(having(shape, held, r, what) for r in ranks))
+        needing(shape, world, rank, what, zero1, replicas)
+        - set().union(*(having(shape, held, r, what, zero1) for r in ranks))
         for rank in ranks
         for what in ("parameters", "optimizer")
     ) or {entry.layer for entry in held} != set(range(LAYERS))
     if lost:
         with pytest.raises(PartsError, match="nobody has"):
-            moves_of(shape, world, held, replicas=replicas)
+            moves_of(shape, world, held, zero1=zero1, replicas=replicas)
         return
-    moves = moves_of(shape, world, held, replicas=replicas)
-    assert moves == moves_of(shape, world, tuple(reversed(held)), replicas=replicas)
+    moves = moves_of(shape, world, held, zero1=zero1, replicas=replicas)
+    assert moves == moves_of(shape, world, tuple(reversed(held)), zero1=zero1, replicas=replicas)
     for rank in ranks:
         for what in ("parameters", "optimizer"):
             got = Counter(
@@ -136,12 +145,18 @@ def test_every_need_is_met_once_by_one_who_can(
                 if (m.target, m.what) == (rank, what)
                 for e in range(m.start, m.end)
             )
-            missing = needing(shape, world, rank, what, replicas) - having(shape, held, rank, what)
+            missing = needing(shape, world, rank, what, zero1, replicas) - having(
+                shape, held, rank, what, zero1
+            )
             assert got == Counter(missing)
             for move in moves:
                 if (move.source, move.what) == (rank, what):
                     sent = {(move.vector, e) for e in range(move.start, move.end)}
-                    assert sent <= having(shape, held, rank, what)
+                    assert sent <= having(shape, held, rank, what, zero1)
+                    if what == "optimizer":
+                        # What is kept as one is sent as one.
+                        kept = [having(shape, [entry], rank, what, zero1) for entry in held]
+                        assert any(sent <= one for one in kept)
         own = {layer for layer, owners in owners_of_layer(world).items() if rank in owners}
         known = {entry.layer for entry in held if entry.rank == rank}
         assert sorted(m.layer for m in moves if (m.target, m.what) == (rank, "rest")) == sorted(own - known)
@@ -156,12 +171,9 @@ def test_contributions_cover_each_bucket_once_and_are_the_parts(
     described: tuple[Shape, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, sizes = described
-    held = [
-        _part(rank, layer, pipeline_of(world, rank), len(world.pipelines), False, False)
-        for layer, ranks in owners_of_layer(world).items()
-        for rank in ranks
-    ]
-    for bucket in derive_buckets(shape.parameter_layers, owners_of_layer(world), sizes):
+    world = without_shards(world)
+    layers = {name: vector.layers for vector in shape.vectors for name in vector.names}
+    for bucket in derive_buckets(layers, owners_of_layer(world), sizes):
         found = contributions(shape, bucket, world)
         if not found:
             assert len(world.pipelines) == 1
@@ -177,8 +189,74 @@ def test_contributions_cover_each_bucket_once_and_are_the_parts(
             for e in range(sizes[name].numel)
         }
         for rank, ranges in found.items():
-            mine = having(shape, held, rank, "optimizer")
+            mine = having(shape, owned(world), rank, "optimizer", True)
             assert all(places[e] in mine for start, end in ranges for e in range(start, end))
+
+
+@settings(max_examples=100)
+@given(shapes(), worlds())
+def test_contributions_cover_each_cell_once_and_are_the_parts(
+    described: tuple[Shape, dict[str, ParameterSize]], world: WorldData
+) -> None:
+    shape, _ = described
+    for number, vector in enumerate(shape.vectors):
+        for cell in common_cells(world, vector.layers):
+            begin, end = cell.elements(vector.numel)
+            found = cell_contributions(vector, cell, world)
+            assert tuple(sorted(found)) == cell.owners
+            elements = [e for ranges in found.values() for first, last in ranges for e in range(first, last)]
+            assert sorted(elements) == list(range(end - begin))
+            for rank, ranges in found.items():
+                mine = having(shape, owned(world), rank, "optimizer", True)
+                assert all((number, begin + e) in mine for first, last in ranges for e in range(first, last))
+
+
+@settings(max_examples=100)
+@given(worlds())
+def test_those_who_have_a_layer_share_out_its_optimizer_state(world: WorldData) -> None:
+    for layer, ranks in owners_of_layer(world).items():
+        for zero1 in (False, True):
+            speakers = [
+                rank
+                for rank in ranks
+                if is_sharded(stage := stage_of(world, rank)) or rank == min(stage.ranks)
+            ]
+            parts = [
+                (Fraction(start, of), Fraction(end, of))
+                for rank in speakers
+                for start, end, of in owned_parts(world, rank, layer, zero1=zero1)
+            ]
+            copies = 1 if zero1 else len(world.pipelines)
+            assert sum((end - start for start, end in parts), Fraction(0)) == copies
+        copied = copied_parts(world, layer)
+        assert len(world.pipelines) == 1 or {(one.owner, one.part) for one in copied} == {
+            (rank, part) for rank in speakers for part in owned_parts(world, rank, layer, zero1=True)
+        }
+        for one in copied:
+            # Whoever repeats updates has the gradients: it has these elements itself.
+            start, end, of = share_of(stage_of(world, one.keeper), one.keeper)
+            assert Fraction(start, of) <= Fraction(one.part[0], one.part[2])
+            assert Fraction(one.part[1], one.part[2]) <= Fraction(end, of)
+
+
+def without_shards(world: WorldData) -> WorldData:
+    pipelines = tuple(
+        msgspec.structs.replace(
+            pipeline,
+            stages=tuple(msgspec.structs.replace(s, within="replicate") for s in pipeline.stages),
+        )
+        for pipeline in world.pipelines
+    )
+    return msgspec.structs.replace(world, pipelines=pipelines)
+
+
+def owned(world: WorldData) -> list[PartData]:
+    return [
+        _part(rank, layer, part, False, False)
+        for layer, ranks in owners_of_layer(world).items()
+        for rank in ranks
+        for part in owned_parts(world, rank, layer, zero1=True)
+    ]
 
 
 def two(first: int) -> PipelineData:
@@ -203,12 +281,12 @@ def test_sources_share_the_load() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2), two(4)), transfers=(), hosts=("h",) * 6)
     held = [
-        _part(rank, layer, rank // 2, 2, False, True)
+        _part(rank, layer, (rank // 2, rank // 2 + 1, 2), False, True)
         for layer, ranks in owners_of_layer(world).items()
         for rank in ranks
         if rank < 4
     ]
-    moves = moves_of(shape, world, held, replicas=False)
+    moves = moves_of(shape, world, held, zero1=True, replicas=False)
     sent: Counter[int] = Counter()
     for move in moves:
         sent[move.source] += move.end - move.start
@@ -220,7 +298,7 @@ def test_sources_share_the_load() -> None:
 def test_who_restored_its_layers_itself_needs_nobody() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
-    assert moves_of(shape, world, everything(world), replicas=True) == ()
+    assert moves_of(shape, world, everything(world), zero1=True, replicas=True) == ()
 
 
 def test_primaries_come_before_replicas() -> None:
@@ -228,12 +306,14 @@ def test_primaries_come_before_replicas() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2), two(4)), transfers=(), hosts=("h",) * 6)
     held = [
-        _part(rank, layer, part, 2, replica, False)
+        _part(rank, layer, (part, part + 1, 2), replica, False)
         for layers, ranks in ((range(3), (0, 2)), (range(3, 5), (1, 3)))
         for layer in layers
         for rank, part, replica in ((ranks[0], 0, False), (ranks[0], 1, True), (ranks[1], 1, False))
     ]
-    moves = [m for m in moves_of(shape, world, held, replicas=False) if m.layer < 3 and m.target == 4]
+    moves = [
+        m for m in moves_of(shape, world, held, zero1=True, replicas=False) if m.layer < 3 and m.target == 4
+    ]
     for what in ("parameters", "optimizer"):
         assert {(m.source, m.start >= 500) for m in moves if m.what == what} <= {(0, False), (2, True)}
     assert {m.source for m in moves if m.what == "parameters"} == {0, 2}

@@ -212,6 +212,27 @@ def test_a_layer_that_cannot_be_recomputed_selectively_is_said() -> None:
         measure(Model(training_of(layers), data), data)
 
 
+class Momentum(torch.optim.SGD):
+    """Looks at a whole parameter: its own step divides by the norm."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= group["lr"] * parameter.grad / parameter.grad.norm()
+
+
+def test_a_model_that_cannot_be_sharded_says_why() -> None:
+    layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 1)]
+    data = data_for("unused.py:build")
+    assert measure(Model(training_of(layers), data), data).profile.shard_problem is None
+    own = training_of(layers, optimizer=lambda named: Momentum([p for _, p in named], lr=1e-2))
+    problem = measure(Model(own, data), data).profile.shard_problem
+    assert problem == "its optimizer Momentum is not known to update each element by itself"
+    coupled = training_of([nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)])
+    assert measure(Model(coupled, data), data).profile.shard_problem is None
+
+
 def test_measuring_leaves_the_model_pristine() -> None:
     data = data_for("unused.py:build")
     torch.manual_seed(1)

@@ -64,6 +64,11 @@ TWO = (
     pipeline((0, 2, [0]), (2, 6, [1]), first_microbatch=0, microbatches=1),
     pipeline((0, 3, [2]), (3, 6, [3]), first_microbatch=1, microbatches=3),
 )
+SEVERAL = (
+    pipeline((0, 3, [0, 1]), (3, 4, [2]), first_microbatch=0, microbatches=2),
+    pipeline((0, 4, [3, 4]), first_microbatch=2, microbatches=2),
+)
+"""Stages of two devices, and of one. Each stage is a node, which is called after its lowest rank."""
 FOUR = tuple(pipeline((0, 4, [n]), first_microbatch=n, microbatches=1) for n in range(4))
 
 
@@ -112,7 +117,9 @@ def run(
     size = sum(len(stage.ranks) for one in pipelines for stage in one.stages)
     ranks = [Rank(data, arenas / place(rank)) for rank in range(size)]
     world = p.WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("127.0.0.1",) * size)
-    if data.zero1:
+    stages = sorted(stage.ranks for one in pipelines for stage in one.stages)
+    nodes = tuple(f"node-{min(stage)}" for stage in stages for _ in stage)
+    if data.zero1 or data.within_node != "replicate":
         world = msgspec.structs.replace(world, held_parts=everything(world))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -127,7 +134,7 @@ def run(
             rendezvous_host="",
             rendezvous_port=0,
             token="",
-            nodes=tuple(f"node-{number}" for number in range(size)),
+            nodes=nodes,
             protection=scheme,
         )
         ranks[rank].engine.settle(0, None)
@@ -136,7 +143,7 @@ def run(
 
     model = ranks[0].engine.model
     buckets = derive_buckets(model.parameter_layers, owners_of_layer(world), model.parameter_sizes)
-    groups = sorted({bucket.owners for bucket in buckets})
+    groups = ranks[0].engine._groups(world, buckets)
     try:
         with formed_world(size, groups, timeout_s=60.0) as communicators, ThreadPoolExecutor(size) as pool:
             for communicator in communicators:
@@ -155,6 +162,7 @@ Job = Callable[[Path], p.TrainingData]
     [
         (gpt, UNEQUAL, "aec", 1 + 3),
         (gpt, UNEQUAL, "aec+arc:1", 1 + 3 + 3),
+        (gpt, SEVERAL, "aec", 1 + 2),
         (gpt, FOUR, "aec2", 1 + 4 + 6),
         (gpt, FOUR, "none", 1),
         (mine, TWO, "aec", 1 + 2),

@@ -4,7 +4,9 @@ import contextlib
 import math
 import platform
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.snapshots.capture import Capture
-from runtime.snapshots.groups import groups_of
+from runtime.snapshots.groups import even_cuts, groups_of
 from runtime.snapshots.movers import Bytes, DeviceMover, HostMover
 from runtime.snapshots.pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
 from runtime.snapshots.schedule import Elapsed, Schedule
@@ -191,23 +193,103 @@ NODES = ("a", "a", "b", "c", "d", "d")
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"),
+    ("rank", "expected", "coupled"),
     [
-        (0, [(0, 2, ("a", "c"), 0)]),
-        (1, []),
-        (2, [(2, 3, ("b", "c"), 0), (3, 5, ("b", "d"), 0)]),
-        (3, [(0, 2, ("a", "c"), 1), (2, 3, ("b", "c"), 1)]),
-        (4, [(3, 5, ("b", "d"), 1)]),
-        (5, []),
+        (0, [(0, 1, ("a", "c"), 0)], [(0, 2, ("a", "c"), 0)]),
+        (1, [(1, 2, ("a", "c"), 0)], []),
+        (
+            2,
+            [(2, 3, ("b", "c"), 0), (3, 4, ("b", "d"), 0), (4, 5, ("b", "d"), 0)],
+            [(2, 3, ("b", "c"), 0), (3, 5, ("b", "d"), 0)],
+        ),
+        (
+            3,
+            [(0, 1, ("a", "c"), 1), (1, 2, ("a", "c"), 1), (2, 3, ("b", "c"), 1)],
+            [(0, 2, ("a", "c"), 1), (2, 3, ("b", "c"), 1)],
+        ),
+        (4, [(3, 4, ("b", "d"), 1)], [(3, 5, ("b", "d"), 1)]),
+        (5, [(4, 5, ("b", "d"), 1)], []),
     ],
 )
-def test_groups_are_cut_where_a_pipeline_is(
-    rank: int, expected: list[tuple[int, int, tuple[str, ...], int]]
+def test_groups_are_cut_where_a_pipeline_is_and_shared_out_among_devices(
+    rank: int, expected: list[tuple[int, int, tuple[str, ...], int]], coupled: list[object]
 ) -> None:
-    groups = groups_of(WORLD, NODES, rank, "aec")
+    groups = groups_of(WORLD, NODES, rank, "aec", [1] * 5)
     assert [(g.first_layer, g.end_layer, g.owners, g.owner) for g in groups] == expected
     assert all(g.code == make_code("aec", 2) for g in groups)
-    assert groups_of(WORLD, (), rank, "aec") == ()
+    assert groups_of(WORLD, (), rank, "aec", [1] * 5) == ()
+    alone = groups_of(WORLD, NODES, rank, "aec", [1] * 5, coupled=True)
+    assert [(g.first_layer, g.end_layer, g.owners, g.owner) for g in alone] == coupled
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=9),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_the_devices_of_each_stage_share_out_all_layers(
+    sizes: list[int], devices: list[int], zero1: bool
+) -> None:
+    """Stages of any numbers of devices: the same cuts for all, every layer with one device of each."""
+    ends = list(accumulate(devices, initial=0))
+    stages = [list(range(first, end)) for first, end in pairwise(ends)]
+    world = WorldData(
+        pipelines=tuple(
+            pipeline((0, len(sizes), ranks), first_microbatch=n, microbatches=1)
+            for n, ranks in enumerate(stages)
+        ),
+        transfers=(),
+        hosts=("127.0.0.1",) * ends[-1],
+    )
+    nodes = tuple(f"node-{number}" for number, ranks in enumerate(stages) for _ in ranks)
+    scheme = "arc:1+aor" if zero1 else "none"
+    cuts = set()
+    for owner, ranks in enumerate(stages):
+        kept = [groups_of(world, nodes, rank, scheme, sizes, zero1=zero1) for rank in ranks]
+        own = sorted((g.first_layer, g.end_layer) for some in kept for g in some if g.own)
+        assert [n for first, end in own for n in range(first, end)] == list(range(len(sizes)))
+        cuts.add(tuple(own))
+        assert all(g.owner == owner and g.parted == zero1 for some in kept for g in some)
+        used = [any(g.own for g in some) for some in kept]
+        assert sum(used) == min(len(ranks), len(sizes))
+        # The lowest rank alone has the next owner's replica: of all layers.
+        replicas = [[n for g in some if g.replica for n in g.layers] for some in kept]
+        expected = list(range(len(sizes))) if zero1 and len(stages) > 1 else []
+        assert replicas == [expected, *[[]] * (len(ranks) - 1)]
+    assert len(cuts) == 1 and len(cuts.pop()) == min(max(devices), len(sizes))
+
+
+def test_each_device_of_a_stage_that_shards_keeps_its_parts_of_all_layers() -> None:
+    """Where any owner shards, those that do not share the layers out, without a code too."""
+    first, second = (msgspec.structs.replace(stage, within="shard") for stage in WORLD.pipelines[0].stages)
+    sharding = msgspec.structs.replace(WORLD.pipelines[0], stages=(first, second))
+    world = msgspec.structs.replace(WORLD, pipelines=(sharding, WORLD.pipelines[1]))
+    found = [
+        [
+            (g.name, g.end_layer, g.owner, g.parted)
+            for g in groups_of(world, NODES, rank, "arc:1", [1] * 5)
+            if g.own and not g.replica
+        ]
+        for rank in range(6)
+    ]
+    assert found == [
+        [("group-0", 2, 0, True)],
+        [("group-0.1", 2, 0, True)],
+        # A stage of one device has nothing to shard.
+        [("group-2", 3, 0, False), ("group-3", 4, 0, False), ("group-4", 5, 0, False)],
+        [("group-0", 1, 1, True), ("group-1", 2, 1, True), ("group-2", 3, 1, False)],
+        [("group-3", 4, 1, False)],
+        [("group-4", 5, 1, False)],
+    ]
+
+
+def test_shares_are_about_equal() -> None:
+    assert even_cuts([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert even_cuts([9, 1, 1, 1], 2) == [0, 1, 4]
+    assert even_cuts([1, 1, 1, 9], 3) == [0, 2, 3, 4]
+    assert even_cuts([0, 0, 0], 3) == [0, 1, 2, 3]
+    assert even_cuts([5, 5, 5, 5, 5], 1) == [0, 5]
 
 
 def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> Elapsed:

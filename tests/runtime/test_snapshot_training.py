@@ -84,8 +84,7 @@ def test_losses_are_those_of_a_run_without(
     taken: list[int] = []
     for number in range(3):
         step = snap(cluster, trainers, by=number)
-        written = [report.size_bytes > 0 for report in snapped(trainers, step)]
-        assert written == [rank == min(r) for rank in range(4) for r in ranks_with(pipelines, rank)]
+        assert all(report.size_bytes > 0 for report in snapped(trainers, step))
         for trainer in trainers:
             trainer.send(p.KeepSnapshot(step=step))
         taken.append(step)
@@ -131,8 +130,7 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
         trainer.send(p.Snap(generation=cluster.generation, last=True))
     begun = [trainer.take(p.Snapping, generation=cluster.generation).step for trainer in trainers]
     assert begun == [3, 3, 3, 3]
-    written = [report.size_bytes > 0 for report in snapped(trainers, 3)]
-    assert written == [rank == min(r) for rank in range(4) for r in ranks_with(SPLIT, rank)]
+    assert all(report.size_bytes > 0 for report in snapped(trainers, 3))
     vote = vote_of(tmp_path, 3)
     assert vote.loss == losses[-1]
     finish(trainers)
@@ -154,10 +152,6 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
         again[rank].send(msgspec.structs.replace(frame, **fields))
     assert replicas_agree(again) == digests
     finish(again)
-
-
-def ranks_with(pipelines: Sequence[p.PipelineData], rank: int) -> list[tuple[int, ...]]:
-    return [stage.ranks for one in pipelines for stage in one.stages if rank in stage.ranks]
 
 
 def plain_losses(cluster: Cluster, job: p.TrainingData, pipelines: Sequence[p.PipelineData]) -> list[float]:

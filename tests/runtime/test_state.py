@@ -71,6 +71,28 @@ def test_a_pristine_layer_travels_too_and_clears_what_was_there() -> None:
     assert used.step(1) == pristine.step(1)
 
 
+def test_a_layer_travels_in_chunks_that_end_anywhere() -> None:
+    """Also into tensors that are not row-major; the optimizer has nothing of it before all is there."""
+    old, new = Trainer(), Trainer()
+    old.step(1)
+    for trainer in (old, new):
+        turned = [t for t in trainer.model.tensors_of(1) if t.value.dim() == 2]
+        for tensor in turned:
+            tensor.replace(tensor.value.detach().t().contiguous().t())
+        assert turned
+    reader, (header, payload) = old.states.reader(1), old.states.pack(1)
+    assert (reader.header, reader.size_bytes) == (header, len(payload))
+    writer = new.states.writer(1, header, len(payload))
+    for start in range(0, len(payload), 77):
+        assert new.optimization.parameter_state("1.norm_1.weight") == {}
+        chunk = reader.read(start, min(start + 77, len(payload)))
+        assert torch.equal(chunk, payload[start : start + 77])
+        writer.write(start, chunk)
+    writer.finish()
+    assert torch.equal(new.states.pack(1)[1], payload)
+    assert new.states.digest(1) == old.states.digest(1)
+
+
 def test_the_payload_is_a_copy() -> None:
     trainer = Trainer()
     header, payload = trainer.states.pack(1)

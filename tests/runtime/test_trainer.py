@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from runtime.training import TrainingError, torch_device
 from runtime.wire import protocol as p
 from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
@@ -43,6 +45,17 @@ def test_a_trainer_leads_its_group_and_its_exit_is_told(cluster: Cluster) -> Non
     assert cluster.wait_exit(first.pid) == -signal.SIGKILL
     second.send(p.Exit())
     assert cluster.wait_exit(second.pid) == 0
+
+
+def test_a_trainer_whose_gpu_is_gone_says_which_one_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for asked in ({"backend": "nccl"}, {"device": "cuda"}):
+        with pytest.raises(
+            TrainingError, match=r"trainer finds none \(CUDA_VISIBLE_DEVICES=5\).* node\.devices"
+        ):
+            torch_device(gpt_data(**asked))
+    assert torch_device(gpt_data()) == torch.device("cpu")
 
 
 def test_a_trainer_ends_with_its_connection(cluster: Cluster) -> None:

@@ -37,7 +37,7 @@ def exchange(
 ) -> Exchange[TransferData]:
     return Exchange(
         transfers,
-        packer=WholeLayers(engine.states, engine.complete),
+        packer=WholeLayers(engine.states, engine.complete, engine.parked),
         communicator=communicator,
         pace=engine.pace,
         device=CPU,

@@ -1,5 +1,6 @@
 """ZeRO-1 where a trainer dies in a chosen moment of a step; and replicas, element by element."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,9 +69,19 @@ def behind_vote(fleet: Fleet, victim: Engine) -> None:
 
 
 def in_gather(fleet: Fleet, victim: Engine) -> None:
-    """Its own part is updated, and nobody has got it."""
+    """Its own part is updated, and nobody has got it; somebody who lives on has passed the vote, too."""
     assert victim.sharding is not None
-    victim.sharding.gather = die(fleet)  # type: ignore[method-assign]
+    death = die(fleet)
+
+    def died(*_: object) -> None:
+        others = [engine for engine in fleet.engines if engine is not victim]
+        deadline = time.monotonic() + 30.0
+        while all(engine.committed_step < victim.committed_step for engine in others):
+            assert time.monotonic() < deadline, "nobody else committed the step"
+            time.sleep(0.001)
+        death()
+
+    victim.sharding.gather = died  # type: ignore[method-assign]
 
 
 def die(fleet: Fleet) -> Callable[..., None]:
@@ -121,7 +132,7 @@ def test_without_replicas_the_reports_show_the_hole(phase: Callable[[Fleet, Engi
         fleet.steps(1)
         phase(fleet, fleet.engines[3])
         fleet.broken_step()
-        parts = {(part.layer, part.part) for e in fleet.engines[:3] for part in report_of(e).parts}
+        parts = {(part.layer, part.start) for e in fleet.engines[:3] for part in report_of(e).parts}
         assert parts == {(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)}
         with pytest.raises(PartsError, match=r"nobody has the .* of elements \d+–\d+ of layer 1 "):
             fleet.enter(fleet.engines[:3], TWO_AND_ONE)
@@ -251,7 +262,7 @@ def assert_replicas_agree(fleet: Fleet) -> None:
         engine.sharding.parts()
         for part in engine.sharding.states.kept:
             target = replicas if part.replica else own
-            target[part.layer, part.part] = engine.sharding.states.digest(part)
+            target[part.layer, part.start] = engine.sharding.states.digest(part)
             assert all(one.state for one in part.slices)
     assert own == replicas and len(own) == 6
 
@@ -271,7 +282,7 @@ def test_a_replica_that_differs_is_told_and_made_anew(
         moment[0] += 1.0
         results = fleet.steps(1)
         assert [[one.layer for one in result.diverged] for result in results] == [[], [], [], [2]]
-        assert "part 0 of 2 differed" in results[3].diverged[0].detail
+        assert "the part from 0/2 to 1/2 differed" in results[3].diverged[0].detail
         assert_replicas_agree(fleet)
         assert all(result.diverged == () for result in fleet.steps(2))
         # A thread that ended is no replica; the next check makes another.
@@ -292,7 +303,7 @@ def test_one_rank_of_a_split_stage_keeps_the_replica(tmp_path: Path, monkeypatch
         fleet.enter(fleet.engines, split)
         for _ in range(2):
             assert all(result.diverged == () for result in fleet.steps(1))
-        said = [{(part.part, part.replica) for part in report_of(e).parts} for e in fleet.engines]
+        said = [{(part.start, part.replica) for part in report_of(e).parts} for e in fleet.engines]
         assert said == [{(0, False), (1, True)}, {(0, False)}, *[{(1, False), (0, True)}] * 2]
         assert_replicas_agree(fleet)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from runtime.layers.world import owners_of_layer
 from runtime.wire import protocol as p
-from runtime.zero.parts import pipeline_of
+from runtime.zero.cells import owned_parts, replica_parts
 from tests.runtime.harness import Cluster, TrainerHandle
 
 Pipelines = tuple[p.PipelineData, ...]
@@ -52,7 +53,12 @@ class Sharded:
             part
             for rank, trainer in enumerate(ranks)
             for part in held_of(
-                self.reports[trainer.device], rank, step, self.pipelines, before.get(trainer.device, -1)
+                self.reports[trainer.device],
+                rank,
+                step,
+                self.pipelines,
+                before.get(trainer.device, -1),
+                zero1=self.job.zero1,
             )
         ]
         for rank, trainer in enumerate(ranks):
@@ -65,16 +71,26 @@ class Sharded:
         self.resume(ranks, pipelines, *self.quiesce(ranks))
 
 
-def held_of(report: p.Quiesced, rank: int, step: int, pipelines: Pipelines, was: int) -> list[p.PartData]:
+def held_of(
+    report: p.Quiesced, rank: int, step: int, pipelines: Pipelines, was: int, *, zero1: bool = True
+) -> list[p.PartData]:
     """What the trainer, rank ``was`` of ``pipelines``, has at ``step`` as rank ``rank`` of the next world."""
     if report.committed_step == step:
         counted, held = list(report.parts), set(report.held)
     elif report.ready_step == step:
         # It applies what it holds the gradients of: its layers under the last plan, as that shares them out.
-        part = pipeline_of(p.WorldData(pipelines=pipelines, transfers=(), hosts=()), was)
-        parts = len(pipelines)
-        owned = {(part, parts, False), ((part + 1) % parts, parts, True)}
-        counted = [one for one in report.parts if (one.part, one.parts, one.replica) in owned]
+        world = p.WorldData(pipelines=pipelines, transfers=(), hosts=())
+        owned = {
+            p.StatePartData(layer=layer, start=start, end=end, of=of, replica=replica)
+            for layer in {one.layer for one in report.parts}
+            if was in owners_of_layer(world).get(layer, ())
+            for parts, replica in (
+                (owned_parts(world, was, layer, zero1=zero1), False),
+                (replica_parts(world, was, layer) if zero1 else (), True),
+            )
+            for start, end, of in parts
+        }
+        counted = [one for one in report.parts if one in owned]
         held = set()
     else:
         return []
@@ -82,8 +98,9 @@ def held_of(report: p.Quiesced, rank: int, step: int, pipelines: Pipelines, was:
         p.PartData(
             rank=rank,
             layer=one.layer,
-            part=one.part,
-            parts=one.parts,
+            start=one.start,
+            end=one.end,
+            of=one.of,
             replica=one.replica,
             whole=one.layer in held,
         )

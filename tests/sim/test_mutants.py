@@ -76,30 +76,45 @@ def without_journal(effects: list[Effect]) -> list[Effect]:
 
 
 def without_roll_forward(
-    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+    reports: Reports,
+    known: CommittedStep | None,
+    resumption: Resumption | None,
+    mode: QuiesceMode,
+    *,
+    zero1: bool,
 ) -> Decision:
     """Whatever somebody committed, all go back to the oldest step that a survivor is at, and redo."""
-    decision = real_decide(reports, known, resumption, mode)
+    decision = real_decide(reports, known, resumption, mode, zero1=zero1)
     if decision.outcome != "roll_forward":
         return decision
     return replace(decision, step=decision.step - 1, vote=None, outcome="redo", ready={})
 
 
 def without_gradients(
-    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+    reports: Reports,
+    known: CommittedStep | None,
+    resumption: Resumption | None,
+    mode: QuiesceMode,
+    *,
+    zero1: bool,
 ) -> Decision:
     """Who is at the VOTE with complete gradients counts for nothing."""
     blind: dict[str, Any] = {}
     for node, devices in reports.items():
         blind[node] = tuple(replace(report, ready_step=None) for report in devices)
-    return real_decide(blind, known, resumption, mode)
+    return real_decide(blind, known, resumption, mode, zero1=zero1)
 
 
 def without_the_dead(
-    reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+    reports: Reports,
+    known: CommittedStep | None,
+    resumption: Resumption | None,
+    mode: QuiesceMode,
+    *,
+    zero1: bool,
 ) -> Decision:
     """Only survivors' reports count, not what was heard before."""
-    return real_decide(reports, None, resumption, mode)
+    return real_decide(reports, None, resumption, mode, zero1=zero1)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +532,7 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
     """Whoever is in the plan must have all parts among them."""
 
     def needs(nodes: Any, devices: int, parts: Any, layers: int) -> Any:
-        some = {device: tuple(replace(p, part=0, parts=1) for p in of) for device, of in parts.items()}
+        some = {device: tuple(replace(p, start=0, end=1, of=1) for p in of) for device, of in parts.items()}
         return real(nodes, devices, some, layers)
 
     real = part_needs
@@ -527,7 +542,7 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_parts_whose_gradients_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything: ())
+    monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything, **more: ())
     found("live trainers hold all", leaning=Leaning(zero1=True, protection="aor", at_commits=EXITS))
 
 
@@ -535,9 +550,14 @@ def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def whole(
-        reports: Reports, known: CommittedStep | None, resumption: Resumption | None, mode: QuiesceMode
+        reports: Reports,
+        known: CommittedStep | None,
+        resumption: Resumption | None,
+        mode: QuiesceMode,
+        *,
+        zero1: bool,
     ) -> Decision:
-        decision = real_decide(reports, known, resumption, mode)
+        decision = real_decide(reports, known, resumption, mode, zero1=zero1)
         layers = {d: frozenset(p.layer for p in of) for d, of in decision.parts.items()}
         return replace(decision, holdings=layers)
 

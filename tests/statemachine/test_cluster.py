@@ -13,6 +13,7 @@ from statemachine.cluster.durable.durable import JournalError
 from statemachine.cluster.durable.untold import is_kept
 from statemachine.cluster.foresight import expected
 from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.membership import misfit
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.state import Cluster
@@ -356,7 +357,30 @@ def test_a_newcomer_takes_a_vanished_node_s_name_at_once_and_the_old_one_is_fenc
 def test_a_node_of_another_shape_is_rejected_with_the_number_it_needs() -> None:
     s = running()
     s.hello("node-9", 900, facts=facts(devices=2))
-    assert "every node of the running job has 1" in sent(s, Rejection)["node-9"].reason
+    assert sent(s, Rejection)["node-9"].reason == (
+        "this node has 2 devices, but every node of the running job has 1: set node.devices = 1 and restart the "
+        "node, or stop the job and submit it again for nodes of 2 devices"
+    )
+
+
+def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None:
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-3", 999, facts=facts(devices=2))
+    assert sent(s, Rejection)["node-3"].reason.startswith(
+        "this node has 2 devices and had 1 before, but every node of the running job has 1: set node.devices = 1"
+    )
+    assert [event for event in events(s) if event.startswith("Node")] == ["NodeRejected"]
+    s.hello("node-3", 1000, facts=facts(devices=1))
+    assert "NodeJoined" in events(s)
+
+
+def test_a_node_that_comes_back_with_fewer_devices_is_told_that_one_may_have_failed() -> None:
+    policy = replace(job().policy, devices_per_node=2)
+    told = misfit(facts(devices=1), policy, before=2)
+    assert told is not None and "has 1 device and had 2 before" in told
+    assert "has 2: see whether a device has failed, set node.devices = 2 and restart the node" in told
+    assert misfit(facts(devices=2), policy, before=1) is None
 
 
 def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> None:

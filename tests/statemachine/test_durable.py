@@ -27,7 +27,7 @@ def plain(state: Any) -> dict[str, Any]:
 
 
 def with_new_fields(state: Any) -> Any:
-    """The state of an older program, with what votes, policies, jobs, stages, profiles and checkpoints have today."""
+    """The state of an older program, with what its values have today: votes, policies, jobs, stages, groups, …"""
     if isinstance(state, dict):
         whole = {name: with_new_fields(value) for name, value in state.items()}
         if set(whole) == {"loss", "gradient_norm", "skipped"}:
@@ -37,13 +37,18 @@ def with_new_fields(state: Any) -> Any:
         if {"job_id", "policy"} <= set(whole):
             whole["logging"] = plain(LoggingPolicy())
         if set(whole) == {"first_layer", "end_layer", "devices"}:
-            return whole | {"recompute": "none"}
+            return whole | {"recompute": "none", "within": "replicate"}
+        if set(whole) == {"first_layer", "end_layer", "owners", "protection", "buddy"}:
+            return whole | {"whole": False}
+        if {"pipelines", "transfers", "method"} <= set(whole):
+            return whole | {"released": []}
         if "activation_bytes" in whole:
             return whole | {"full": None, "selective": None}
         if "stage_devices" in whole:
-            return whole | {"flops": None, "device_peak_flops": None}
+            optional = ("flops", "device_peak_flops", "inner", "shard_problem")
+            return whole | dict.fromkeys(optional)
         if whole.pop("checkpoint_activations", None) is False:
-            return whole | {"activation_checkpointing": "none"}
+            return whole | {"activation_checkpointing": "none", "within_node": "replicate"}
         return whole | ({"exported_step": 0} if "spoiled" in whole else {})
     return [with_new_fields(value) for value in state] if isinstance(state, list) else state
 

@@ -190,14 +190,16 @@ def sharded(
 
 
 def half(number: int, *layers: int, replica: bool = False) -> tuple[StatePart, ...]:
-    return tuple(StatePart(layer=layer, part=number, parts=2, replica=replica) for layer in layers)
+    return tuple(
+        StatePart(layer=layer, start=number, end=number + 1, of=2, replica=replica) for layer in layers
+    )
 
 
 def test_an_apply_that_was_stopped_while_gathering_counts_by_its_parts() -> None:
     """``a`` committed step 8 and has its part of it; ``c``, with gradients, will have its own."""
     own, other = half(0, 0, 1) + half(1, 0, 1, replica=True), half(1, 0, 1) + half(0, 0, 1, replica=True)
     reports = {"a": sharded(8, own), "c": sharded(7, other, 0, 1, ready=True)}
-    decision = decide(reports, known(7), replace(RUNNING, protection="arc:1+aor"), "abort")
+    decision = decide(reports, known(7), replace(RUNNING, protection="arc:1+aor"), "abort", zero1=True)
     assert (decision.step, decision.outcome) == (8, "roll_forward")
     assert decision.holdings == {device("a"): frozenset(), device("c"): frozenset()}
     assert decision.parts == {device("a"): own, device("c"): other}
@@ -208,23 +210,23 @@ def test_replicas_of_the_group_before_do_not_follow_the_steps_of_one_without() -
     """The protection was switched off: ``c`` has yet to drop its replica, and nobody updates it."""
     other = half(1, 0, 1) + half(0, 0, 1, replica=True)
     reports = {"a": sharded(8, half(0, 0, 1)), "c": sharded(7, other, 0, 1, ready=True)}
-    decision = decide(reports, known(7), RUNNING, "abort")
+    decision = decide(reports, known(7), RUNNING, "abort", zero1=True)
     assert decision.parts == {device("a"): half(0, 0, 1), device("c"): half(1, 0, 1)}
 
 
 def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:
     """``a`` still has all of layer 0 from before, and layer 2, which it does not own any more."""
-    old = tuple(StatePart(layer=layer, part=0, parts=1) for layer in (0, 2))
+    old = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in (0, 2))
     reports = {
         "a": sharded(5, (*old, *half(0, 0, 1), *half(0, 0, 1, replica=True)), 0, 1, 2, ready=True),
         "c": sharded(6, half(1, 0, 1)),
     }
-    decision = decide(reports, None, RUNNING, "abort")
+    decision = decide(reports, None, RUNNING, "abort", zero1=True)
     assert decision.parts[device("a")] == half(0, 0, 1)
     same_step = {
         name: (replace(told[0], ready_step=None, committed_step=6),) for name, told in reports.items()
     }
-    assert decide(same_step, None, RUNNING, "abort").parts[device("a")][:2] == old
+    assert decide(same_step, None, RUNNING, "abort", zero1=True).parts[device("a")][:2] == old
 
 
 def test_parts_that_counted_count_again_when_the_resume_did_not_arrive() -> None:
@@ -238,15 +240,15 @@ def test_parts_that_counted_count_again_when_the_resume_did_not_arrive() -> None
         ready_parts={device("c"): counted},
     )
     reports = {"c": sharded(5, (*counted, *half(0, 1), *half(1, 0, replica=True)), 0, 1, ready=True)}
-    decision = decide(reports, known(6), resumption, "abort")
+    decision = decide(reports, known(6), resumption, "abort", zero1=True)
     assert decision.parts[device("c")] == counted
     assert decision.holdings[device("c")] == frozenset()
 
 
 def test_the_only_owner_has_whole_layers_once_it_rolls_forward() -> None:
     alone = Resumption(generation=3, step=5, vote=None, plan=plan(("a", "b")))
-    parts = tuple(StatePart(layer=layer, part=0, parts=1) for layer in (0, 1))
-    decision = decide({"a": sharded(5, parts, 0, 1, ready=True)}, known(6), alone, "abort")
+    parts = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in (0, 1))
+    decision = decide({"a": sharded(5, parts, 0, 1, ready=True)}, known(6), alone, "abort", zero1=True)
     assert decision.holdings[device("a")] == {0, 1}
     assert decision.parts[device("a")] == parts
 
@@ -259,12 +261,12 @@ def test_what_a_plan_s_devices_have_is_told_in_runs() -> None:
     }
     told = held_parts(PLAN, {device("a"): frozenset({0, 1})}, parts)
     assert [
-        (h.device.node, h.first_layer, h.end_layer, h.part, h.parts, h.replica, h.whole) for h in told
+        (h.device.node, h.first_layer, h.end_layer, h.start, h.end, h.of, h.replica, h.whole) for h in told
     ] == [
-        ("a", 0, 2, 0, 2, False, True),
-        ("a", 3, 4, 0, 2, False, False),
-        ("a", 0, 2, 1, 2, True, True),
-        ("b", 2, 3, 0, 2, False, False),
+        ("a", 0, 2, 0, 1, 2, False, True),
+        ("a", 3, 4, 0, 1, 2, False, False),
+        ("a", 0, 2, 1, 2, 2, True, True),
+        ("b", 2, 3, 0, 1, 2, False, False),
     ]
 
 

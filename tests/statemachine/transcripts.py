@@ -41,7 +41,7 @@ LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy"}
 PLAIN = {
     "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy",
-    "buddies", "owner", "copied", "held_parts", "evaluation", "evaluated", "doing",
+    "buddies", "owner", "copied", "held_parts", "evaluation", "evaluated", "doing", "in_memory",
 }  # fmt: skip
 """Shown where they say something."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}

@@ -1,6 +1,8 @@
 """Parts of a layer in a snapshot: whatever their number, all of them together are the ordinary layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -20,7 +22,9 @@ from storage.partimage import (
     Tensor,
     WholeLayer,
     assemble,
+    find_bytes,
     padded,
+    tensor_bytes,
 )
 
 SCHEDULE: dict[str, Any] = {"groups": [{"lr": 0.1}]}
@@ -40,13 +44,13 @@ def layer_of(counts: list[int]) -> WholeLayer:
     )
 
 
-def part_of(counts: list[int], part: int, parts: int) -> tuple[PartOfLayer, Bytes]:
+def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLayer, Bytes]:
     """Values, a moment of each (1000 more), and a step of each parameter that it has."""
     runs: list[Run] = []
     pieces: list[bytes] = []
     scalars: dict[str, dict[str, Any]] = {}
     total, begin = sum(counts), 0
-    low, high = total * part // parts, total * (part + 1) // parts
+    low, high = total * start // of, total * end // of
 
     def add(name: str, key: str, values: np.ndarray, start: int, count: int | None) -> None:
         data = values.astype(np.float32).tobytes()
@@ -66,11 +70,11 @@ def part_of(counts: list[int], part: int, parts: int) -> tuple[PartOfLayer, Byte
         pieces.append(data.ljust(padded(len(data)), b"\0"))
 
     for number, count in enumerate(counts):
-        start, end = max(low, begin) - begin, min(high, begin + count) - begin
-        if start < end:
-            name, values = f"w{number}", np.arange(begin + start, begin + end)
-            add(name, "", values, start, end - start)
-            add(name, "exp_avg", values + 1000, start, end - start)
+        first, last = max(low, begin) - begin, min(high, begin + count) - begin
+        if first < last:
+            name, values = f"w{number}", np.arange(begin + first, begin + last)
+            add(name, "", values, first, last - first)
+            add(name, "exp_avg", values + 1000, first, last - first)
             add(name, "step", np.array([5.0]), 0, None)
             scalars[name] = {"seen": 5}
         begin += count
@@ -82,12 +86,25 @@ def part_of(counts: list[int], part: int, parts: int) -> tuple[PartOfLayer, Byte
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
-@given(sizes, st.integers(1, 6))
-def test_all_parts_make_the_layer_whatever_their_number(counts: list[int], parts: int) -> None:
+@st.composite
+def covers(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Ranges of fractions that cover [0, 1), some of it perhaps more than once."""
+    of = draw(st.integers(1, 6))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, of - 1)))), of] if of > 1 else [0, 1]
+    ranges = [(start, end, of) for start, end in pairwise(cuts)]
+    parts = draw(st.integers(1, 4))
+    ranges += [(part, part + 1, parts) for part in draw(st.sets(st.integers(0, parts - 1)))]
+    return draw(st.permutations(ranges))
+
+
+@given(sizes, covers())
+def test_parts_that_cover_the_layer_make_it_however_it_was_cut(
+    counts: list[int], ranges: list[tuple[int, int, int]]
+) -> None:
     whole = layer_of(counts)
-    header_bytes, payload = assemble(whole, [part_of(counts, part, parts) for part in range(parts)])
+    header_bytes, payload = assemble(whole, [part_of(counts, *one) for one in ranges])
     assert (header_bytes, payload.tobytes()) == tuple(
-        bytes(one) for one in assemble(whole, [part_of(counts, 0, 1)])
+        bytes(one) for one in assemble(whole, [part_of(counts, 0, 1, 1)])
     )
     header = decode_header(header_bytes, 7, len(payload))
     found = {
@@ -107,15 +124,48 @@ def test_all_parts_make_the_layer_whatever_their_number(counts: list[int], parts
     assert header.schedule == SCHEDULE
 
 
+@given(sizes, st.integers(1, 5), st.integers(1, 5), st.booleans(), st.data())
+def test_any_bytes_of_a_part_are_made_of_other_parts(
+    counts: list[int], owners: int, others: int, replica: bool, data: st.DataObject
+) -> None:
+    """Whatever the cuts of both are."""
+
+    def image_of(owner: int, owners: int, *, replica: bool) -> tuple[PartImage, Bytes]:
+        told, made = part_of(counts, owner, owner + 1, owners)
+        image = PartImage(
+            start=owner,
+            end=owner + 1,
+            of=owners,
+            replica=replica,
+            offset=0,
+            size_bytes=len(made),
+            layers=(told,),
+        )
+        return image, made
+
+    wanted, expected = image_of(data.draw(st.integers(0, owners - 1)), owners, replica=False)
+    there = [image_of(other, others, replica=replica) for other in range(others)]
+    first = data.draw(st.integers(0, len(expected)))
+    end = data.draw(st.integers(first, len(expected)))
+    made = np.zeros(end - first, dtype=np.uint8)
+    assert tensor_bytes([wanted], first, end, replica=True) == []
+    for at, some in tensor_bytes([wanted], first, end, replica=False):
+        left = some
+        while left.start < left.end:
+            found = [(find_bytes([image], left), bytes_) for image, bytes_ in there]
+            (where, offset, size), bytes_ = next((one, kept) for one, kept in found if one is not None)
+            assert where == replica
+            done = at + left.start - some.start
+            made[done : done + size] = bytes_[offset : offset + size]
+            left = replace(left, start=left.start + size)
+    assert made.tobytes() == expected[first:end].tobytes()
+
+
 Pieces = list[tuple[PartOfLayer, Bytes]]
 
 
 def without_one(pieces: Pieces) -> Pieces:
     return pieces[:1]
-
-
-def twice(pieces: Pieces) -> Pieces:
-    return [*pieces, pieces[0]]
 
 
 def another_step(pieces: Pieces) -> Pieces:
@@ -135,17 +185,17 @@ def shorter(pieces: Pieces) -> Pieces:
     return [(pieces[0][0], pieces[0][1][:-1]), pieces[1]]
 
 
-@pytest.mark.parametrize("damage", [without_one, twice, another_step, another_layer, shorter])
+@pytest.mark.parametrize("damage", [without_one, another_step, another_layer, shorter])
 def test_parts_that_do_not_make_up_the_layer_are_refused(damage: Callable[[Pieces], Pieces]) -> None:
-    pieces = [part_of([10], part, 2) for part in range(2)]
+    pieces = [part_of([10], part, part + 1, 2) for part in range(2)]
     with pytest.raises(DamagedError, match="layer"):
         assemble(layer_of([10]), damage(pieces))
 
 
 def image() -> ShardedImage:
-    told, data = part_of([10], 0, 2)
-    held = PartImage(part=0, size_bytes=len(data), layers=(told,))
-    return ShardedImage(parts=2, layers=(layer_of([10]),), held=(held,))
+    told, data = part_of([10], 0, 1, 2)
+    held = PartImage(start=0, end=1, of=2, replica=False, offset=0, size_bytes=len(data), layers=(told,))
+    return ShardedImage(layers=(layer_of([10]),), held=(held,))
 
 
 def test_the_small_part_comes_back_as_it_was() -> None:
@@ -155,9 +205,11 @@ def test_the_small_part_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
-        {"parts": 0},
-        {"held": (msgspec.structs.replace(image().held[0], part=2),)},
+        {"format": 3},
+        {"held": (msgspec.structs.replace(image().held[0], end=3),)},
+        {"held": (msgspec.structs.replace(image().held[0], end=0),)},
+        {"held": (msgspec.structs.replace(image().held[0], offset=8),)},
+        {"held": (image().held[0], image().held[0])},
         {"held": (msgspec.structs.replace(image().held[0], size_bytes=1),)},
         {"held": (msgspec.structs.replace(image().held[0], layers=()),)},
     ],

@@ -5,8 +5,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console, RenderableType
 
-from ftd.view.blocks import natural
+from ftd.view.blocks import PipelineBars, natural, pipeline_lines
 from ftd.view.live.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
 from ftd.view.text import (
     NodeColours,
@@ -20,6 +21,13 @@ from ftd.view.text import (
     size,
     words,
 )
+
+
+def drawn(thing: RenderableType, width: int) -> str:
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(thing)
+    return capture.get()
 
 
 @pytest.mark.parametrize(
@@ -56,6 +64,23 @@ from ftd.view.text import (
 )
 def test_numbers_and_names(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_stages_of_several_devices_say_that_they_are_sharded() -> None:
+    stage = {
+        "first_layer": 0,
+        "end_layer": 4,
+        "devices": ["a/0", "a/1"],
+        "recompute": "full",
+        "within": "shard",
+    }
+    other = stage | {"first_layer": 4, "end_layer": 8, "recompute": "none", "within": "replicate"}
+    pipelines = [{"stages": [stage, other], "microbatches": 4}]
+    line = pipeline_lines(pipelines, NodeColours()).plain
+    assert line == "A  a/0,1 0–3 sharded recomputing │ a/0,1 4–7  × 4"
+    bars = drawn(PipelineBars(pipelines, NodeColours(), most=4), 120)
+    assert "a/0,1 · layers 0–3 · sharded" in bars and "a/0,1 · layers 4–7 " in bars
+    assert "sharded" not in drawn(PipelineBars(pipelines, NodeColours(), most=4), 50)
 
 
 def test_names_sort_as_people_count() -> None:

@@ -31,6 +31,7 @@ def template(nodes: int, stages: int = 2, **changes: object) -> TemplateRow:
             node_offset=index * nodes // stages,
             devices=1,
             recompute="none",
+            within="replicate",
             memory_bytes=18 * MIB - index,
             forward_ms=40.0,
             backward_ms=80.0 if index else 40.0,

@@ -87,11 +87,11 @@ function fill(row, pipeline, total, view) {
   while (row.stages.length > pipeline.stages.length) row.stages.pop().block.remove();
   while (row.stages.length < pipeline.stages.length) row.stages.push(newStage(row.track, view));
   row.stages.forEach((stage, index) => {
-    const { first_layer: first, end_layer: end, devices } = pipeline.stages[index];
+    const { first_layer: first, end_layer: end, devices, within } = pipeline.stages[index];
     const node = nodeOf(devices[0]);
     const who = short ? node : `${node}/${devices.map((d) => d.slice(d.lastIndexOf("/") + 1)).join(",")}`;
     const range = layers(first, end);
-    const words = `${who}: layers ${range}`;
+    const words = `${who}: layers ${range}${within === "shard" ? `, ${devices.length} devices, sharded` : ""}`;
     if (stage.words === words && stage.prefix === prefix) return;
     stage.prefix = prefix;
     stage.node = node;

@@ -1,5 +1,7 @@
 """What a manifest says of a group of layers, and which nodes have its shards."""
 
+from dataclasses import replace
+
 import msgspec
 import structlog
 
@@ -10,7 +12,8 @@ log = structlog.get_logger("ftd.node")
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest's layout says of one group (``runtime`` writes it)."""
+    """What a manifest's layout says of one group (``runtime`` writes it): some layers of a ``SnapshotGroup``,
+    which the devices of a stage share out."""
 
     first_layer: int
     end_layer: int
@@ -18,8 +21,23 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     owner: int
     scheme: str
     bucket_bytes: int
-    parts: int = 0
-    """Under ZeRO-1 each owner has one of so many parts (``storage.partimage``); 0: all have the same."""
+    parted: bool = False
+    """Each owner has parts of its own (``storage.partimage``); otherwise all have the same."""
+    device: int = 0
+    """Number of the device in its stage, where others of it have other parts of the same layers."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+    def name_of(self, kind: str) -> str:
+        """Return the name of a part: ``shard``, ``replica`` or ``small``."""
+        group = f"group-{self.first_layer}.{self.device}" if self.device else f"group-{self.first_layer}"
+        return f"{group}/{kind}"
+
+    def within(self, group: SnapshotGroup) -> SnapshotGroup:
+        """Return these layers of the group."""
+        return replace(group, first_layer=self.first_layer, end_layer=self.end_layer)
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +49,16 @@ def keepers_of(group: SnapshotGroup) -> tuple[str, ...]:
     return (*group.owners, group.buddy) if group.buddy else group.owners
 
 
-def layout_of(manifest: Manifest, group: SnapshotGroup, owner: int) -> GroupLayout | None:
-    """What the manifest says of the group, if it speaks of the very same one."""
+def layouts_of(manifest: Manifest, group: SnapshotGroup, owner: int) -> list[GroupLayout]:
+    """Return what the manifest says of layers of the group, where it speaks of the very same owners."""
     try:
         layout = msgspec.convert(manifest.layout, _Layout)
     except msgspec.ValidationError as error:
         log.warning("layout", step=manifest.step, reason=str(error))
-        return None
-    for found in layout.groups:
-        same = (found.first_layer, found.end_layer, found.owners, found.owner, found.scheme)
-        if same == (group.first_layer, group.end_layer, group.owners, owner, group.protection):
-            return found
-    return None
+        return []
+    return [
+        found
+        for found in layout.groups
+        if (found.owners, found.owner, found.scheme) == (group.owners, owner, group.protection)
+        and group.first_layer <= found.first_layer < found.end_layer <= group.end_layer
+    ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ftd.errors import PeerError
-from ftd.node.restoring.group_layout import keepers_of, layout_of
+from ftd.node.restoring.group_layout import GroupLayout, keepers_of, layouts_of
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Source
@@ -18,18 +18,21 @@ Lose = Callable[[str, str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeper:
-    """One owner of a group, or its buddy, with what it has of it that is sound."""
+    """One owner of a group, or its buddy, with what one of its devices has of some layers that is sound."""
 
     node: str
     owner: int
     shard: Part | None
     small: Part | None
-    bucket_bytes: int
+    layout: GroupLayout
     held: Held | None
     """``None``: it is another node's."""
     replica: Part | None
     """Of the next owner's part, under ZeRO-1."""
-    parts: int  # Under ZeRO-1; else 0.
+
+    def named(self, kind: str) -> str:
+        """Return the name of its ``shard`` or ``small`` part."""
+        return self.layout.name_of(kind)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,27 +55,25 @@ class Keepers:
         self._known |= dict(zip(asked, answers, strict=True))
 
     def of(self, group: SnapshotGroup) -> list[Keeper]:
-        """Own memory first, then owners', then their buddies'; of those who were asked."""
+        """Return those of all layers of the group: own memory first, then owners', then their buddies'; of those
+        who were asked. All arenas of a node are looked into."""
         keepers = []
         for place, node in enumerate(keepers_of(group)):
             owner = min(place, len(group.owners) - 1)
             for manifest, held, damaged in self._known.get(node, ()):
-                layout = layout_of(manifest, group, owner)
-                if layout is not None:
-                    parts = {part.name: part for part in manifest.parts if part.name not in damaged}
+                parts = {part.name: part for part in manifest.parts if part.name not in damaged}
+                for layout in layouts_of(manifest, group, owner):
                     keepers.append(
                         Keeper(
                             node=node,
                             owner=owner,
-                            shard=parts.get(f"group-{group.first_layer}/shard"),
-                            small=parts.get(f"group-{group.first_layer}/small"),
-                            bucket_bytes=layout.bucket_bytes,
+                            shard=parts.get(layout.name_of("shard")),
+                            small=parts.get(layout.name_of("small")),
+                            layout=layout,
                             held=held,
-                            replica=parts.get(f"group-{group.first_layer}/replica"),
-                            parts=layout.parts,
+                            replica=parts.get(layout.name_of("replica")),
                         )
                     )
-                    break
         return sorted(keepers, key=lambda keeper: keeper.node != self.node)
 
     async def _manifests_of(self, node: str) -> list[tuple[Manifest, Held | None, set[str]]]:

@@ -117,9 +117,30 @@ class Restorer:
         self, group: SnapshotGroup, known: Keepers, layers: list[int], target: Target
     ) -> None:
         keepers = known.of(group)
-        if any(keeper.parts for keeper in keepers):
+        if any(keeper.layout.parted for keeper in keepers):
             await self._restore_parts(group, known, sorted(layers), target.put)
             return
+        # The devices of a stage share the layers out: of each share there is a group of its own.
+        left = set(layers)
+        shares = {share.first_layer: share for share in (one.layout.within(group) for one in keepers)}
+        for first, share in sorted(shares.items()):
+            wanted = sorted(left.intersection(range(first, share.end_layer)))
+            if wanted:
+                same = [one for one in keepers if one.layout.within(group) == share]
+                await self._restore_share(share, same, wanted, target)
+                left -= set(wanted)
+        self._check_headers(sorted(left))
+
+    def _check_headers(self, missing: Sequence[int]) -> None:
+        """:raises RestoreError: there are layers of which nobody has the headers."""
+        if missing:
+            layers = "layer" if len(missing) == 1 else "layers"
+            where = ", ".join(map(str, missing))
+            raise RestoreError(f"nobody who is here has the headers of {layers} {where}", self._bad)
+
+    async def _restore_share(
+        self, group: SnapshotGroup, keepers: list[Keeper], layers: list[int], target: Target
+    ) -> None:
         image = await self._image(group, keepers)
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
@@ -130,7 +151,7 @@ class Restorer:
             if (
                 keeper.shard is None
                 or keeper.shard.size_bytes != layout.shard_bytes(keeper.owner)
-                or keeper.bucket_bytes != image.bucket_bytes
+                or keeper.layout.bucket_bytes != image.bucket_bytes
             ):
                 continue
             if usable.setdefault(keeper.owner, keeper) is not keeper:
@@ -146,12 +167,14 @@ class Restorer:
     async def _restore_parts(
         self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
     ) -> None:
-        """Under ZeRO-1: each owner has a part."""
+        """Each owner has parts."""
         kept = await self._kept_parts(group, known)
         if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
             self._decoded += 1
         by_group = {group.first_layer: kept}
-        gone: set[tuple[str, str]] = set()
+        gone: set[tuple[str, Part]] = set()
+        there = {layer.layer for one in kept for layer in one.image.layers}
+        self._check_headers(sorted(set(layers) - there))
         for layer in layers:
             homes: dict[int, list[KeptParts]] = {}
             for home in homes_of(kept, layer):
@@ -163,9 +186,11 @@ class Restorer:
             try:
                 header, payload = await put_together(kept, layer, homes, self._lose, gone)
             except LostPartsError as error:
-                owners = self._group_of(error.layer).owners
-                names = ", ".join(owners[part] for part in error.parts)
-                raise RestoreError(f"{_where(group)}: {error} ({names})", self._bad) from None
+                other = self._group_of(error.layer)
+                lost = {node for node, _ in gone}
+                here = {one.node for one in by_group[other.first_layer]} - lost
+                names = ", ".join(owner for owner in other.owners if owner not in here)
+                raise RestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
             except DamagedError as error:
                 blamed = {one.node for some in (kept, *homes.values()) for one in some}
                 raise RestoreError(f"{_where(group)}: {error}", blamed) from None
@@ -184,7 +209,7 @@ class Restorer:
                 continue
             try:
                 image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
-                if [one.layer for one in image.layers] != list(range(group.first_layer, group.end_layer)):
+                if [one.layer for one in image.layers] != list(keeper.layout.layers):
                     raise DamagedError("it is of other layers")
             except (PeerError, DamagedError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
@@ -196,8 +221,6 @@ class Restorer:
             kept.append(
                 KeptParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
             )
-        if not kept:
-            raise RestoreError(f"nobody who is here has the headers of {_where(group)}", self._bad)
         return kept
 
     async def _range(self, keeper: Keeper, part: Part, first: int, size: int) -> Bytes:
@@ -228,9 +251,9 @@ class Restorer:
                 continue
             try:
                 image = GroupImage.from_bytes(await self._whole(keeper, keeper.small))
-                if image.bucket_bytes != keeper.bucket_bytes or [one.layer for one in image.layers] != list(
-                    range(group.first_layer, group.end_layer)
-                ):
+                if image.bucket_bytes != keeper.layout.bucket_bytes or [
+                    one.layer for one in image.layers
+                ] != list(range(group.first_layer, group.end_layer)):
                     raise DamagedError("it is of other layers")
             except (PeerError, DamagedError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
@@ -284,7 +307,7 @@ class Restorer:
             except FailedError as failed:
                 for owner, problem in failed.owners:
                     keeper = usable.pop(owner)
-                    self._lose(keeper.node, f"group-{group.first_layer}/shard", str(problem))
+                    self._lose(keeper.node, keeper.named("shard"), str(problem))
                     if spare:
                         other = spare.pop(0)
                         usable[other.owner] = other

@@ -1,13 +1,14 @@
-"""Layers of a group whose owners had only parts of them (ZeRO-1), put together from all parts.
+"""Layers of a group whose owners had only parts of them, put together from parts that cover them.
 
-Each part is with its owner, and with ``arc:1`` also with the owner before it, which kept a replica. Nothing
-is decoded: a part that cannot be read where it was looked for is read where else it is. What a layer shares
-with an earlier one (tied weights) comes from the parts of that one.
+Owners may have cut a layer differently. Each part is with its owner, and with ``arc:1`` also with the owner
+before it, which kept a replica. Nothing is decoded: what cannot be read where it was looked for is read where
+else it is. What a layer shares with an earlier one (tied weights) comes from the parts of that one.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ftd.errors import PeerError
 from storage.errors import DamagedError
@@ -23,19 +24,27 @@ Lose = Callable[[str, str, str], None]
 """Takes a node, a part and what is wrong with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Span = tuple[Fraction, Fraction]
+"""A range of fractions of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """A part of a group's layers in a node's memory: its own, or the next owner's."""
+    """A part of a group's layers in a node's memory: its own, or another owner's."""
 
     node: str
-    name: str
+    part: Part
     image: PartImage
     read: Read
+
+    @property
+    def span(self) -> Span:
+        return Fraction(self.image.start, self.image.of), Fraction(self.image.end, self.image.of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptParts:
-    """What one node has of a group: the small part, and for each kind of bytes the reader."""
+    """What one device of a node has of a group: the small part, and for each kind of bytes the reader."""
 
     node: str
     small: Part
@@ -46,23 +55,26 @@ class KeptParts:
     def copies(self, lose: Lose) -> list[Copy]:
         """What of it is sound and of the right length."""
         found: list[Copy] = []
-        for image, kept in zip(self.image.held, (self.shard, self.replica), strict=False):
+        for image in self.image.held:
+            kept = self.replica if image.replica else self.shard
             if kept is None:
                 continue
             part, read = kept
-            if part.size_bytes < image.size_bytes:
-                lose(self.node, part.name, f"{part.size_bytes} bytes, and {image.size_bytes} are told of")
+            end = image.offset + image.size_bytes
+            if part.size_bytes < end:
+                lose(self.node, part.name, f"{part.size_bytes} bytes, and {end} are told of")
             else:
-                found.append(Copy(node=self.node, name=part.name, image=image, read=read))
+                found.append(Copy(node=self.node, part=part, image=image, read=read))
         return found
 
 
 class LostPartsError(PeerError):
-    """Parts of ``layer`` are nowhere."""
+    """Ranges of ``layer`` are nowhere."""
 
-    def __init__(self, layer: int, parts: Iterable[int]) -> None:
-        self.layer, self.parts = layer, tuple(parts)
-        super().__init__(f"nobody who is here has parts {list(self.parts)} of layer {layer}")
+    def __init__(self, layer: int, spans: Iterable[Span]) -> None:
+        self.layer = layer
+        ranges = ", ".join(f"from {start} to {end}" for start, end in spans)
+        super().__init__(f"nobody who is here has the part {ranges} of layer {layer}")
 
 
 def homes_of(kept: Sequence[KeptParts], layer: int) -> list[int]:
@@ -75,12 +87,12 @@ async def put_together(
     layer: int,
     homes: Mapping[int, Sequence[KeptParts]],
     lose: Lose,
-    gone: set[tuple[str, str]],
+    gone: set[tuple[str, Part]],
 ) -> tuple[bytes, Bytes]:
     """Header and payload of a layer.
 
     :param homes: who has parts of each of its ``homes_of``.
-    :param gone: node and name of copies that could not be read; those found on the way are added.
+    :param gone: node and part of copies that could not be read; those found on the way are added.
     :raises LostPartsError: a part is nowhere.
     :raises DamagedError: what is kept does not make up the layer.
     """
@@ -92,39 +104,56 @@ async def put_together(
 
 
 def _told_of(kept: Sequence[KeptParts], layer: int) -> WholeLayer:
-    return next(one for one in kept[0].image.layers if one.layer == layer)
+    return next(one for some in kept for one in some.image.layers if one.layer == layer)
 
 
 async def _all_parts(
-    kept: Sequence[KeptParts], layer: int, lose: Lose, gone: set[tuple[str, str]]
+    kept: Sequence[KeptParts], layer: int, lose: Lose, gone: set[tuple[str, Part]]
 ) -> list[tuple[PartOfLayer, Bytes]]:
-    image = kept[0].image
-    copies = [copy for one in kept for copy in one.copies(lose) if one.image.parts == image.parts]
-    pieces = await asyncio.gather(
-        *(
-            _read([copy for copy in copies if copy.image.part == part], layer, lose, gone)
-            for part in range(image.parts)
-        )
-    )
-    lost = [part for part, piece in enumerate(pieces) if piece is None]
-    if lost:
-        raise LostPartsError(layer, lost)
-    return [piece for piece in pieces if piece is not None]
+    """Return parts that cover the layer. Where one cannot be read, others are."""
+    here = [one for one in kept if any(whole.layer == layer for whole in one.image.layers)]
+    copies = [copy for one in here for copy in one.copies(lose)]
+    done: dict[Copy, tuple[PartOfLayer, Bytes]] = {}
+    while True:
+        there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in gone]
+        chosen, lacking = covering(there)
+        if lacking:
+            raise LostPartsError(layer, lacking)
+        new = [copy for copy in chosen if copy not in done]
+        if not new:
+            return [done[copy] for copy in chosen]
+        pieces = await asyncio.gather(*(_read(copy, layer, lose, gone) for copy in new))
+        done |= {copy: piece for copy, piece in zip(new, pieces, strict=True) if piece is not None}
+
+
+def covering(copies: Sequence[Copy]) -> tuple[list[Copy], list[Span]]:
+    """Return copies that cover as much of a layer as all of them do, and the ranges that none has.
+
+    Where several have what comes next, the first of them is taken.
+    """
+    chosen: list[Copy] = []
+    lacking: list[Span] = []
+    reached = Fraction(0)
+    while reached < 1:
+        copy = next((one for one in copies if one.span[0] <= reached < one.span[1]), None)
+        if copy is not None:
+            chosen.append(copy)
+            reached = copy.span[1]
+        else:
+            begin = min((one.span[0] for one in copies if one.span[0] > reached), default=Fraction(1))
+            lacking.append((reached, begin))
+            reached = begin
+    return chosen, lacking
 
 
 async def _read(
-    copies: list[Copy], layer: int, lose: Lose, gone: set[tuple[str, str]]
+    copy: Copy, layer: int, lose: Lose, gone: set[tuple[str, Part]]
 ) -> tuple[PartOfLayer, Bytes] | None:
-    """One part of the layer, from the first who has it."""
-    for copy in copies:
-        if (copy.node, copy.name) in gone:
-            continue
-        of = next((one for one in copy.image.layers if one.layer == layer), None)
-        try:
-            if of is None:
-                raise DamagedError(f"it has nothing of layer {layer}")
-            return of, await copy.read(of.offset, of.size_bytes)
-        except (PeerError, DamagedError) as error:
-            gone.add((copy.node, copy.name))
-            lose(copy.node, copy.name, str(error))
-    return None
+    """Return what the copy has of the layer; ``None`` where it cannot be read."""
+    part = next(one for one in copy.image.layers if one.layer == layer)
+    try:
+        return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
+    except (PeerError, DamagedError) as error:
+        gone.add((copy.node, copy.part))
+        lose(copy.node, copy.part.name, str(error))
+        return None

@@ -2,26 +2,28 @@
 
 A block at a time: from another run of the very same bytes (a small part's twin, the buddy's copy, or the
 owner's of a copy), else, of a shard, from the other owners' shards: its segment by decoding, its parity by
-computing it again. All that is read is verified on the way, and what comes out against the digest that the
-owner's trainer wrote; only such bytes are written back, and who may write them is ``ftd.node.snapshots``'s.
+computing it again; or, where owners keep parts, from those of others that have the same elements. All that is
+read is verified on the way, and what comes out against the digest that the owner's trainer wrote; only such
+bytes are written back, and who may write them is ``ftd.node.snapshots``'s.
 """
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ftd.errors import PeerError
 from ftd.node.restoring.bucket import Store
-from ftd.node.restoring.group_layout import layout_of
+from ftd.node.restoring.group_layout import GroupLayout, layouts_of
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Located, Source, Wanted
 from statemachine.values import Restore, SnapshotGroup
 from storage.codes import make_code
-from storage.errors import LostError
+from storage.errors import DamagedError, LostError
 from storage.manifest import Manifest, Part
+from storage.partimage import ShardedImage, TensorBytes, find_bytes, tensor_bytes
 from storage.shards import Bytes, ShardLayout, needed_for, remake
 
 
@@ -45,6 +47,16 @@ class _Kept:
     node: str
     part: Part
     held: Held | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What another node keeps of layers, and the bytes of it."""
+
+    node: str
+    image: ShardedImage
+    shard: Part | None
+    replica: Part | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,10 +84,14 @@ class Repairer:
                 if part.sound(number, data):
                     return Remade(data=data, sources=(kept.node,))
                 self._reasons[kept.node] = f"{kept.part.name} is damaged there, too"
-        group = next((g for g in self.restore.groups if part.name == f"group-{g.first_layer}/shard"), None)
-        if group is None or held.owner:
+        mine = None if held.owner else self._share_of(held, part)
+        if mine is None:
             raise self._lost(part, "there is no other run of the same bytes")
-        target, sources = await self._decoded(group, held, part, first, end)
+        group, layout = mine
+        if layout.parted:
+            target, sources = await self._out_of_parts(group, layout, held, part, first, end)
+        else:
+            target, sources = await self._decoded(layout.within(group), layout, part, first, end)
         data = target.tobytes()
         if not part.sound(number, data):
             raise self._lost(part, f"what {', '.join(sources)} keep makes other bytes than were written")
@@ -136,15 +152,97 @@ class Repairer:
         )
         return Wanted(places=(place,), first=first, into=into)
 
+    # --- out of others' parts ------------------------------------------------------------------------
+
+    async def _out_of_parts(
+        self, group: SnapshotGroup, mine: GroupLayout, held: Held, part: Part, first: int, end: int
+    ) -> tuple[Bytes, tuple[str, ...]]:
+        """From the same elements elsewhere, whatever the ranges are that others keep."""
+        image = self._own_image(held, mine)
+        if image is None:
+            raise self._lost(part, "what says which elements it has is damaged, too")
+        replica = part.name == mine.name_of("replica")
+        others = await self._parts_of_others(group)
+        target = np.zeros(end - first, dtype=np.uint8)
+        sources: set[str] = set()
+        for at, some in tensor_bytes(image.held, first, end, replica=replica):
+            left = some
+            while left.start < left.end:
+                done = at + left.start - some.start
+                size, node = await self._fetch_elements(others, left, target[done:])
+                if not size:
+                    raise self._lost(part, "nobody has the same elements")
+                sources.add(node)
+                left = replace(left, start=left.start + size)
+        return target, tuple(sorted(sources))
+
+    def _own_image(self, held: Held, mine: GroupLayout) -> ShardedImage | None:
+        """Out of the small part or its twin."""
+        for kind in ("small", "small-twin"):
+            for small in held.manifest.parts:
+                if small.name == mine.name_of(kind):
+                    image = _image(bytes(self.arenas.view(held, small)))
+                    if image is not None and small.intact(self.arenas.view(held, small)):
+                        return image
+        return None
+
+    async def _parts_of_others(self, group: SnapshotGroup) -> list[_Parts]:
+        """What other nodes keep of these layers."""
+        found: list[_Parts] = []
+        for node in sorted(set(self.restore.sources) - {self.node}):
+            for manifest in await self._of(node):
+                parts = {part.name: part for part in manifest.parts}
+                for owner in range(len(group.owners)):
+                    for layout in layouts_of(manifest, group, owner):
+                        small = parts.get(layout.name_of("small"))
+                        shards = [parts.get(layout.name_of(kind)) for kind in ("shard", "replica")]
+                        if small is not None and (image := await self._image_of(node, small)) is not None:
+                            found.append(_Parts(node, image, shards[0], shards[1]))
+        return found
+
+    async def _image_of(self, node: str, small: Part) -> ShardedImage | None:
+        try:
+            return _image(await self._read(_Kept(node, small, None), 0, small.size_bytes))
+        except PeerError as error:
+            self._reasons[node] = str(error)
+            return None
+
+    async def _fetch_elements(
+        self, others: list[_Parts], wanted: TensorBytes, into: Bytes
+    ) -> tuple[int, str]:
+        """Fetch the first of these bytes; how many came, and from whom. Who fails is not asked again."""
+        for one in list(others):
+            found = find_bytes(one.image.held, wanted)
+            if found is None:
+                continue
+            replica, offset, size = found
+            part = one.replica if replica else one.shard
+            try:
+                if part is None or offset + size > part.size_bytes:
+                    raise PeerError("its parts are not what they say")
+                await self.client.fetch([self._wanted(one.node, part, offset, into[:size].data)])
+            except PeerError as error:
+                self._reasons[one.node] = str(error)
+                others.remove(one)
+            else:
+                return size, one.node
+        return 0, ""
+
     # --- out of other bytes ------------------------------------------------------------------------
 
+    def _share_of(self, held: Held, part: Part) -> tuple[SnapshotGroup, GroupLayout] | None:
+        """The group that a part is a shard or replica of, and what this node's manifest says of it."""
+        for group in self.restore.groups:
+            if self.node in group.owners:
+                for layout in layouts_of(held.manifest, group, group.owners.index(self.node)):
+                    if part.name in (layout.name_of("shard"), layout.name_of("replica")):
+                        return group, layout
+        return None
+
     async def _decoded(
-        self, group: SnapshotGroup, held: Held, part: Part, first: int, end: int
+        self, group: SnapshotGroup, mine: GroupLayout, part: Part, first: int, end: int
     ) -> tuple[Bytes, tuple[str, ...]]:
-        owner = group.owners.index(self.node) if self.node in group.owners else -1
-        mine = layout_of(held.manifest, group, owner) if owner >= 0 else None
-        if mine is None or mine.parts:
-            raise self._lost(part, "it is no shard of a code, and there is no other run of the same bytes")
+        owner = mine.owner
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=mine.bucket_bytes
         )
@@ -180,11 +278,16 @@ class Repairer:
             if other == owner or node not in self.restore.sources:
                 continue
             for manifest in await self._of(node):
-                theirs = layout_of(manifest, group, other)
-                part = next((p for p in manifest.parts if p.name == f"group-{group.first_layer}/shard"), None)
-                fits = theirs is not None and theirs.bucket_bytes == layout.bucket_bytes
-                if fits and part is not None and part.size_bytes == layout.shard_bytes(other):
-                    found[other] = part
+                for theirs in layouts_of(manifest, group, other):
+                    part = next((p for p in manifest.parts if p.name == theirs.name_of("shard")), None)
+                    fits = (
+                        theirs.within(group) == group
+                        and theirs.bucket_bytes == layout.bucket_bytes
+                        and part is not None
+                        and part.size_bytes == layout.shard_bytes(other)
+                    )
+                    if fits and part is not None:
+                        found[other] = part
         return found
 
     async def _fill(
@@ -209,6 +312,13 @@ class Repairer:
             elif isinstance(result, BaseException):
                 raise result
         return failed
+
+
+def _image(small: bytes) -> ShardedImage | None:
+    try:
+        return ShardedImage.from_bytes(small)
+    except DamagedError:
+        return None
 
 
 def _same(one: Part, other: Part) -> bool:

@@ -301,7 +301,7 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
         most = max(stage.devices for stage in stages)
         if most > 1:
             labels = [
-                f"{label} · {plural(stage.devices, 'GPU')}"
+                f"{label} · {plural(stage.devices, 'GPU')}{', sharded' if stage.within == 'shard' else ''}"
                 for label, stage in zip(labels, stages, strict=True)
             ]
         labels = [

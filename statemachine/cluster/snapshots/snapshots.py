@@ -38,18 +38,22 @@ FEW = 8
 
 
 def groups_of(
-    plan: Plan, protection: str, buddies: Mapping[str, str] | None = None
+    plan: Plan, protection: str, buddies: Mapping[str, str] | None = None, *, zero1: bool = False
 ) -> tuple[SnapshotGroup, ...]:
-    """Maximal runs of layers that the same stages own, one in each pipeline.
+    """Return maximal runs of layers that the same stages own, one in each pipeline.
 
     :param buddies: owner → buddy, where there are any.
+    :param zero1: each owner has its part of the optimizer's state only.
     """
     layers = plan.pipelines[0].stages[-1].end_layer
     owners: list[tuple[tuple[str, int], ...]] = [()] * layers
+    sharded: set[int] = set()
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):
             for layer in range(stage.first_layer, stage.end_layer):
                 owners[layer] = (*owners[layer], (stage.devices[0].node, number))
+            if stage.within == "shard" and len(stage.devices) > 1:
+                sharded.update(range(stage.first_layer, stage.end_layer))
     begins = [layer for layer in range(layers) if layer == 0 or owners[layer] != owners[layer - 1]]
     return tuple(
         SnapshotGroup(
@@ -58,6 +62,7 @@ def groups_of(
             owners=tuple(node for node, _ in owners[first]),
             protection=protection,
             buddy=(buddies or {}).get(owners[first][0][0], ""),
+            whole=first in sharded and not zero1,
         )
         for first, end in zip(begins, [*begins[1:], layers], strict=True)
     )
@@ -161,7 +166,7 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         step=signal.step,
         generation=signal.generation,
         vote=signal.vote,
-        groups=groups_of(resumption.plan, resumption.protection, resumption.buddies),
+        groups=groups_of(resumption.plan, resumption.protection, resumption.buddies, zero1=job.policy.zero1),
         size_bytes=sum(one.size_bytes for one in said),
         at=c.at,
     )

@@ -1,0 +1,241 @@
+"""Engines for benchmarks, without a cluster: one that trains by itself, or one in each of some processes.
+
+Groups of processes that train the same model in different ways live at the same time and take turns of a few steps,
+so that they meet the same machine.
+"""
+
+import asyncio
+import ctypes
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.linear import SCRIPT
+from ftd.node.rendezvous import RendezvousServer
+from runtime.engine.engine import Engine
+from runtime.groups.backends import make_communicator
+from runtime.groups.communicator import SoloCommunicator
+from runtime.groups.store import Rendezvous
+from runtime.snapshots.writer import SnapshotWriter
+from runtime.wire.protocol import (
+    PipelineData,
+    Recompute,
+    Resume,
+    SnapshotReport,
+    StageData,
+    WorldData,
+)
+from runtime.zero.parts import everything
+
+WIDTH = 1024
+"""Of the linear layers that groups of processes train."""
+PARAMETER_BYTES = WIDTH * (WIDTH + 1) * 4
+"""Of one of them."""
+STEPS = 3
+"""Of one turn."""
+_TOKEN = "benchmark"
+
+
+# --- by itself -----------------------------------------------------------------------------------
+
+
+def enter_alone(engine: Engine, recompute: Recompute = "none") -> None:
+    """Have an engine train all layers by itself from now on."""
+    data = engine.data
+    stage = StageData(first_layer=0, end_layer=engine.model.layer_count, ranks=(0,), recompute=recompute)
+    count = data.global_batch // data.microbatch_rows
+    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=count)
+    world = WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
+    engine.settle(0, None)
+    engine.enter(
+        Resume(
+            generation=1,
+            step=0,
+            vote=None,
+            rank=0,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token="",
+            nodes=("here",),
+        ),
+        SoloCommunicator(),
+    )
+
+
+def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport]) -> None:
+    """Have an engine take snapshots into an arena. :param reports: gets what is reported of them."""
+    engine.snapshots = SnapshotWriter(
+        job_id="benchmark",
+        directory=directory,
+        limit_bytes=None,
+        states=engine.states,
+        model=engine.model,
+        sharding=engine.sharding,
+        pace=engine.pace,
+        report=reports.append,
+    )
+
+
+# --- one in each process -------------------------------------------------------------------------
+
+
+def enter_group(
+    engine: Engine, pipelines: tuple[PipelineData, ...], rank: int, port: int, protection: str = "none"
+) -> None:
+    """Have an engine train with others on this host. :param port: of the rendezvous."""
+    count = sum(len(stage.ranks) for pipeline in pipelines for stage in pipeline.stages)
+    world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * count)
+    resume = Resume(
+        generation=1,
+        step=0,
+        vote=None,
+        rank=rank,
+        world=WorldData(
+            pipelines=world.pipelines, transfers=(), hosts=world.hosts, held_parts=everything(world)
+        ),
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=port,
+        token=_TOKEN,
+        protection=protection,
+    )
+    rendezvous = Rendezvous(host="127.0.0.1", port=port, token=_TOKEN, generation=resume.generation)
+    engine.settle(0, None)
+    engine.enter(resume, make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime))
+
+
+def work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
+    """Be one of a group's processes: make as many steps as each line on stdin says, and say how long each took.
+
+    :param more: what else is said after each turn; its time counts.
+    """
+    torch.set_num_threads(1)
+    before_bytes = _resident_bytes()
+    engine = make()
+    for line in sys.stdin:
+        taken_s = []
+        begun_s = time.process_time()
+        for _ in range(int(line)):
+            started = time.perf_counter()
+            engine.step(lambda: False)
+            taken_s.append(time.perf_counter() - started)
+        said = more(engine)
+        computed_s = (time.process_time() - begun_s) / int(line)
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        memory_bytes = _resident_bytes() - before_bytes
+        said |= {"steps_s": taken_s, "computed_s": computed_s, "memory_bytes": memory_bytes}
+        print(json.dumps(said), flush=True)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class _Group:
+    """The processes that train in one way."""
+
+    def __init__(
+        self, module: str, way: str, count: int, layers: int, rows: int, port: int, directory: str
+    ) -> None:
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, "--rank", str(rank), way]
+                + [str(one) for one in (count, layers, rows, port)]
+                + [directory],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+
+    def steps(self, count: int) -> list[dict[str, Any]]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{count}\n")
+            process.stdin.flush()
+        said = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"process {process.pid} ended; see above")
+            said.append(json.loads(line))
+        return said
+
+    def close(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+
+def _serve() -> RendezvousServer:
+    """One for each way: a server forms one generation after the other."""
+    loop = asyncio.new_event_loop()
+    server = RendezvousServer(_TOKEN)
+    loop.run_until_complete(server.start())
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return server
+
+
+@dataclass(slots=True)
+class Turns:
+    """What the processes of one way said."""
+
+    steps_s: list[float] = field(default_factory=list)
+    """Of each turn the median step of the slowest process."""
+    computed_s: list[float] = field(default_factory=list)
+    """Of each turn the processor time of a step, all processes together."""
+    last: list[dict[str, Any]] = field(default_factory=list)
+    """By each process after the last turn."""
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """What each process has grown by."""
+        return [one["memory_bytes"] for one in self.last]
+
+
+def take_turns(
+    module: str, ways: Sequence[str], *, count: int, layers: int, rows: int, rounds: int
+) -> dict[str, Turns]:
+    """Have a group of ``count`` processes for each way train in turns.
+
+    :param module: is run for each process with ``--rank``, the rank, the way, ``count``, ``layers``, ``rows``, the
+        port of the rendezvous and the directory of ``linear.py``; calls ``work``.
+    """
+    turns = {way: Turns() for way in ways}
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "linear.py").write_text(SCRIPT)
+        running = {way: _Group(module, way, count, layers, rows, _serve().port, directory) for way in ways}
+        for group in running.values():
+            group.steps(2)
+        for number in range(rounds):
+            first = number % len(ways)
+            for way in (*ways[first:], *ways[:first]):
+                said, turn = running[way].steps(STEPS), turns[way]
+                slowest = (max(times) for times in zip(*(one["steps_s"] for one in said), strict=True))
+                turn.steps_s.append(statistics.median(slowest))
+                turn.computed_s.append(sum(one["computed_s"] for one in said))
+                turn.last = said
+        for group in running.values():
+            group.close()
+    return turns
+
+
+def ratios(mine_s: list[float], whole_s: list[float]) -> str:
+    """Of neighbouring turns."""
+    found = [mine / whole for mine, whole in zip(mine_s, whole_s, strict=True)]
+    return f"{min(found):.2f} / {statistics.median(found):.2f} / {max(found):.2f}"

@@ -1,0 +1,268 @@
+"""What differs by device: streams, events, host memory that a device copies from and to, and waiting for it.
+
+On a CPU an operation is done when its call returns. A CUDA device is only *given* work: operations of one stream
+run in their order, those of different streams as they like unless an event orders them, and the host sees a result
+only after it has waited for it. Everything in this package that has to care goes through ``DeviceRuntime``, so the
+tests can put a device in its place whose streams are late at random (``tests/runtime/late_device.py``).
+
+Of the CUDA implementation nothing has run on a GPU yet.
+"""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+class Event(Protocol):
+    """A place in the work of a stream; ``record`` may be called again for another place."""
+
+    def record(self) -> None:
+        """Mark the end of what the current stream was given so far."""
+
+    def done(self) -> bool:
+        """Return whether the device has come to the place; does not wait."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until the device has come to the place."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Return milliseconds from another event of this device to this one; waits for both."""
+
+
+class Stream(Protocol):
+    """A queue of work for a device."""
+
+    def wait(self, event: Any) -> None:
+        """Have the work that is given from now on begin after ``event``; the host does not wait."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until all work that was given so far is done."""
+
+
+class DeviceRuntime(ABC):
+    """One device. Any thread may call it; each thread has its own current stream, at first the default one.
+
+    :param device: where the tensors are.
+    """
+
+    is_async = False
+    """Whether the host runs ahead of the device, so that it has to wait for what it reads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory is the device's own, and not the host's."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Return a new event, not recorded yet."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """Return a new stream beside the default one."""
+
+    @abstractmethod
+    def current(self) -> Stream:
+        """Return the calling thread's current stream."""
+
+    @abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Make ``stream`` the calling thread's current one inside."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Prepare a thread beside the main one to use the device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Have the host wait for all work of all streams."""
+
+    @abstractmethod
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory that the device copies from and to while the host goes on; its values are arbitrary."""
+
+    @abstractmethod
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in host memory (itself, where it is there); waits for the current stream."""
+
+    @abstractmethod
+    def register(self, address: int, size_bytes: int) -> bool:
+        """Make host memory that exists as quick to copy to as ``pinned``; returns whether that is so now."""
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Undo ``register``."""
+
+    def values(self, tensor: Tensor) -> Any:
+        """Return the tensor's numbers as (nested) lists; waits for the current stream."""
+        return self.to_host(tensor).tolist()
+
+
+class HostEvent:
+    """The time at which it was recorded: the work before it was done by then."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def ms_since(self, earlier: "HostEvent") -> float:
+        return 1e3 * (self._at_s - earlier._at_s)
+
+
+class HostStream:
+    """Work that is done when it is given."""
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class HostRuntime(DeviceRuntime):
+    """A CPU."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self._only = HostStream()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return False
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def stream(self) -> HostStream:
+        return self._only
+
+    def current(self) -> HostStream:
+        return self._only
+
+    def on(self, stream: HostStream) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def adopt(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def register(self, address: int, size_bytes: int) -> bool:
+        return False
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+class CudaEvent:
+    """An event of a CUDA device, with its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self.event.record(torch.cuda.current_stream(self._device))
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def ms_since(self, earlier: "CudaEvent") -> float:
+        earlier.synchronize()
+        self.synchronize()
+        return float(earlier.event.elapsed_time(self.event))
+
+
+class CudaStream:
+    """A stream of a CUDA device."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def wait(self, event: CudaEvent) -> None:
+        self.stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class CudaRuntime(DeviceRuntime):
+    """A CUDA device."""
+
+    is_async = True
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self.device)
+
+    def stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def current(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.device))
+
+    @contextlib.contextmanager
+    def on(self, stream: CudaStream) -> Iterator[None]:
+        with torch.cuda.stream(stream.stream):
+            yield
+
+    def adopt(self) -> None:
+        # What a thread asks the driver for is not to be done on the first device, where it would take memory.
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        # torch gives this memory away again only after the copies that use it.
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu()
+
+    def register(self, address: int, size_bytes: int) -> bool:
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(driver.cudaHostRegister(address, size_bytes, 0)) == 0:
+            return True
+        # The driver reports this to the thread's next kernel, which is to be one that nobody needs.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return False
+
+    def unregister(self, address: int) -> None:
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        driver.cudaHostUnregister(address)
+
+
+def device_runtime(device: torch.device) -> DeviceRuntime:
+    """Return the runtime of a device."""
+    return CudaRuntime(device) if device.type == "cuda" else HostRuntime(device)

@@ -1,0 +1,78 @@
+"""Layers in host memory while their device has no room for them: from before new state arrives until the first
+commit of a generation, as the plan says (``planner.changes.transition``).
+
+A parked layer counts as held: it can be sent from where it is, and comes back to the device where the next plan gives
+it to this rank. On a device that is the host's processor, too, parked layers are in memory of their own kind (shared
+pages), which is not accounted to the device.
+"""
+
+import mmap
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.layers.model import Model
+from runtime.layers.optimizer import Optimization
+from runtime.layers.state import LayerStates
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """What is sent, in one piece."""
+
+    header: bytes
+    payload: Tensor
+    """Bytes in host memory."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.payload.numel()
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return these bytes of the payload, not a copy."""
+        return self.payload[start:end]
+
+
+class ParkedLayers:
+    """The parked layers of one rank, all at its committed step."""
+
+    def __init__(self, model: Model, optimization: Optimization, states: LayerStates) -> None:
+        self._model = model
+        self._optimization = optimization
+        self._states = states
+        self._layers: dict[int, StoredPayload] = {}
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(self._layers)
+
+    def get(self, layer: int) -> StoredPayload | None:
+        """Return the layer where it is parked."""
+        return self._layers.get(layer)
+
+    def park(self, layer: int) -> None:
+        """Move a layer that is held from the device to host memory."""
+        reader = self._states.reader(layer)
+        payload = _host_memory(reader.size_bytes, self._model.device)
+        reader.read_into(payload)
+        self._layers[layer] = StoredPayload(reader.header, payload)
+        self._model.drop([layer])
+        self._optimization.forget_dropped()
+
+    def take_back(self, layer: int) -> None:
+        """Move a parked layer to the device again."""
+        parked = self._layers.pop(layer)
+        self._states.unpack(layer, parked.header, parked.payload)
+
+    def forget(self, layers: Collection[int] | None = None) -> None:
+        """Free these layers, or all."""
+        for layer in self._layers.keys() & (self._layers if layers is None else layers):
+            del self._layers[layer]
+
+
+def _host_memory(size_bytes: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), dtype=torch.uint8)[:size_bytes]

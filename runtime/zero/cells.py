@@ -1,0 +1,143 @@
+"""Who keeps which fractions of a layer where stages share it out among their devices. Pure; no torch.
+
+A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that replicates
+gives all of them to each device. Pipelines may be cut differently, so what counts are the *cells* between the
+cuts of all stages that have a layer: of each cell every stage has the whole on one device or on all.
+
+Gradients of a cell are summed among all who have it. With ZeRO-1 those who have a cell share out the optimizer's
+state of it: of m stages stage i keeps the i-th of m parts.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+
+from runtime.layers.world import WorldError, is_sharded, stages_of_layer
+from runtime.wire.protocol import StageData, WorldData
+
+Fractions = tuple[int, int, int]
+"""``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of n."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Fractions ``[start, end)``; for each stage the ranks that have them, ascending."""
+
+    start: Fraction
+    end: Fraction
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks of all stages, ascending."""
+        return tuple(sorted(rank for ranks in self.holders for rank in ranks))
+
+    def elements(self, numel: int) -> tuple[int, int]:
+        """Return ``[start, end)`` of a vector of ``numel`` elements."""
+        return int(self.start * numel), int(self.end * numel)
+
+    def part(self, index: int, count: int) -> tuple[Fraction, Fraction]:
+        """The ``index``-th of ``count`` equal parts."""
+        step = (self.end - self.start) / count
+        return self.start + index * step, self.start + (index + 1) * step
+
+
+def stage_of(world: WorldData, rank: int) -> StageData:
+    """:raises WorldError: the rank has no place in the plan."""
+    for pipeline in world.pipelines:
+        for stage in pipeline.stages:
+            if rank in stage.ranks:
+                return stage
+    raise WorldError(f"rank {rank} has no place in the plan")
+
+
+def share_of(stage: StageData, rank: int) -> Fractions:
+    """Return what a rank of the stage has of each of its layers."""
+    if not is_sharded(stage):
+        return 0, 1, 1
+    index = stage.ranks.index(rank)
+    return index, index + 1, len(stage.ranks)
+
+
+def cells_of(stages: Sequence[StageData]) -> tuple[Cell, ...]:
+    """Return the cells of what these stages have in common, ascending."""
+    counts = {len(stage.ranks) if is_sharded(stage) else 1 for stage in stages}
+    cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
+    return tuple(
+        Cell(start=start, end=end, holders=tuple(_holders(stage, start) for stage in stages))
+        for start, end in pairwise(cuts)
+    )
+
+
+def _holders(stage: StageData, start: Fraction) -> tuple[int, ...]:
+    if not is_sharded(stage):
+        return tuple(sorted(stage.ranks))
+    return (stage.ranks[int(start * len(stage.ranks))],)
+
+
+def common_cells(world: WorldData, layers: Collection[int]) -> tuple[Cell, ...]:
+    """Return the cells of what all of ``layers`` share: of the stages that have any of them."""
+    stages = [
+        stage
+        for pipeline in world.pipelines
+        for stage in pipeline.stages
+        if any(stage.first_layer <= layer < stage.end_layer for layer in layers)
+    ]
+    return cells_of(stages)
+
+
+def owned_parts(world: WorldData, rank: int, layer: int, *, zero1: bool) -> tuple[Fractions, ...]:
+    """Return the parts of a layer of which ``rank``, which has the layer, keeps the optimizer's state; ascending."""
+    stages = stages_of_layer(world, layer)
+    mine = next(index for index, stage in enumerate(stages) if rank in stage.ranks)
+    if not zero1:
+        return (share_of(stages[mine], rank),)
+    cells = [cell for cell in cells_of(stages) if rank in cell.holders[mine]]
+    return tuple(lowest_terms(*cell.part(mine, len(stages))) for cell in cells)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """With AOR, ``keeper`` repeats ``owner``'s updates of a part of a layer."""
+
+    part: Fractions
+    owner: int
+    keeper: int
+
+
+def copied_parts(world: WorldData, layer: int) -> tuple[Copied, ...]:
+    """Return who keeps a replica (AOR) of what of a layer: an owner in the pipeline before; empty with one pipeline.
+
+    Where all ranks of a stage have the same, the lowest one keeps the replica, and answers for the stage.
+    """
+    stages = stages_of_layer(world, layer)
+    if len(stages) < 2:
+        return ()
+    return tuple(
+        Copied(
+            part=lowest_terms(*cell.part(whose, len(stages))),
+            owner=min(cell.holders[whose]),
+            keeper=min(cell.holders[whose - 1]),
+        )
+        for cell in cells_of(stages)
+        for whose in range(len(stages))
+    )
+
+
+def keeps_replicas(world: WorldData, rank: int) -> bool:
+    """Return whether ``rank`` keeps replicas (AOR) of another owner's parts."""
+    stage = stage_of(world, rank)
+    return len(world.pipelines) > 1 and (is_sharded(stage) or rank == min(stage.ranks))
+
+
+def replica_parts(world: WorldData, rank: int, layer: int) -> tuple[Fractions, ...]:
+    """Return the parts of a layer of which ``rank`` keeps a replica (AOR)."""
+    return tuple(one.part for one in copied_parts(world, layer) if one.keeper == rank)
+
+
+def lowest_terms(start: Fraction, end: Fraction) -> Fractions:
+    """Return both over their least common denominator."""
+    of = lcm(start.denominator, end.denominator)
+    return int(start * of), int(end * of), of

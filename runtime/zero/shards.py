@@ -1,0 +1,353 @@
+"""Shards of a stage on one of its devices: its run of each vector, gathered while a layer runs (FSDP, ZeRO-3).
+
+The k devices of a stage that shards keep a k-th of each vector (``runtime.zero.parts``) of their layers:
+parameters, summed gradients and the optimizer's state. Before a layer runs, forward or backward, its vectors are
+gathered, while the one before it still runs; after it they are freed. What autograd would keep of a gathered
+parameter is a note of where it was, and the backward pass gathers it again. As soon as a vector's gradient of a
+microbatch is complete, it is reduced among the devices, and each adds its run to what it has of the step.
+
+The devices compute the same layers on other rows, so they come to the same operations in the same order. Where
+rows influence each other, and so cannot be split, all devices compute all rows: the gradients need not be reduced
+then, and one device speaks for the stage. All operations go through the communicator, so that an abort frees this
+rank wherever it waits. torch's ``fully_shard`` does the same for modules; here vectors are ranges of elements, as
+everywhere, parameters may be tied, and a module's own ``forward`` can run in windows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending, run_of
+from runtime.layers.model import Model
+from runtime.watch.pace import Pace
+from runtime.zero.parts import Shape, Slice
+
+_UNDER_WAY = 1
+"""Reductions that run beside the backward pass of the next layer; each keeps a whole vector's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What autograd keeps of a gathered vector: which elements of it, and as what."""
+
+    vector: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Reducing:
+    vector: int
+    pending: Pending
+    reduced: Tensor
+    whole: Tensor
+    """Kept until it is done."""
+
+
+class _Gather(torch.autograd.Function):
+    """The whole vector; backward, its gradient goes to the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shards: "StageShards", vector: int) -> Tensor:
+        ctx.shards, ctx.vector = shards, vector
+        return shards.gather(vector)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.shards.reduce(ctx.vector, gradients[0])
+        return None, None, None
+
+
+class StageShards:
+    """Belongs to one generation; the main thread's.
+
+    :param layers: of the stage. :param members: the stage's ranks, of which ``communicator.rank`` is one.
+    :param same_rows: all of them compute the same rows, so each has the stage's whole gradients.
+    :param before: those of the last generation; runs that stay the same keep their memory and their values.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        layers: Sequence[int],
+        members: Members,
+        communicator: Communicator,
+        pace: Pace,
+        *,
+        same_rows: bool = False,
+        before: "StageShards | None" = None,
+    ) -> None:
+        self._shape = shape
+        self._members = members
+        self._communicator = communicator
+        self._pace = pace
+        self._same_rows = same_rows
+        self._device = model.device
+        index = members.index(communicator.rank)
+        self.vectors = tuple(
+            number for number, vector in enumerate(shape.vectors) if not set(layers).isdisjoint(vector.layers)
+        )
+        """Numbers of those that the stage computes with, ascending."""
+        self.runs = {
+            number: run_of(shape.vectors[number].numel, index, len(members)) for number in self.vectors
+        }
+        """Elements of each that are this rank's."""
+        self.values: dict[int, Tensor] = {
+            number: before.values[number]
+            if before is not None and before.runs.get(number) == self.runs[number]
+            else self._empty(number)
+            for number in self.vectors
+        }
+        """This rank's run of each vector's parameters."""
+        self.gradients = {number: torch.zeros_like(value) for number, value in self.values.items()}
+        """Sums over the microbatches of the step, and over the devices of the stage as far as they are reduced."""
+        self._homes = {name: number for number in self.vectors for name in shape.vectors[number].names}
+        tensors = {t.name: t for layer in layers for t in model.tensors_of(layer) if t.trainable}
+        self._tensors = {
+            number: [tensors[name] for name in shape.vectors[number].names] for number in self.vectors
+        }
+        around = tuple(range(model.layer_count))
+        everywhere = [n for n in self.vectors if len(around) > 1 and shape.vectors[n].layers == around]
+        self._everywhere = tuple(everywhere)
+        """Code of which no layer is known to be the only one uses them: they are whole in all of a forward pass."""
+        self._used: dict[tuple[int, bool], tuple[int, ...]] = {}
+        for layer in layers:
+            for block in (True, False):
+                self._used[layer, block] = tuple(
+                    number
+                    for number in self.vectors
+                    if layer in shape.vectors[number].layers
+                    and number not in everywhere
+                    and any(block in tensor.blocks for tensor in self._tensors[number])
+                )
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._whole: dict[int, int] = {}
+        """By the address of its storage, a vector that is whole for a forward pass."""
+        self._again: dict[int, Tensor] = {}
+        """Vectors that are whole for a backward pass."""
+        self._ahead: dict[int, tuple[Tensor, Pending]] = {}
+        """Vectors that are being gathered, as the layer that runs next needs them."""
+        order = [self._used[scope] for scope in model.scopes(layers) if self._used[scope]]
+        self._after = dict(pairwise(order))
+        self._before = dict(pairwise(reversed(order)))
+        self._reducing: deque[_Reducing] = deque()
+        self._uses = dict.fromkeys(self.vectors, 0)
+        """How often a forward pass used each vector whose backward pass is still to come."""
+        self._in_forward = False
+        self.on_complete: Callable[[int], None] | None = None
+        """Called with a vector when its gradient of the step's last microbatch is reduced, during ``armed``."""
+        self.armed = False
+        """The next backward pass is the step's last."""
+        self._failure: CommunicationError | None = None
+
+    def _empty(self, number: int) -> Tensor:
+        start, end = self.runs[number]
+        dtype = getattr(torch, self._shape.vectors[number].dtype)
+        return torch.empty(end - start, dtype=dtype, device=self._device)
+
+    def begin_step(self) -> None:
+        """No backward pass of the step has begun."""
+        self.armed = False
+        self._uses = dict.fromkeys(self.vectors, 0)
+
+    # --- elements --------------------------------------------------------------------------------
+
+    def value_of(self, one: Slice) -> Tensor:
+        """Return the memory of these elements, which are this rank's."""
+        return self._of(self.values, one)
+
+    def gradient_of(self, one: Slice) -> Tensor:
+        """Return the memory of the gradients of these elements, which are this rank's."""
+        return self._of(self.gradients, one)
+
+    def own_slice(self, one: Slice) -> Slice | None:
+        """Return what of these elements is this rank's, if anything."""
+        number = self._homes.get(one.name)
+        if number is None:
+            return None
+        place = self._shape.vectors[number].place(one.name)[0]
+        first, last = (bound - place for bound in self.runs[number])
+        start, end = max(one.start, first), min(one.end, last)
+        return Slice(name=one.name, start=start, end=end) if start < end else None
+
+    def has(self, name: str) -> bool:
+        """Return whether the parameter is in shards here."""
+        return name in self._homes
+
+    def _of(self, flats: dict[int, Tensor], one: Slice) -> Tensor:
+        number = self._homes[one.name]
+        begin = self._shape.vectors[number].place(one.name)[0] - self.runs[number][0]
+        if not 0 <= begin + one.start <= begin + one.end <= flats[number].numel():
+            raise RuntimeError(f"elements {one.start}–{one.end} of {one.name} are not in this shard")
+        return flats[number][begin + one.start : begin + one.end]
+
+    # --- running layers ----------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Surround a forward pass of some of the stage's layers."""
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(self._noted, self._found)
+            if torch.is_grad_enabled()
+            else nullcontext()
+        )
+        self._in_forward = True
+        try:
+            with hooks, self._bound(self._everywhere):
+                yield
+        finally:
+            self._in_forward = False
+            self._ahead.clear()
+
+    @contextmanager
+    def gathered(self, layer: int, *, block: bool) -> Iterator[None]:
+        """Inside, the parameters of a layer are whole: those of its block, or those outside of it."""
+        vectors = self._used[layer, block]
+        if not vectors:
+            yield
+            return
+        with self._bound(vectors):
+            self._begin((self._after if self._in_forward else self._before).get(vectors, ()))
+            yield
+
+    @contextmanager
+    def _bound(self, vectors: tuple[int, ...]) -> Iterator[None]:
+        before: list[tuple[nn.Module, str, Any]] = []
+        storages = []
+        try:
+            for number in vectors:
+                whole = self._differentiable(number)
+                storages.append(whole.untyped_storage()._cdata)
+                self._whole[storages[-1]] = number
+                self._bind(number, whole, before)
+                del whole
+            yield
+        finally:
+            for module, attribute, value in reversed(before):
+                _put(module, attribute, value)
+            for storage in storages:
+                self._whole.pop(storage, None)
+
+    def _differentiable(self, number: int) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.gather(number)
+        if self._in_forward:
+            self._uses[number] += 1
+        whole: Tensor = _Gather.apply(self._anchor, self, number)  # type: ignore[no-untyped-call]
+        return whole
+
+    def _bind(self, number: int, whole: Tensor, before: list[tuple[nn.Module, str, Any]]) -> None:
+        tensors = self._tensors[number]
+        runs = whole.split_with_sizes([t.value.numel() for t in tensors]) if len(tensors) > 1 else (whole,)
+        for tensor, run in zip(tensors, runs, strict=True):
+            value = run.view(tensor.value.shape)
+            for module, attribute in tensor.places:
+                before.append((module, attribute, module._parameters[attribute]))
+                _put(module, attribute, value)
+
+    def _noted(self, tensor: Tensor) -> Any:
+        """Autograd keeps ``tensor``: a note, where it is of a gathered vector."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return tensor
+        number = self._whole.get(tensor.untyped_storage()._cdata)
+        if number is None or tensor.dtype != self.values[number].dtype:
+            return tensor
+        return _Note(number, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def _found(self, kept: Any) -> Tensor:
+        """The backward pass needs what was noted."""
+        if not isinstance(kept, _Note):
+            assert isinstance(kept, Tensor)
+            return kept
+        if kept.vector not in self._again:
+            self._again[kept.vector] = self.gather(kept.vector)
+            self._begin(self._before.get((kept.vector,), ()))
+        return self._again[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
+
+    # --- among the devices -------------------------------------------------------------------------
+
+    def gather(self, number: int) -> Tensor:
+        """Return the whole vector.
+
+        :raises CommunicationError: aborted, or a peer is lost.
+        """
+        ahead = self._ahead.pop(number, None)
+        whole, pending = self._post(number) if ahead is None else ahead
+        self._wait(pending)
+        return whole
+
+    def _begin(self, vectors: tuple[int, ...]) -> None:
+        """Begin to gather vectors, beside what is computed meanwhile."""
+        for number in vectors:
+            if number not in self._ahead and number not in self._again:
+                self._ahead[number] = self._post(number)
+
+    def _post(self, number: int) -> tuple[Tensor, Pending]:
+        own = self.values[number]
+        # Fresh memory each time: after an abort a stuck thread may still write into it.
+        whole = torch.empty(self._shape.vectors[number].numel, dtype=own.dtype, device=own.device)
+        return whole, self._communicator.gather_runs(whole, own, self._members)
+
+    def reduce(self, number: int, gradient: Tensor) -> None:
+        """The gradient of a whole vector, of one microbatch, is complete here: begin to reduce it."""
+        self._again.pop(number, None)
+        self._uses[number] -= 1
+        if self._same_rows:
+            start, end = self.runs[number]
+            self.gradients[number].add_(gradient.reshape(-1)[start:end])
+            self._complete(number)
+            return
+        whole, reduced = gradient.contiguous(), self._empty(number)
+        pending = self._communicator.reduce_runs(reduced, whole, self._members)
+        self._reducing.append(_Reducing(number, pending, reduced, whole))
+        while len(self._reducing) > _UNDER_WAY:
+            self._finish_oldest()
+
+    def end_backward(self) -> None:
+        """A microbatch's backward pass is over: finish what it began.
+
+        :raises CommunicationError: aborted, or a peer is lost.
+        """
+        while self._reducing:
+            self._finish_oldest()
+        self._again.clear()
+        self._ahead.clear()
+
+    def check(self) -> None:
+        """:raises CommunicationError: it was raised in a forward or backward pass, perhaps in autograd's words."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish_oldest(self) -> None:
+        oldest = self._reducing.popleft()
+        self._wait(oldest.pending)
+        self.gradients[oldest.vector].add_(oldest.reduced)
+        self._complete(oldest.vector)
+
+    def _complete(self, number: int) -> None:
+        """A gradient of a vector was added; say so if it was the last of the step."""
+        reducing = any(one.vector == number for one in self._reducing)
+        if self.armed and self.on_complete is not None and not self._uses[number] and not reducing:
+            self.on_complete(number)
+
+    def _wait(self, pending: Pending) -> None:
+        try:
+            self._pace.wait(self._communicator, pending, "gather")
+        except CommunicationError as error:
+            self._failure = error  # Autograd may put it into other words.
+            raise
+
+
+def _put(module: nn.Module, attribute: str, value: Any) -> None:
+    """As ``setattr``, which takes parameters alone."""
+    module._parameters[attribute] = value
+    if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(attribute)] = value

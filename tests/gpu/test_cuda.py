@@ -1,0 +1,85 @@
+"""On GPUs, where there are some (``make gpu-test``): what the tests of late devices claim, and NCCL."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.engine.engine import Engine
+from tests.gpu.support import CudaComputing
+from tests.runtime.fleet import Fleet
+from tests.runtime.harness import ROOT, ServerThread
+from tests.runtime.staged import expected, talked_well
+from tests.runtime.test_late_device import TURNED, TWO, LateFleet, job
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class CudaFleet(LateFleet):
+    """Engines that share the first GPU."""
+
+    def _held_up(self, runtime: Any, update: Callable[..., None]) -> Callable[..., None]:
+        return update
+
+    def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
+        return Fleet.each(self, run)
+
+
+def test_streams_wait_for_events_and_the_host_for_both() -> None:
+    runtime = CudaComputing()
+    side, began, ended = runtime.stream(), runtime.event(), runtime.event()
+    began.record()
+    large = torch.full((1 << 26,), 2.0, device=runtime.device)
+    ended.record()
+    here = runtime.pinned(large.numel(), large.dtype)
+    with runtime.on(side):
+        side.wait(ended)
+        here.copy_(large, non_blocking=True)
+    side.synchronize()
+    assert here.min() == here.max() == 2.0
+    assert ended.done() and ended.ms_since(began) > 0
+
+
+def test_trainers_that_share_a_gpu_talk_through_host_memory() -> None:
+    assert talked_well(lambda _: CudaComputing(), times=3)
+
+
+def test_engines_that_share_a_gpu_have_the_losses_of_a_cpu(tmp_path: Path) -> None:
+    def steps(fleet: Fleet) -> list[float]:
+        with fleet:
+            fleet.enter(fleet.engines, TWO)
+            fleet.steps(2)
+            if isinstance(fleet, CudaFleet):
+                fleet.each(lambda rank, engine: engine.begin_snapshot(1))
+            fleet.steps(2)
+            fleet.enter(fleet.engines, TURNED)
+            fleet.steps(2)
+            if isinstance(fleet, CudaFleet):
+                fleet.close_snapshots()
+            return [fleet.losses[step] for step in range(1, 7)]
+
+    training = job(tmp_path)
+    plain = steps(Fleet(training, 3))
+    assert steps(CudaFleet(training, tmp_path, lambda _: CudaComputing())) == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", sorted({1, torch.cuda.device_count()} - {0}))
+def test_nccl(size: int) -> None:
+    """One rank; and one on each GPU, where there are several."""
+    with ServerThread() as server:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.nccl_rank", str(server.port), str(rank), str(size)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in ranks]
+    assert found == ([[[1.0] * 4]] if size == 1 else [expected(rank, size) for rank in range(size)])

@@ -1,0 +1,408 @@
+"""What goes beside a device's computing, on a device that is late at random (``tests.runtime.late_device``).
+
+The same tests with a planted mistake must fail: an order that is left out, or a wait.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
+from runtime.script.copier import Capture, Copier
+from runtime.script.tensor_image import Piece, Unit
+from runtime.side_stream import SideStreams
+from runtime.snapshots.movers import DeviceMover
+from runtime.snapshots.writer import SnapshotWriter
+from runtime.watch.pace import Pace
+from runtime.wire import protocol as p
+from storage.arena import Slot
+from tests.runtime.fleet import Fleet
+from tests.runtime.harness import pipeline
+from tests.runtime.late_device import GARBAGE, LateEvent, LateRuntime, LateStream
+from tests.runtime.snapshots import decoded, kept
+from tests.runtime.staged import staged_world, talked_well
+from tests.runtime.support import data_for, script
+
+LIMIT_S = 60.0
+ALWAYS_LATE = (1.0, 0.02)
+
+
+class Unordered(LateStream):
+    """Planted: streams do not wait for events."""
+
+    def wait(self, event: LateEvent) -> None:
+        pass
+
+
+class Unawaited(LateEvent):
+    """Planted: the host does not wait for events."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Impatient(LateStream):
+    """Planted: the host does not wait for a stream."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Planted(LateRuntime):
+    """A device with a mistake of whoever uses it."""
+
+    def __init__(self, mistake: type[LateStream] | type[LateEvent]) -> None:
+        self._mistake = mistake
+        super().__init__(late=ALWAYS_LATE)
+
+    def event(self) -> LateEvent:
+        return Unawaited(self) if self._mistake is Unawaited else super().event()
+
+    def stream(self) -> LateStream:
+        if not issubclass(self._mistake, LateStream):
+            return super().stream()
+        made: LateStream = self._mistake(self._delay_s)
+        self._streams.append(made)
+        return made
+
+
+@pytest.fixture
+def late() -> Iterator[LateRuntime]:
+    runtime = LateRuntime(late=(0.5, 0.005))
+    yield runtime
+    runtime.end()
+
+
+# --- the double itself --------------------------------------------------------------------------------
+
+
+def test_a_host_that_reads_without_waiting_reads_garbage(late: LateRuntime) -> None:
+    gate, own = Gate(late), late.stream()
+    with late.on(own):
+        own.wait(gate)
+        ones = torch.ones(4)
+        total = (ones * 2).sum()
+        made = late.event()
+        made.record()
+        assert not made.done()
+        assert ones.view(torch.uint8).numpy()[0] == GARBAGE
+        gate.reached.set()
+        assert total.item() == 8.0, "item waits for the stream that computes"
+        assert late.values(ones) == [1.0] * 4
+    assert made.done()
+
+
+class Gate(LateEvent):
+    """An event that a test lets come."""
+
+    def __init__(self, runtime: LateRuntime) -> None:
+        super().__init__(runtime)
+        self.reached = threading.Event()
+
+
+def test_a_stream_that_reads_what_another_has_not_computed_reads_garbage(late: LateRuntime) -> None:
+    gate, one, other = Gate(late), late.stream(), late.stream()
+    with late.on(one):
+        one.wait(gate)
+        ones = torch.ones(4)
+        made = late.event()
+        made.record()
+    with late.on(other):
+        early = ones.clone()
+        other.synchronize()
+        other.wait(made)
+        right = ones.clone()
+    gate.reached.set()
+    with late.on(other):
+        assert late.values(right) == [1.0] * 4
+        assert late.values(early) != [1.0] * 4
+
+
+def test_training_is_the_same_late_or_not(late: LateRuntime) -> None:
+    def train() -> list[float]:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(5, 8)), torch.tensor([0, 1, 2, 3, 0]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = train()
+    with late.computing():
+        assert train() == plain
+
+
+# --- the communicator -----------------------------------------------------------------------------------
+
+
+def test_what_travels_through_host_memory_arrives_as_it_was_computed() -> None:
+    assert talked_well(lambda rank: LateRuntime(rank, late=(0.5, 0.004)), times=5)
+
+
+@pytest.mark.parametrize("mistake", [Unordered, Unawaited])
+def test_an_order_or_a_wait_that_the_communicator_leaves_out_is_found(mistake: type) -> None:
+    assert not talked_well(lambda _: Planted(mistake), times=3)
+
+
+def test_an_abort_frees_who_waits_for_a_device_s_peer() -> None:
+    with staged_world(2, LateRuntime) as (one, _):
+        with one._runtime.computing():
+            pending = one.receive(torch.zeros(4), 1, "state")
+            threading.Timer(0.05, one.abort).start()
+            with pytest.raises(Aborted):
+                one.wait(pending)
+        one.close()
+
+
+# --- a copier's side stream --------------------------------------------------------------------------
+
+
+def copied(runtime: LateRuntime) -> bool:
+    """Whether snapshots of a tensor that changes in each step are of the step that they name."""
+    found: dict[int, np.ndarray[Any, Any]] = {}
+
+    def complete(step: int, slot: Slot, *_: object) -> None:
+        found[step] = slot.view[:4096].copy()
+
+    copier = Copier(
+        open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
+        complete=complete,
+        failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
+        side=SideStreams(lambda _: runtime),
+    )
+    with runtime.computing():
+        state = torch.zeros(4096, dtype=torch.uint8)
+        for step in range(1, 6):
+            state.add_(1)
+            copier.begin(
+                Capture(
+                    step=step,
+                    rank=0,
+                    units=[Unit(n * 1024, 1024, (Piece(0, n * 1024, n * 1024, 1024),)) for n in range(4)],
+                    shared_units=0,
+                    sources=[state],
+                    body_bytes=4096,
+                    header=lambda: b"header",
+                    layout={},
+                    devices={runtime.device},
+                )
+            )
+            copier.finish()
+        copier.close()
+    runtime.synchronize()
+    return all((found[step] == step).all() for step in range(1, 6))
+
+
+def test_snapshots_of_a_script_are_of_one_step(late: LateRuntime) -> None:
+    assert copied(late)
+
+
+@pytest.mark.parametrize("mistake", [Unordered, Impatient])
+def test_an_order_or_a_wait_that_the_copier_leaves_out_is_found(mistake: type) -> None:
+    runtime = Planted(mistake)
+    assert not copied(runtime)
+    runtime.end()
+
+
+# --- the engine ------------------------------------------------------------------------------------------
+
+TWO = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+    pipeline((0, 4, [2]), first_microbatch=2, microbatches=2),
+)
+TURNED = (
+    pipeline((0, 4, [0]), first_microbatch=0, microbatches=2),
+    pipeline((0, 2, [1]), (2, 4, [2]), first_microbatch=2, microbatches=2),
+)
+
+
+class LateFleet(Fleet):
+    """Each engine has a late device of its own, and an arena for snapshots."""
+
+    def __init__(self, job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> None:
+        self._arenas, self._make = arenas, make
+        self.hold_s = 0.02
+        """By how much the device is late at each update."""
+        super().__init__(job, 3, "aec")
+        self.nodes = ("a", "b", "c")
+
+    def join(self, count: int) -> list[Engine]:
+        new = []
+        for number in range(count):
+            runtime = self._make(number)
+            with torch.random.fork_rng(devices=[]), runtime.computing():
+                engine = Engine(self.job, runtime.device, Pace(), runtime=runtime)
+            engine.snapshots = SnapshotWriter(
+                job_id="job",
+                directory=self._arenas / f"device-{number}",
+                limit_bytes=None,
+                states=engine.states,
+                model=engine.model,
+                sharding=engine.sharding,
+                pace=engine.pace,
+                report=lambda _: None,
+            )
+            engine.optimization.step = self._held_up(runtime, engine.optimization.step)  # type: ignore[method-assign]
+            new.append(engine)
+        self.engines += new
+        return new
+
+    def _held_up(self, runtime: LateRuntime, update: Callable[..., None]) -> Callable[..., None]:
+        """The device comes to an update late: whoever does not wait for it has the state before."""
+
+        def held(*arguments: Any, **named: Any) -> None:
+            hold_s = self.hold_s
+            runtime.default.give(lambda: time.sleep(hold_s))
+            update(*arguments, **named)
+
+        return held
+
+    def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
+        def given(rank: int, engine: Engine) -> Any:
+            runtime = engine.model.runtime
+            assert isinstance(runtime, LateRuntime)
+            with runtime.computing():
+                return run(rank, engine)
+
+        return super().each(given)
+
+    def close_snapshots(self) -> None:
+        for engine in self.engines:
+            assert engine.snapshots is not None
+            engine.snapshots.close()
+
+
+def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> bool:
+    """Steps under one layout, a snapshot, layers that move to another layout, and more steps.
+
+    :returns: whether losses, norms and parameters are those of a CPU, and the snapshot is of its step.
+    """
+    with Fleet(job, 3) as plain:
+        plain.enter(plain.engines, TWO)
+        plain.steps(2)
+        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned)}
+        packed = {layer: (header, payload.numpy().tobytes()) for layer, (header, payload) in packed.items()}
+        plain.steps(2)
+        plain.enter(plain.engines, TURNED)
+        plain.steps(2)
+        votes, digests = plain.votes, [engine.digests() for engine in plain.engines]
+    with LateFleet(job, arenas, make) as fleet:
+        fleet.enter(fleet.engines, TWO)
+        fleet.steps(1)
+        fleet.hold_s = 1.0
+        fleet.steps(1)
+        fleet.hold_s = 0.02
+        fleet.each(lambda rank, engine: engine.begin_snapshot(1))
+        fleet.steps(2)
+        fleet.enter(fleet.engines, TURNED)
+        fleet.steps(1)
+        fleet.hold_s = 1.0
+        fleet.steps(1)
+        found = fleet.each(lambda rank, engine: engine.digests())
+        fleet.close_snapshots()
+        for engine in fleet.engines:
+            runtime = engine.model.runtime
+            runtime.synchronize()
+    layers = {}
+    for parts in kept(arenas, 2).values():
+        layers |= decoded(parts, (), 0)
+    same_votes = all(
+        (fleet.votes[step].loss, fleet.votes[step].weight) == (vote.loss, vote.weight)
+        and fleet.votes[step].gradient_norm == pytest.approx(vote.gradient_norm, rel=1e-12)
+        for step, vote in votes.items()
+    )
+    return same_votes and found == digests and layers == packed
+
+
+def test_losses_transfers_and_snapshots_are_those_of_a_cpu(tmp_path: Path) -> None:
+    assert trained(job(tmp_path), tmp_path, LateRuntime)
+
+
+SHARDED = (
+    pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=3, sharded=True),
+    pipeline((0, 4, [2]), first_microbatch=3, microbatches=1),
+)
+SHARDED_TURNED = (
+    pipeline((0, 4, [0]), first_microbatch=0, microbatches=1),
+    pipeline((0, 4, [1, 2]), first_microbatch=1, microbatches=3, sharded=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "protection", "pipelines"),
+    [
+        ({"zero1": True}, "aor", (TWO, TURNED)),
+        ({"zero1": True, "within_node": "shard"}, "none", (SHARDED, SHARDED_TURNED)),
+    ],
+    ids=["zero1 with replicas", "shards with zero1"],
+)
+def test_parts_and_shards_are_those_of_a_cpu(
+    changes: dict[str, Any], protection: str, pipelines: tuple[Any, Any], tmp_path: Path
+) -> None:
+    def run(fleet: Fleet) -> tuple[list[float], list[dict[int, str]]]:
+        with fleet:
+            fleet.nodes, fleet.protection = (), protection
+            for layout in pipelines:
+                fleet.enter(fleet.engines, layout)
+                fleet.steps(2)
+            digests = fleet.each(lambda rank, engine: engine.digests())
+            if isinstance(fleet, LateFleet):
+                fleet.close_snapshots()
+        return [fleet.losses[step] for step in range(1, 5)], digests
+
+    training = msgspec.structs.replace(job(tmp_path), **changes)
+    assert run(LateFleet(training, tmp_path, LateRuntime)) == run(Fleet(training, 3))
+
+
+def without_a_wait(patch: pytest.MonkeyPatch) -> None:
+    """A unit of a snapshot counts as copied when its copies were asked for."""
+    patch.setattr(DeviceMover, "finish", lambda self: None)
+
+
+def without_a_read_s_wait(patch: pytest.MonkeyPatch) -> None:
+    """Parameters are read while they are still being updated."""
+    patch.setattr(LateRuntime, "to_host", lambda self, tensor: tensor.detach().clone())
+
+
+@pytest.mark.parametrize("plant", [without_a_wait, without_a_read_s_wait])
+def test_a_mistake_of_the_engine_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    try:
+        right = trained(job(tmp_path), tmp_path, LateRuntime)
+    except (RuntimeError, ValueError, AssertionError):
+        return  # Garbage where lengths, digests or shapes are read.
+    assert not right
+
+
+LAYERS = """
+    def middle():
+        return nn.Sequential(nn.Linear(24, 24), nn.GELU())
+
+    def build():
+        first, last = nn.Sequential(nn.Linear(3, 24), nn.GELU()), nn.Linear(24, 1)
+        return Training(layers=[first, middle(), middle(), last], dataset=Rows(),
+            loss=lambda output, target: functional.mse_loss(output, target),
+            metrics=lambda output, batch: {"largest": output.max()},
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9))
+    """
+
+
+def job(directory: Path) -> p.TrainingData:
+    where = script(directory, LAYERS).parent
+    return data_for("mine.py:build", where, steps=6, global_batch=8, microbatch_rows=2)

@@ -1,0 +1,158 @@
+"""Layers that a device has no room for until a generation's first commit: in host memory, or dropped."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.engine.engine import Engine
+from runtime.layers import transfer
+from runtime.wire.protocol import TrainingData
+from tests.runtime.fleet import Fleet, report_of
+from tests.runtime.harness import pipeline
+from tests.runtime.reference import load, reference_losses
+from tests.runtime.support import gpt_data
+
+THREE = (pipeline((0, 1, [0]), (1, 2, [1]), (2, 4, [2]), first_microbatch=0, microbatches=4),)
+TWO = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+MOVED = (pipeline((0, 1, [0]), (1, 3, [1]), (3, 4, [2]), first_microbatch=0, microbatches=4),)
+
+
+def job() -> TrainingData:
+    return gpt_data(arguments={"blocks": 2, "width": 8, "heads": 2, "length": 8, "megabytes": 1})
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """With chunks that end in the middle of tensors."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+    with Fleet(job(), 3) as fleet:
+        yield fleet
+
+
+def memory_bytes(engine: Engine) -> int:
+    """Of parameters and of the optimizer's state."""
+    tensors = {id(t.value): t.value for layer in range(4) for t in engine.model.tensors_of(layer)}
+    named = [name for name, _ in engine.model.named_parameters(engine.model.held)]
+    states = [value for name in named for value in engine.optimization.parameter_state(name).values()]
+    optimizer = engine.optimization._optimizer
+    assert optimizer is not None
+    assert len(optimizer.state) == len([name for name in named if engine.optimization.parameter_state(name)])
+    all_tensors = [t for t in (*tensors.values(), *states) if isinstance(t, torch.Tensor) and not t.is_meta]
+    return sum(t.numel() * t.element_size() for t in all_tensors)
+
+
+def expect_reference(fleet: Fleet) -> None:
+    data = fleet.job
+    steps = max(fleet.losses)
+    expected = reference_losses(load(data), data, steps)
+    assert [fleet.losses[step] for step in sorted(fleet.losses)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_parked_layer_is_sent_from_host_memory_and_freed_at_the_first_commit(fleet: Fleet) -> None:
+    fleet.enter(fleet.engines, THREE)
+    fleet.steps(2)
+    _, second, third = fleet.engines
+    with_both = memory_bytes(third)
+    fleet.parked = {2: (2,)}
+    fleet.enter(fleet.engines, MOVED)
+    assert third.parked.layers == {2} and third.model.held == {3}
+    assert report_of(third).held == (2, 3)
+    assert memory_bytes(third) < with_both
+    assert second.complete == {1, 2}
+    fleet.steps(1)
+    assert not third.parked.layers and third.complete == third.model.held == {3}
+    expect_reference(fleet)
+
+
+def test_state_that_only_a_parked_layer_has_left_is_sent_to_the_next_plan(fleet: Fleet) -> None:
+    """Who was to take the layer is lost before the first commit; the next plan gives it to another rank, and then
+    back to the one that parked it."""
+    fleet.enter(fleet.engines, THREE)
+    fleet.steps(2)
+    first, _, third = fleet.engines
+    fleet.parked = {2: (2, 3)}
+    # Ranks change places: what rank 2 had goes to rank 1, which is lost.
+    swapped = (pipeline((0, 1, [0]), (1, 2, [2]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
+    fleet.enter(fleet.engines, swapped)
+    assert third.parked.layers == {2, 3} and third.model.held == {1}
+    fleet.parked = {}
+    fleet.enter([third, first], (pipeline((0, 1, [0]), (1, 4, [1]), first_microbatch=0, microbatches=4),))
+    assert third.parked.layers == {2, 3} and first.complete == {0, 1, 2, 3}
+    fleet.enter([first, third], TWO)
+    assert not third.parked.layers and third.model.held >= {2, 3}
+    fleet.steps(2)
+    expect_reference(fleet)
+
+
+def test_a_dropped_layer_is_gone_and_comes_from_others(fleet: Fleet) -> None:
+    pipelines = (
+        pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
+        pipeline((0, 4, [2]), first_microbatch=2, microbatches=2),
+    )
+    fleet.enter(fleet.engines, pipelines)
+    fleet.steps(2)
+    third = fleet.engines[2]
+    fleet.dropped = {2: (0, 1)}
+    fleet.enter(
+        fleet.engines,
+        (
+            pipeline((0, 2, [0]), (2, 4, [2]), first_microbatch=0, microbatches=2),
+            pipeline((0, 4, [1]), first_microbatch=2, microbatches=2),
+        ),
+    )
+    assert third.model.held == third.complete == {2, 3}
+    memory_bytes(third)
+    fleet.dropped = {}
+    fleet.enter(fleet.engines, pipelines)
+    fleet.steps(1)
+    expect_reference(fleet)
+
+
+def test_state_that_is_started_anew_leaves_nothing_parked(fleet: Fleet) -> None:
+    fleet.enter(fleet.engines, THREE)
+    fleet.steps(1)
+    fleet.parked = {1: (1,)}
+    fleet.enter(
+        fleet.engines, (pipeline((0, 1, [1]), (1, 2, [0]), (2, 4, [2]), first_microbatch=0, microbatches=4),)
+    )
+    second = fleet.engines[1]
+    assert second.parked.layers == {1}
+    fleet.abort()
+    second.settle(5, None)
+    assert not second.parked.layers and not second.complete and not second.model.held
+
+
+def test_what_did_not_arrive_whole_takes_no_memory_in_the_next_generation(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    fleet.enter(fleet.engines, THREE)
+    fleet.steps(1)
+    first = fleet.engines[0]
+    header, payload = fleet.engines[2].states.pack(2)
+    writer = first.states.writer(2, header, payload.numel())
+    writer.write(0, payload[:1000])
+    assert 2 in first.model.held and 2 not in first.complete
+    fleet.enter(fleet.engines, THREE)
+    assert first.model.held == {0} == first.complete
+    fleet.steps(1)
+    expect_reference(fleet)
+
+
+def test_a_generation_leaves_nothing_to_the_next_but_its_state(fleet: Fleet) -> None:
+    """Also without the collector of cycles, which runs seldom: gradients are as large as parameters."""
+    fleet.enter(fleet.engines, THREE)
+    fleet.steps(1)
+    gc.disable()
+    try:
+        old = [
+            weakref.ref(part) for engine in fleet.engines for part in (engine._gradients, engine._executor)
+        ]
+        assert all(part() is not None for part in old)
+        fleet.enter(fleet.engines, MOVED)
+        assert not any(part() is not None for part in old)
+    finally:
+        gc.enable()

@@ -1,0 +1,161 @@
+"""Stages whose devices have shards of their layers: losses as those of one process, wherever somebody dies."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from runtime.engine.engine import Engine
+from runtime.training import TrainingError
+from runtime.wire import protocol as p
+from storage.staged import write_whole
+from tests.runtime.fleet import Fleet
+from tests.runtime.harness import pipeline
+from tests.runtime.reference import load, reference_run
+from tests.runtime.support import gpt_data
+from tests.runtime.test_zero_phases import behind_vote, in_compute, in_vote
+
+STEPS = 6
+ONE_OF_TWO = (pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=4, sharded=True),)
+ONE_OF_FOUR = (pipeline((0, 4, [0, 1, 2, 3]), first_microbatch=0, microbatches=4, sharded=True),)
+STAGES_OF_TWO = (pipeline((0, 2, [0, 1]), (2, 4, [2, 3]), first_microbatch=0, microbatches=4, sharded=True),)
+STAGES_OF_ONE = (
+    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=3),
+    pipeline((0, 4, [2]), first_microbatch=3, microbatches=1),
+)
+MIXED = (
+    pipeline((0, 1, [0, 1]), (1, 4, [2]), first_microbatch=0, microbatches=2, sharded=True),
+    pipeline((0, 3, [3]), (3, 4, [4, 5, 6, 7]), first_microbatch=2, microbatches=1, sharded=True),
+    pipeline((0, 4, [8, 9]), first_microbatch=3, microbatches=1),
+)
+PAIRS = (
+    pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=2, sharded=True),
+    pipeline((0, 2, [2, 3]), (2, 4, [4]), first_microbatch=2, microbatches=2, sharded=True),
+)
+LEFT = (
+    pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=3, sharded=True),
+    pipeline((0, 4, [2]), first_microbatch=3, microbatches=1),
+)
+
+
+def job(**changes: object) -> p.TrainingData:
+    data = gpt_data(
+        steps=STEPS, global_batch=16, microbatch_rows=4, clip_gradient_norm=1.0, within_node="shard"
+    )
+    return msgspec.structs.replace(data, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return reference_run(load(job()), job(), STEPS)[0]
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
+@pytest.mark.parametrize(
+    ("pipelines", "ranks"),
+    [(ONE_OF_TWO, 2), (ONE_OF_FOUR, 4), (STAGES_OF_TWO, 4), (MIXED, 10)],
+    ids=["one of two", "one of four", "stages of two", "mixed"],
+)
+def test_losses_are_those_of_one_process(
+    expected: list[float], pipelines: tuple[p.PipelineData, ...], ranks: int, zero1: bool
+) -> None:
+    with Fleet(job(zero1=zero1), ranks) as fleet:
+        fleet.enter(fleet.engines, pipelines)
+        fleet.steps(3)
+        assert [fleet.losses[step] for step in range(1, 4)] == pytest.approx(expected[:3], rel=1e-9)
+
+
+def test_a_plan_that_shards_what_cannot_is_refused() -> None:
+    """The coordinator goes by the profile, which may be of another optimizer."""
+    with (
+        Fleet(job(within_node="replicate"), 2) as fleet,
+        pytest.raises(TrainingError, match=r"this model cannot: .* measure the profile again"),
+    ):
+        fleet.enter(fleet.engines, ONE_OF_TWO)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_layers_may_recompute(expected: list[float], mode: p.Recompute) -> None:
+    pipelines = tuple(
+        msgspec.structs.replace(
+            one, stages=tuple(msgspec.structs.replace(s, recompute=mode) for s in one.stages)
+        )
+        for one in STAGES_OF_TWO
+    )
+    with Fleet(job(), 4) as fleet:
+        fleet.enter(fleet.engines, pipelines)
+        fleet.steps(2)
+        assert [fleet.losses[step] for step in (1, 2)] == pytest.approx(expected[:2], rel=1e-9)
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
+@pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote])
+def test_a_death_rolls_nothing_back(
+    expected: list[float], phase: Callable[[Fleet, Engine], None], zero1: bool
+) -> None:
+    """A stage of one dies, then two join, so shards become others; then a device of a shard dies."""
+    if phase is behind_vote and not zero1:
+        phase = in_vote  # Nothing is gathered behind the commit.
+    with Fleet(job(zero1=zero1), 5) as fleet:
+        fleet.enter(fleet.engines, PAIRS)
+        fleet.steps(1)
+        phase(fleet, fleet.engines[4])
+        fleet.broken_step()
+        fleet.engines[0].__dict__.pop("_ask", None)
+        fleet.enter(fleet.engines[:3], LEFT)
+        fleet.steps(1)
+        fleet.enter([*fleet.engines, *fleet.join(2)], PAIRS)
+        fleet.steps(1)
+        fleet.enter([fleet.engines[number] for number in (4, 3, 2, 0, 1)], PAIRS)
+        fleet.steps(STEPS - fleet.engines[0].committed_step)
+        digests = fleet.each(lambda _, engine: engine.digests())
+        assert digests[0] == digests[1] == digests[2] | digests[4]
+        assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_each_device_has_its_share_and_no_more() -> None:
+    with Fleet(job(), 4) as fleet:
+        layers = range(fleet.engines[0].model.layer_count)
+        whole = [weakref.ref(p) for e in fleet.engines for _, p in e.model.named_parameters(layers)]
+        fleet.enter(fleet.engines, ONE_OF_FOUR)
+        fleet.steps(1)
+        gc.collect()
+        assert not any(parameter() is not None for parameter in whole), "the layers that were built are freed"
+        for engine in fleet.engines:
+            model = engine.model
+            assert not model.held
+            assert all(parameter.is_meta for _, parameter in model.named_parameters(range(4)))
+            sharding = engine.sharding
+            assert sharding is not None
+            whole = sum(vector.numel for vector in sharding.shape.vectors)
+            own = sum(one.slice.end - one.slice.start for part in sharding.states.kept for one in part.slices)
+            assert own == pytest.approx(whole / 4, abs=len(sharding.shape.vectors))
+            for part in sharding.states.kept:
+                for one in part.slices:
+                    for value in (one.value, one.state["exp_avg"], one.state["exp_avg_sq"]):
+                        assert isinstance(value, torch.Tensor)
+                        assert value.numel() == one.slice.end - one.slice.start
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "ranks"), [(STAGES_OF_ONE, 3), (STAGES_OF_TWO, 4)], ids=["stages of one", "stages of two"]
+)
+def test_whole_layers_out_of_files_are_gone_on_with(
+    tmp_path: Path, expected: list[float], pipelines: tuple[p.PipelineData, ...], ranks: int
+) -> None:
+    """As a snapshot or a checkpoint has them. The last layer shares a weight with the first, in another stage."""
+    with Fleet(job(within_node="replicate"), 1) as fleet:
+        fleet.enter(fleet.engines, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),))
+        fleet.steps(2)
+        for layer in range(4):
+            header, payload = fleet.engines[0].states.pack(layer)
+            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
+    with Fleet(job(), ranks) as fleet:
+        fleet.restore, fleet.restore_step = str(tmp_path), 2
+        assert fleet.enter(fleet.engines, pipelines) == 2
+        fleet.steps(2)
+        assert [fleet.losses[step] for step in (3, 4)] == pytest.approx(expected[2:4], rel=1e-9)
