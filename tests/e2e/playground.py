@@ -424,7 +424,7 @@ def write_job(
 
     :param delay_s: of each layer. A node that starts imports torch, which takes long while steps need all
         processors: jobs that wait for one give it time.
-    :param within_node: what each device of a stage holds; with "shard", every stage has two devices.
+    :param within_node: what each device of a stage holds; other than with "auto", every stage has two devices.
     :param two_node_replicas: a copy of the model fits no node with so many ``devices``, and fits two of them.
     """
     text = JOB.format(
@@ -437,7 +437,7 @@ def write_job(
         failures=failures,
         minimum=minimum,
         memory=f"device_memory_mib = {HALF_A_REPLICA_MIB[devices]}" if two_node_replicas else "",
-        profile=f'profile = "{write_pairs(directory)}"' if within_node == "shard" else "",
+        profile=f'profile = "{write_pairs(directory)}"' if within_node != "auto" else "",
         within_node=within_node,
     )
     path = directory / "job.toml"

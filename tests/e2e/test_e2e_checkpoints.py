@@ -162,7 +162,7 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_de
     """Four nodes of two devices, each with half of the state, then three of one. The job leaves its last step when
     it is finished."""
     url = tmp_path / "kept"
-    ground.submit(checkpoint_job(tmp_path, failures=3, within_node="shard"))
+    ground.submit(checkpoint_job(tmp_path, failures=3, shards=True))
     ground.until_event("CheckpointCompleted", times=2)
     same_losses(ground.stop_job())
     newest = steps_in(url)[0]
