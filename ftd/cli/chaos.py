@@ -16,6 +16,7 @@ from ftd.cli.options import (
     address_of,
     print_json,
     run_async,
+    say_cluster,
 )
 from ftd.config.address import ClusterAddress
 
@@ -251,8 +252,9 @@ def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: Wish, *, 
         async with ClusterClient(address) as client:
             await RemoteInjector(client, layout=lambda: layout_of({}), seed=seed).inject(fault)
 
+    say_cluster(address)
     run_async(ask())
     if as_json:
-        print_json({"node": node, "fault": do})
+        print_json({"node": node, "fault": do, "cluster": address.cluster})
     else:
         typer.echo(f"{do} {node}")

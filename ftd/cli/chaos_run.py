@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async, say_cluster
 from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError
 
@@ -100,6 +100,7 @@ async def _play_there(
 
     for scenario in scenarios:
         require_remote(scenario, scenario.name)
+    say_cluster(address)
     found = []
     for scenario in scenarios:
         found.append(await play_remotely(address, scenario, tell=typer.echo))

@@ -14,6 +14,7 @@ from ftd.cli.options import (
     print_json,
     print_rich,
     run_async,
+    say_cluster,
 )
 from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError, Unreachable
@@ -54,7 +55,7 @@ def submit(
     address = address_of(broker, cluster, config)
     job_id = ask_cluster(address, SubmitRequest, job=data)
     if as_json:
-        print_json({"job": job_id})
+        print_json({"job": job_id, "cluster": address.cluster})
     else:
         typer.echo(job_id)
     if wait:
@@ -175,9 +176,10 @@ def drain(
     """
     from ftd.wire.public import DrainRequest
 
-    detail = ask_cluster(address_of(broker, cluster, config), DrainRequest, node=node)
+    address = address_of(broker, cluster, config)
+    detail = ask_cluster(address, DrainRequest, node=node)
     if as_json:
-        print_json({"node": node, "detail": detail})
+        print_json({"node": node, "detail": detail, "cluster": address.cluster})
     else:
         typer.echo(detail)
 
@@ -195,15 +197,16 @@ def stop(
     """
     from ftd.wire.public import StopRequest
 
-    detail = ask_cluster(address_of(broker, cluster, config), StopRequest, job=job)
+    address = address_of(broker, cluster, config)
+    detail = ask_cluster(address, StopRequest, job=job)
     if as_json:
-        print_json({"job": job, "detail": detail})
+        print_json({"job": job, "detail": detail, "cluster": address.cluster})
     else:
         typer.echo(detail)
 
 
 def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
-    """Send one request and return the answer's detail.
+    """Send one request that changes the cluster, name the cluster, and return the answer's detail.
 
     :raises RequestRefused: the cluster says no. :raises Unreachable: it says nothing.
     """
@@ -213,6 +216,7 @@ def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
         async with ClusterClient(address) as client:
             return (await client.request(kind(**client.envelope(), **fields))).detail
 
+    say_cluster(address)
     return run_async(ask())
 
 

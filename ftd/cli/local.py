@@ -32,10 +32,14 @@ def local(
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs of all processes here.", metavar="DIR")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Name of the cluster; default: ftd, or ftd-2, ... beside others.")
+    ] = None,
 ) -> None:
     """Train a job on a whole cluster on this machine.
 
-    It starts a broker, a coordinator and nodes node-0, node-1, ... The other commands find it while it runs.
+    It starts a broker, a coordinator and nodes node-0, node-1, ... The other commands find it while it runs;
+    where several local clusters run, they ask for --cluster NAME.
     Ctrl-C ends everything and leaves nothing behind but the summary and the report. Exit code 0 when the job
     has finished, 1 when it failed or was stopped.
 
@@ -63,6 +67,7 @@ def local(
         coordinators=coordinators,
         view=view,
         logs=logs,
+        cluster=cluster,
     )
 
     async def run() -> int:

@@ -17,7 +17,11 @@ BrokerOption = Annotated[
     typer.Option("--broker", help="mqtt://host:port; default: $FTD_BROKER, or the ftd local that runs here."),
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", help="Name of the cluster; default: $FTD_CLUSTER, or 'ftd'.")
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Name of the cluster; default: $FTD_CLUSTER, the only ftd local that runs here, or 'ftd'.",
+    ),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Take broker and cluster from this ftd.toml.")
@@ -28,6 +32,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON for scripts inste
 def address_of(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:
     """:raises ConfigurationError: nothing says which cluster is meant."""
     return find_cluster(broker, cluster, config)
+
+
+def say_cluster(address: ClusterAddress) -> None:
+    """Name, on stderr, the cluster that a command is about to change."""
+    typer.echo(f"ftd: cluster {address.cluster} at {address.broker.url}", err=True)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

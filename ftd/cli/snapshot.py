@@ -1,11 +1,12 @@
 """``ftd snapshot``: one now, another interval, another protection, for the job under way."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ftd.cli.client import ask_cluster
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, address_of, print_json
+from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError
 
 snapshot = typer.Typer(no_args_is_help=True, help="Snapshots in the nodes' memory, of the job under way.")
@@ -28,9 +29,7 @@ def now(
 
     Example: ftd snapshot now
     """
-    from ftd.wire.public import SnapshotRequest
-
-    _say(ask_cluster(address_of(broker, cluster, config), SnapshotRequest, now=True), as_json)
+    _request(address_of(broker, cluster, config), as_json, now=True)
 
 
 @snapshot.command("every")
@@ -49,8 +48,6 @@ def every(
 
     Example: ftd snapshot every auto
     """
-    from ftd.wire.public import SnapshotRequest
-
     written = interval.strip().lower()
     if written != "auto" and not (written.isascii() and written.isdecimal()):
         raise ConfigurationError(
@@ -59,7 +56,7 @@ def every(
             remedy="write a number of steps, auto, or 0 for none",
         )
     steps = "auto" if written == "auto" else int(written)
-    _say(ask_cluster(address_of(broker, cluster, config), SnapshotRequest, every_steps=steps), as_json)
+    _request(address_of(broker, cluster, config), as_json, every_steps=steps)
 
 
 @snapshot.command("protect")
@@ -79,14 +76,14 @@ def protect(
 
     Example: ftd snapshot protect aec2
     """
+    _request(address_of(broker, cluster, config), as_json, protection=scheme.strip().lower())
+
+
+def _request(address: ClusterAddress, as_json: bool, **fields: Any) -> None:
     from ftd.wire.public import SnapshotRequest
 
-    address = address_of(broker, cluster, config)
-    _say(ask_cluster(address, SnapshotRequest, protection=scheme.strip().lower()), as_json)
-
-
-def _say(detail: str, as_json: bool) -> None:
+    detail = ask_cluster(address, SnapshotRequest, **fields)
     if as_json:
-        print_json({"detail": detail})
+        print_json({"detail": detail, "cluster": address.cluster})
     else:
         typer.echo(detail)

@@ -64,6 +64,12 @@ def private_directory() -> Iterator[Path]:
         os.close(writing)
 
 
+def _inherited_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that would point daemons at another cluster."""
+    others = ("FTD_BROKER", "FTD_CLUSTER", "FTD_SECRET")
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
+
+
 @dataclass(slots=True, kw_only=True)
 class Child:
     """One process of the cluster, leader of its own process group."""
@@ -118,7 +124,7 @@ class Fleet:
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
                     pass_fds=tuple(inherit),
-                    env={**os.environ, **self.environment},
+                    env={**_inherited_environment(), **self.environment},
                 )
             except OSError as error:
                 raise PeerError(f"cannot start {name} ({command[0]}): {error.strerror}") from error

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +22,7 @@ from ftd.client import ClusterClient
 from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
-from ftd.config.locate import local_file
+from ftd.config.local_clusters import Announcement, claimed
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 from ftd.local.cluster import COORDINATOR, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory
@@ -62,6 +60,8 @@ class LocalOptions:
     view: bool = True
     logs: Path | None = None
     """Keep the logs of all processes in this directory."""
+    cluster: str | None = None
+    """Name of the cluster; ``None``: one that no other local cluster has."""
 
 
 async def run_local(options: LocalOptions, console: Console) -> int:
@@ -79,7 +79,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_means(scenario, options)
     require_writable(options.report)
-    with private_directory() as directory:
+    with private_directory() as directory, claimed(_wanted_name(options), options.job) as announcement:
         cluster = LocalCluster(
             directory,
             ClusterOptions(
@@ -87,12 +87,12 @@ async def run_local(options: LocalOptions, console: Console) -> int:
                 broker=options.broker,
                 dashboard=True,
                 coordinators=options.coordinators,
-                cluster=_cluster_name(options.broker),
+                cluster=announcement.cluster,
                 preload=imported_modules(job),
             ),
         )
         try:
-            run = LocalRun(options, job, scenario, cluster, console)
+            run = LocalRun(options, job, scenario, cluster, announcement, console)
             return await run.run(names)
         finally:
             if job.logging.directory:
@@ -111,12 +111,14 @@ class LocalRun:
         job: JobData,
         scenario: Scenario,
         cluster: LocalCluster,
+        announcement: Announcement,
         console: Console,
     ) -> None:
         self._options = options
         self._job = job
         self._scenario = scenario
         self._cluster = cluster
+        self._announcement = announcement
         self._console = console
         self._report = ReportBuilder()
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
@@ -136,6 +138,8 @@ class LocalRun:
         otherwise."""
         await self._cluster.start_broker()
         await self._cluster.start_coordinators()
+        if self._announcement.cluster != DEFAULT_CLUSTER:
+            self._console.print(f"cluster: {self._announcement.cluster}", markup=False, highlight=False)
         for name, page in self._cluster.dashboards.items():
             whose = "dashboard" if name == COORDINATOR else f"dashboard of {name}"
             self._console.print(f"{whose}: {page}", markup=False, highlight=False)
@@ -143,7 +147,7 @@ class LocalRun:
             self._report.on_process(name, (await self._cluster.start_node(name)).pid)
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
         try:
-            with _located(address), self._view or contextlib.nullcontext():
+            with self._announcement.reachable(address.broker.url), self._view or contextlib.nullcontext():
                 async with ClusterClient(
                     address,
                     listen=True,
@@ -330,9 +334,11 @@ def imported_modules(job: JobData) -> tuple[str, ...]:
     return tuple(module for module in NodeTable().preload if module in text)
 
 
-def _cluster_name(broker: str) -> str:
-    """Our own broker serves one cluster; on somebody else's there may be others."""
-    return DEFAULT_CLUSTER if broker in ("embedded", "mosquitto") else f"local-{os.getpid()}"
+def _wanted_name(options: LocalOptions) -> str | None:
+    """Return the name to claim. A broker of our own serves one cluster; another broker may serve several."""
+    if options.cluster is not None or options.broker in ("embedded", "mosquitto"):
+        return options.cluster
+    return f"local-{os.getpid()}"
 
 
 def _require_means(scenario: Scenario, options: LocalOptions) -> None:
@@ -362,22 +368,6 @@ def require_writable(report: Path | None) -> None:
         raise ConfigurationError(
             f"{report} cannot be written", field="--report", remedy="choose another file"
         )
-
-
-@contextlib.contextmanager
-def _located(address: ClusterAddress) -> Iterator[None]:
-    """While this runs, the other commands find the cluster without being told where it is."""
-    path = local_file()
-    content = {"broker": address.broker.url, "cluster": address.cluster, "pid": os.getpid()}
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(path.read_text())["pid"] == os.getpid():
-                path.unlink()
 
 
 def cancel_on_signals(task: "asyncio.Task[Any]") -> dict[str, int]:

@@ -249,8 +249,8 @@ class Reader:
     def train(self, command: str) -> None:
         """Start the cluster, wait for its first steps, and note where it is, as its users do."""
         self.begin(command)
-        address = self.runtime / "ftd" / "local.json"
-        self.until(address.exists, command)
+        address = self.runtime / "ftd" / "local-ftd.json"
+        self.until(lambda: address.exists() and json.loads(address.read_text())["broker"], command)
         found = json.loads(address.read_text())
         url, port = found["broker"], found["broker"].rsplit(":", 1)[1]
         (self.place / ".config" / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {port}\n")

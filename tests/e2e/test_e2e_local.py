@@ -138,7 +138,7 @@ def test_nothing_is_left_however_it_ends(
     run.send_signal(how)
     printed, _ = run.communicate(timeout=LIMIT_S)
     until(lambda: not any(alive(pid) for pid in below), "every process has ended")
-    until(lambda: set(leftovers(home)) <= {"local.json"}, "the directory is gone")
+    until(lambda: set(leftovers(home)) <= {"local-ftd.json"}, "the directory is gone")
     assert not any(path.exists() for path in memory)
     if how is not signal.SIGKILL:
         assert run.returncode == 128 + how
@@ -185,6 +185,42 @@ def test_other_commands_reach_it_while_it_runs(
     assert run.returncode == 1  # Stopped is not finished.
     assert "stopped" in printed
     assert "coordinator has ended; coordinator-2 stays" in printed
+
+
+def test_a_command_changes_only_the_cluster_that_it_names(
+    tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Two clusters run, each with a node-1: a fault strikes the node of the named one, and no other."""
+    (tmp_path / "other").mkdir()
+    jobs = (write_job(tmp_path, failures=0), write_job(tmp_path / "other", failures=0))
+    first = start("local", jobs[0], "--nodes", 2, "--no-view")
+    until_training(home)
+    second = start("local", jobs[1], "--nodes", 2, "--no-view", "--cluster", "other")
+    until((Path(home["XDG_RUNTIME_DIR"]) / "ftd" / "local-other.json").exists, "both are announced")
+    until(lambda: ftd("status", home=home).returncode == 2, "both are there")
+    for command in (["status"], ["chaos", "kill", "node-1"], ["stop", "tiny"]):
+        refused = ftd(*command, home=home)
+        assert refused.returncode == 2
+        assert f"ftd ({jobs[0]}" in refused.stderr
+        assert f"other ({jobs[1]}" in refused.stderr
+        assert "--cluster" in refused.stderr
+    there = ("--cluster", "other")
+    until(lambda: '"RUNNING"' in ftd("status", "--json", *there, home=home).stdout, "both train", every_s=1.0)
+    killed = ftd("chaos", "kill", "node-1", *there, home=home)
+    assert killed.returncode == 0
+    assert "ftd: cluster other at mqtt://127.0.0.1:" in killed.stderr
+
+    def seen(*where: str) -> str:
+        return ftd("events", "--last", 1000, "--json", *where, home=home).stdout
+
+    until(lambda: "NodeLost" in seen(*there), "the other cluster lost its node")
+    assert "NodeLost" not in seen("--cluster", "ftd")
+    stopped = ftd("stop", "tiny", "--cluster", "ftd", "--json", home=home)
+    assert json.loads(stopped.stdout)["cluster"] == "ftd"
+    first.communicate(timeout=LIMIT_S)
+    assert ftd("status", home=home).returncode == 0  # One is left, and needs no name.
+    second.kill()
+    until(lambda: ftd("status", home=home).returncode == 2, "a killed one does not count")
 
 
 def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) -> None:

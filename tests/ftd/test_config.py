@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.address import BrokerAddress, Tls, parse_broker
+from ftd.config.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
 from ftd.config.daemon import daemon_config, examined_daemon_config, load_daemon_config, way_to
 from ftd.config.effective import effective_settings
 from ftd.config.environment import variable_of
-from ftd.config.locate import find_cluster, local_file
+from ftd.config.local_clusters import claimed
+from ftd.config.locate import find_cluster
 from ftd.config.reference import keys, schema
 from ftd.errors import ConfigurationError
 from statemachine.timing import Timing
@@ -224,13 +225,15 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"--broker .*--config.*FTD_BROKER"):
         find_cluster()
-    local_file().write_text(
-        json.dumps({"broker": "mqtt://127.0.0.1:7", "cluster": "local", "pid": os.getpid()})
-    )
-    assert find_cluster().broker.port == 7
-    assert find_cluster().cluster == "local"
-    monkeypatch.setenv("FTD_CLUSTER", "ours")
-    assert find_cluster().cluster == "ours"
+    with claimed("local", Path("gpt.toml")) as local, local.reachable("mqtt://127.0.0.1:7"):
+        assert find_cluster().broker.port == 7
+        assert find_cluster().cluster == "local"
+        monkeypatch.setenv("FTD_CLUSTER", "local")
+        assert find_cluster().cluster == "local"
+        monkeypatch.setenv("FTD_CLUSTER", "ours")
+        with pytest.raises(ConfigurationError, match=r"FTD_CLUSTER: no local cluster is named 'ours'.*local"):
+            find_cluster()
+        assert find_cluster("mqtt://h:10").cluster == "ours"
     monkeypatch.delenv("FTD_CLUSTER")
     config = tmp_path / "ftd.toml"
     config.write_text('cluster = "filed"\n[broker]\nurl = "mqtt://h:8"\n')
@@ -245,10 +248,48 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
         find_cluster("mqtt://h:10", "a/b")
 
 
-def test_the_file_of_a_killed_local_cluster_does_not_count() -> None:
-    local_file().write_text(json.dumps({"broker": "mqtt://h:7", "cluster": "c", "pid": 2**22 + 1}))
-    with pytest.raises(ConfigurationError):
+def test_of_several_local_clusters_a_command_must_name_one() -> None:
+    with (
+        claimed(None, Path("gpt.toml")) as first,
+        first.reachable("mqtt://127.0.0.1:7"),
+        claimed(None, Path("mlp.toml")) as second,
+    ):
+        assert (first.cluster, second.cluster) == ("ftd", "ftd-2")
+        assert find_cluster().broker.port == 7  # The second has no broker yet.
+        with second.reachable("mqtt://127.0.0.1:8"):
+            with pytest.raises(
+                ConfigurationError, match=r"ftd \(gpt.toml, .*ftd-2 \(mlp.toml, .*--cluster NAME"
+            ):
+                find_cluster()
+            assert find_cluster(cluster="ftd").broker.port == 7
+            assert find_cluster(cluster="ftd-2").broker.port == 8
+            with pytest.raises(
+                ConfigurationError, match=r"no local cluster is named 'ftd-3'.*ftd-2 \(mlp.toml"
+            ):
+                find_cluster(cluster="ftd-3")
+            with pytest.raises(
+                ConfigurationError, match="--cluster: a local cluster of this name is running"
+            ):
+                claimed("ftd-2", Path("gpt.toml")).__enter__()
+        assert find_cluster().broker.port == 7
+    with pytest.raises(ConfigurationError, match="no ftd local is running"):
         find_cluster()
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()], ids=["ended", "pid of a later process"])
+def test_the_file_of_a_killed_local_cluster_does_not_count(tmp_path: Path, pid: int) -> None:
+    stale = user_runtime_dir() / "local-ftd.json"
+    content = {"broker": "mqtt://h:7", "cluster": "ftd", "job": "gpt.toml", "pid": pid, "started": 1}
+    stale.write_text(json.dumps(content))
+    (user_runtime_dir() / "local-torn.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="no ftd local is running"):
+        find_cluster()
+    assert stale.exists()  # Commands leave it alone.
+    with claimed(None, Path("mlp.toml")) as local, local.reachable("mqtt://127.0.0.1:8"):
+        assert local.cluster == "ftd"
+        assert find_cluster().broker.port == 8
+        assert [path.name for path in user_runtime_dir().iterdir()] == ["local-ftd.json"]
+    assert not stale.exists()
 
 
 def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
