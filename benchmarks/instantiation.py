@@ -8,7 +8,7 @@
 * All numbers of nodes up to 64, 256 and 1,000, as they are computed before a job's first failure.
 * Every N' ≤ 32 against every multiset of templates.
 * 1,000 random min-max distributions against HiGHS, and 1,000 by variance against brute force, 100 of which
-  against SCIP too.
+  against HiGHS too.
 """
 
 import time
@@ -217,10 +217,10 @@ def compare_variances(result: Result, instances: int) -> None:
             model_s += time.process_time() - begun
             least = variance(times_ms, least_variance(times_ms, microbatches))
             wrong_model += not abs(variance(times_ms, model) - least) <= 1e-6 * least + 1e-9
-    row = f"{own_s / instances * 1e3:.2f} ms", f"SCIP {model_s / max(modelled, 1) * 1e3:.0f} ms"
+    row = f"{own_s / instances * 1e3:.2f} ms", f"HiGHS {model_s / max(modelled, 1) * 1e3:.0f} ms"
     result.rows.append((f"{instances} random batches, variance", "", *row))
     result.limits.append(Limit(name="variance: other than brute force", measured=wrong, limit=0))
-    result.limits.append(Limit(name=f"variance: {modelled} other than SCIP", measured=wrong_model, limit=0))
+    result.limits.append(Limit(name=f"variance: {modelled} other than HiGHS", measured=wrong_model, limit=0))
 
 
 def variance(times_ms: Sequence[float], shares: Sequence[int]) -> float:

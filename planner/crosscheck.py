@@ -1,19 +1,19 @@
-"""A second opinion on the shares of a plan: the same batch, distributed by an integer program."""
+"""Comparison of a plan's shares of the batch with those of the other method: combinatorial, or an integer program."""
 
 from dataclasses import dataclass
 from functools import partial
 
-from planner.pipelines.batch import Cost, score_ms
-from planner.pipelines.programs import distribute_for_by_model
+from planner.pipelines.batch import Cost, distribute_for, score_ms
 from planner.preview import Preview
 from planner.stages.makespan import PipelineClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
-    """The batch distribution of a plan, by the planner's own method and by an integer program.
+    """The batch distribution of a plan by the planner's own method, and by an integer program.
 
-    A score is what ``Policy.batch_objective`` minimises (``batch.score_ms``).
+    One of the two is the plan's (``Policy.batch_solver``). A score is what ``Policy.batch_objective``
+    minimises (``batch.score_ms``).
     """
 
     microbatches: tuple[int, ...]
@@ -30,7 +30,9 @@ class CrossCheck:
 
 
 def cross_check(seen: Preview) -> CrossCheck:
-    """Distribute the batch to the chosen pipelines again, with Pyomo: up to some seconds.
+    """Distribute the batch to the chosen pipelines by the method that the plan did not use.
+
+    The integer program takes up to some seconds.
 
     :raises SolverError: the solver is not there, or found no proved optimum.
     """
@@ -41,12 +43,16 @@ def cross_check(seen: Preview) -> CrossCheck:
         sync_ms = seen.costs.sync_ms(stages, len(chosen.sizes))
         per_size[size] = partial(_step_ms, seen.costs.clock(stages), sync_ms)
     costs = [per_size[size] for size in chosen.sizes]
-    shares = distribute_for_by_model(policy.batch_objective, costs, policy.microbatches)
+    objective, own, modelled = policy.batch_objective, chosen.microbatches, chosen.microbatches
+    if policy.batch_solver == "pyomo":
+        own = distribute_for(objective, costs, policy.microbatches, "exact")
+    else:
+        modelled = distribute_for(objective, costs, policy.microbatches, "pyomo")
     return CrossCheck(
-        microbatches=chosen.microbatches,
-        score_ms=score_ms(policy.batch_objective, costs, chosen.microbatches),
-        model_microbatches=shares,
-        model_score_ms=score_ms(policy.batch_objective, costs, shares),
+        microbatches=own,
+        score_ms=score_ms(objective, costs, own),
+        model_microbatches=modelled,
+        model_score_ms=score_ms(objective, costs, modelled),
         iteration_ms=chosen.iteration_ms,
     )
 

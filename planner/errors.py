@@ -6,7 +6,7 @@ PlanningError(ValueError)
 ├── TooFewNodesError     not now: carries how many nodes are needed
 ├── StateLostError       no live device holds some layers: carries which
 ├── RestoreError         what was precomputed does not belong to this job
-└── SolverError          the integer program was not solved; planning itself does not need it
+└── SolverError          the integer program of a batch distribution was not solved
 """
 
 
@@ -48,4 +48,4 @@ class RestoreError(PlanningError):
 
 
 class SolverError(PlanningError):
-    """The integer program that checks a batch distribution was not solved."""
+    """The integer program of a batch distribution was not solved; the exact method does without a solver."""

@@ -7,6 +7,7 @@ taken. The same situation always gives the same plan.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import Layout, first_layout, layouts
@@ -17,7 +18,7 @@ from planner.changes.stragglers import estimates_s, notable, rebalance, still_tr
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
 from planner.changes.transfers import transfers
 from planner.changes.transition import released
-from planner.errors import InfeasibleError, TooFewNodesError
+from planner.errors import InfeasibleError, SolverError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator
 from planner.precomputed import Precomputed, check_precomputed
@@ -148,6 +149,28 @@ class Planner:
 
         :raises TooFewNodesError: fewer nodes than ``fewest_nodes``.
         :raises StateLostError: no usable device holds some layer.
+        """
+        try:
+            return self._plan(situation)
+        except SolverError as error:
+            # The exact method finds shares that are equally good, so a running job goes on without its solver.
+            plan = self._with_exact_shares()._plan(situation)
+            reason = (
+                f"{plan.reason.removesuffix('.')}; the shares are from the exact method, because {error}."
+            )
+            return replace(plan, reason=reason)
+
+    def _with_exact_shares(self) -> "Planner":
+        """Return a planner for the same job that needs no solver and has the same templates."""
+        other = Planner(self.profile, replace(self.policy, batch_solver="exact"))
+        if self._templates is not None:
+            other.restore(self.precomputed())
+        return other
+
+    def _plan(self, situation: Situation) -> Plan:
+        """Plan as ``plan`` does.
+
+        :raises SolverError: the shares were to come from a solver, and it failed.
         """
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:

@@ -132,6 +132,8 @@ class Policy:
     stage of d devices starting at a multiple of d in its node."""
     batch_objective: Literal["minmax", "variance"] = "minmax"
     """What the shares of the pipelines minimise: the slowest pipeline's time, or the variance (Eq. 6)."""
+    batch_solver: Literal["exact", "pyomo"] = "exact"
+    """Method that finds the shares: the combinatorial one, or integer programs made with Pyomo and solved by HiGHS."""
     activation_checkpointing: ActivationCheckpointing = "none"
     device_memory_bytes: int | None = None
     """Overrides what the profile says about one device."""

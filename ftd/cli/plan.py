@@ -43,6 +43,13 @@ class BatchObjective(StrEnum):
     variance = "variance"
 
 
+class BatchSolver(StrEnum):
+    """How the shares of the pipelines are found."""
+
+    exact = "exact"
+    pyomo = "pyomo"
+
+
 class ActivationCheckpointing(StrEnum):
     """What stages keep for the backward pass."""
 
@@ -117,6 +124,13 @@ BatchObjectiveOption = Annotated[
         show_default="the job's, or minmax",
     ),
 ]
+BatchSolverOption = Annotated[
+    BatchSolver | None,
+    typer.Option(
+        help="What finds the shares: the planner's own exact method, or integer programs (Pyomo, HiGHS).",
+        show_default="the job's, or exact",
+    ),
+]
 TolerateOption = Annotated[
     int | None,
     typer.Option(
@@ -176,6 +190,7 @@ def plan(
     objective: ObjectiveOption = None,
     split: SplitOption = None,
     batch_objective: BatchObjectiveOption = None,
+    batch_solver: BatchSolverOption = None,
     tolerate: TolerateOption = None,
     memory: MemoryOption = None,
     activation_checkpointing: CheckpointingOption = None,
@@ -210,6 +225,7 @@ def plan(
             objective=None if objective is None else objective.value,
             split=None if split is None else split.value,
             batch_objective=None if batch_objective is None else batch_objective.value,
+            batch_solver=None if batch_solver is None else batch_solver.value,
             tolerate=tolerate,
             memory=memory,
             activation_checkpointing=(
@@ -281,6 +297,7 @@ def _as_json(
         "objective": policy.objective,
         "split": policy.split,
         "batch_objective": policy.batch_objective,
+        "batch_solver": policy.batch_solver,
         "nodes": told.nodes,
         "devices_per_node": policy.devices_per_node,
         "layers": told.layers,

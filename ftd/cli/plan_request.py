@@ -40,6 +40,7 @@ class PlanOptions:
     objective: Literal["iteration", "paper"] | None = None
     split: Literal["any", "aligned"] | None = None
     batch_objective: Literal["minmax", "variance"] | None = None
+    batch_solver: Literal["exact", "pyomo"] | None = None
     tolerate: int | None = None
     memory: str | None = None
     activation_checkpointing: Literal["none", "selective", "full", "auto"] | None = None
@@ -198,6 +199,7 @@ def requested(options: PlanOptions) -> PlanRequest:
         objective=options.objective or policy.objective,
         split=options.split or policy.split,
         batch_objective=options.batch_objective or policy.batch_objective,
+        batch_solver=options.batch_solver or policy.batch_solver,
         tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
         device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
         activation_checkpointing=options.activation_checkpointing or policy.activation_checkpointing,

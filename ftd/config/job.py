@@ -106,6 +106,8 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
     batch_objective: Literal["minmax", "variance"] = "minmax"
     """What the pipelines' shares of the batch minimise."""
+    batch_solver: Literal["exact", "pyomo"] = "exact"
+    """How the shares are found: by the planner's own combinatorial method, or by integer programs (Pyomo, HiGHS)."""
     within_node: Literal["auto", "replicate", "shard"] = "auto"
     """What each device of a stage of several devices holds: all of the stage's parameters and optimizer state
     (``replicate``), or a shard of them (``shard``); ``auto``: for each stage the quicker one that fits."""
@@ -202,6 +204,7 @@ def load_job_data(
             objective=file.planner.objective,
             split=file.planner.split,
             batch_objective=file.planner.batch_objective,
+            batch_solver=file.planner.batch_solver,
             activation_checkpointing=file.training.activation_checkpointing,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
             within_node=file.planner.within_node,
@@ -333,6 +336,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
             objective=data.policy.objective,
             split=data.policy.split,
             batch_objective=data.policy.batch_objective,
+            batch_solver=data.policy.batch_solver,
             activation_checkpointing=data.policy.activation_checkpointing,
             device_memory_bytes=data.policy.device_memory_bytes,
             within_node=data.policy.within_node,

@@ -140,6 +140,7 @@ class Coordinator:
             driver=self._driver,
             journal=self._journal,
             checkpoints=self._checkpoints,
+            check_solver=self._planning.check_solver,
             public_state=self._public_state,
             job=lambda: self._machine.job,
         )

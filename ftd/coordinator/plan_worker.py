@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from planner.errors import BatchError, PlanningError
+from planner.errors import BatchError, PlanningError, SolverError
 from planner.values import ModelProfile, Policy
 from runtime.parent import die_with_parent
 
@@ -125,6 +125,8 @@ def explain(error: PlanningError) -> str:
     if isinstance(error, BatchError) and error.nearest and str(error.nearest[0]) not in str(error):
         near = " or ".join(str(batch) for batch in error.nearest)
         return f"{error} (training.global_batch: the nearest that can: {near})"
+    if isinstance(error, SolverError):
+        return f'{error} (planner.batch_solver = "exact" needs no solver)'
     return str(error)
 
 

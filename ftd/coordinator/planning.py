@@ -31,6 +31,7 @@ from ftd.protection_choice import protect
 from planner.errors import (
     PlanningError,
     RestoreError,
+    SolverError,
     StateLostError,
     TooFewNodesError,
 )
@@ -153,6 +154,13 @@ class PlanningService:
             if not waiting:
                 self._start(self._foresee())
 
+    def check_solver(self, answer: Callable[[str], None]) -> None:
+        """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""
+        self._start(self._check_solver(answer))
+
+    async def _check_solver(self, answer: Callable[[str], None]) -> None:
+        answer(await self._in_thread(_solver_problem))
+
     async def close(self) -> None:
         """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
         self._stop_building()
@@ -243,6 +251,10 @@ class PlanningService:
         from planner.planner import Planner
 
         profile, policy = effect.profiled.profile, effect.profiled.job.policy
+        if policy.batch_solver == "pyomo":
+            from planner.pipelines.programs import check_solver
+
+            check_solver()  # This also imports Pyomo, so that a recovery need not wait for that.
         planner = self._planner
         if planner is None or (planner.profile, planner.policy) != (profile, policy):
             planner = Planner(profile, policy)
@@ -393,6 +405,17 @@ def _restore(planner: "Planner", precomputed: bytes) -> None:
     from planner.precomputed import Precomputed
 
     planner.restore(msgspec.msgpack.decode(precomputed, type=Precomputed))
+
+
+def _solver_problem() -> str:
+    """In the worker thread."""
+    from planner.pipelines.programs import check_solver
+
+    try:
+        check_solver()
+    except SolverError as error:
+        return explain(error)
+    return ""
 
 
 async def _started(process: PlanProcess) -> PlanProcess:

@@ -60,6 +60,7 @@ class Requests:
         driver: Driver,
         journal: Journal,
         checkpoints: Checkpoints,
+        check_solver: Callable[[Callable[[str], None]], None],
         public_state: Callable[[], dict[str, Any]],
         job: Callable[[], Job | None],
     ) -> None:
@@ -68,6 +69,7 @@ class Requests:
         self._driver = driver
         self._journal = journal
         self._checkpoints = checkpoints
+        self._check_solver = check_solver
         self._public_state = public_state
         self._job = job
         self._waiting: dict[str, str] = {}
@@ -149,7 +151,7 @@ class Requests:
                 assert_never(request)
 
     def _submit(self, request: str, job: Job, profile: ModelProfile | None) -> None:
-        """A job that writes checkpoints may begin from one: that is looked up first."""
+        """Check the solver that the job wants, and look up the checkpoint that it begins from, if it may have one."""
 
         def submit(begin: Checkpoint | None, refusal: str) -> None:
             if refusal:
@@ -160,10 +162,16 @@ class Requests:
                 JobSubmitted(at=at, cause=cause, request=request, job=job, profile=profile, begin=begin)
             )
 
-        if job.checkpoint.url:
-            self._checkpoints.begin(job, submit)
+        def begin(problem: str) -> None:
+            if not problem and job.checkpoint.url:
+                self._checkpoints.begin(job, submit)
+            else:
+                submit(None, problem)
+
+        if job.policy.batch_solver == "pyomo":
+            self._check_solver(begin)
         else:
-            submit(None, "")
+            begin("")
 
     def _check_protection(self, scheme: str | None) -> None:
         """:raises ConfigurationError: there is no such protection, or not for this job and its owners."""

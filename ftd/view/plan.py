@@ -20,6 +20,10 @@ MOST_STAGES = 24
 MOST_PIPELINES = 3
 """Kinds of pipelines that are told in full."""
 _BAR_WIDTH = 10
+_SHARES_BY = {
+    "exact": "shares of the batch by the exact method",
+    "pyomo": "shares of the batch by an integer program (Pyomo, HiGHS)",
+}
 
 
 def render_plan(
@@ -36,7 +40,7 @@ def render_plan(
     parts: list[RenderableType] = [
         Text.assemble(("Templates", "bold"), (f"  {shape_line(told)}", "dim")),
         _template_table(told),
-        Text(f"planned in {planning_s:.3g} s", style="dim"),
+        Text(f"planned in {planning_s:.3g} s; {_SHARES_BY[told.policy.batch_solver]}", style="dim"),
         "",
         Text.assemble(("Chosen", "bold"), (f"  {chosen_line(told)}", "dim")),
         _pipeline_table(told),

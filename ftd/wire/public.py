@@ -82,6 +82,7 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     objective: Literal["iteration", "paper"] = "iteration"
     split: Literal["any", "aligned"] = "any"
     batch_objective: Literal["minmax", "variance"] = "minmax"
+    batch_solver: Literal["exact", "pyomo"] = "exact"
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
     device_memory_bytes: int | None = None
     within_node: Literal["auto", "replicate", "shard"] = "replicate"

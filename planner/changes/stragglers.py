@@ -104,7 +104,10 @@ def share_out(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds
     placed = _placed(costs, placements, speeds)
     policy = costs.policy
     shares = distribute_for(
-        policy.batch_objective, [pipeline.cost_ms for pipeline in placed], policy.microbatches
+        policy.batch_objective,
+        [pipeline.cost_ms for pipeline in placed],
+        policy.microbatches,
+        policy.batch_solver,
     )
     shared: list[PipelinePlacement] = []
     first = 0

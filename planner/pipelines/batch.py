@@ -22,6 +22,9 @@ the same object, or equal ones, are the same."""
 BatchObjective = Literal["minmax", "variance"]
 """``Policy.batch_objective``."""
 
+BatchSolver = Literal["exact", "pyomo"]
+"""``Policy.batch_solver``."""
+
 NARROWINGS = 16
 """Halvings of the target time before single microbatches are handed out."""
 
@@ -50,11 +53,20 @@ def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None
     raise BatchError(f"global_batch {global_batch} {what}; {recommended}", nearest)
 
 
-def distribute_for(objective: BatchObjective, costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
-    """The shares that are best by ``Policy.batch_objective``; exact.
+def distribute_for(
+    objective: BatchObjective, costs: Sequence[Cost], microbatches: int, solver: BatchSolver = "exact"
+) -> tuple[int, ...]:
+    """Return the shares that are best by ``Policy.batch_objective``, found by ``Policy.batch_solver``.
+
+    Both solvers prove the optimum; where several shares are equally good, they may return different ones.
 
     :raises BatchError: fewer microbatches than pipelines.
+    :raises SolverError: the Pyomo model was not solved.
     """
+    if solver == "pyomo":
+        from planner.pipelines.programs import distribute_for_by_model
+
+        return distribute_for_by_model(objective, costs, microbatches)
     if objective == "minmax":
         return distribute(costs, microbatches)
     return least_variance(microbatch_ms(costs, microbatches), microbatches)
@@ -84,6 +96,14 @@ def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[
     return pstdev(share * time for share, time in zip(shares, times, strict=True))
 
 
+def kinds_of(costs: Sequence[Cost]) -> dict[Cost, list[int]]:
+    """Return the indices of the pipelines of each cost."""
+    members: dict[Cost, list[int]] = {}
+    for index, cost in enumerate(costs):
+        members.setdefault(cost, []).append(index)
+    return members
+
+
 def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
     """The most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none.
 
@@ -111,9 +131,7 @@ def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
     :raises BatchError: fewer microbatches than pipelines.
     """
     check_batch(microbatches, 1, len(costs))
-    members: dict[Cost, list[int]] = {}
-    for index, cost in enumerate(costs):
-        members.setdefault(cost, []).append(index)
+    members = kinds_of(costs)
     short_ms, enough_ms = 0.0, max(cost(-(-microbatches // len(costs))) for cost in members)
     base = dict.fromkeys(members, 1)
     for _ in range(NARROWINGS):

@@ -77,7 +77,8 @@ class Instantiator:
             per_size = {size: partial(self.cost_ms, size, len(ordered)) for size in set(ordered)}
             costs = [per_size[size] for size in ordered]
             check_batch(self._policy.global_batch, self._policy.microbatch_rows, len(ordered))
-            shares = distribute_for(self._policy.batch_objective, costs, self._policy.microbatches)
+            policy = self._policy
+            shares = distribute_for(policy.batch_objective, costs, policy.microbatches, policy.batch_solver)
             known = self._of[ordered] = Instantiation(
                 sizes=ordered,
                 microbatches=shares,

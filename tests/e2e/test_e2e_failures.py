@@ -56,6 +56,28 @@ def test_a_killed_node_and_its_return(
     same_losses(ground.stop_job())
 
 
+@pytest.mark.parametrize("objective", ["minmax", "variance"])
+def test_a_killed_node_where_integer_programs_share_out_the_batch(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, objective: str
+) -> None:
+    tables = f'batch_solver = "pyomo"\nbatch_objective = "{objective}"\n'
+    ground.submit(tiny_job(tmp_path, two_node_replicas=True, tables=tables, delay_s=0.01))
+    ground.until_planned(HOME)
+    ground.until_step(8)
+    ground.inject(do="kill", node="node-1")
+    recovery = ground.until_recovery("node_lost")
+    assert nodes_of(recovery["pipelines_after"]) == [3]
+    ground.further()
+    ground.inject(do="start", node="node-1")
+    back = ground.until_recovery("node_joined")
+    assert nodes_of(back["pipelines_after"]) == [2, 2]
+    assert [pipeline["microbatches"] for pipeline in back["pipelines_after"]] == [4, 4]
+    ground.further()
+    run = ground.stop_job()
+    assert not [plan for plan in run.named("PlanChosen") if "exact method" in plan["reason"]]
+    same_losses(run)
+
+
 def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None:
     """After the test above: the witness of every test here hears something, and of every kind."""
     assert {"events", "clusterState", "nodeState", "request", "reply"} <= set(ground.witness.seen)

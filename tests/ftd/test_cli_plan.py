@@ -402,15 +402,26 @@ def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> N
     job.write_text(JOB)
     options = ("--nodes", 6, "--gpus-per-node", 2)
     told = planned(job, "--profile", profile, *options)
-    asked = ("microbatches", "microbatch_rows", "tolerate", "objective", "split", "batch_objective")
-    assert [told[name] for name in asked] == [12, 2, 2, "paper", "aligned", "minmax"]
+    asked = (
+        "microbatches",
+        "microbatch_rows",
+        "tolerate",
+        "objective",
+        "split",
+        "batch_objective",
+        "batch_solver",
+    )
+    assert [told[name] for name in asked] == [12, 2, 2, "paper", "aligned", "minmax", "exact"]
     assert len(told["instantiation"]["pipelines"]) >= 3
     job.write_text(f'{JOB}profile = "bare.json"\nbatch_objective = "variance"\n')
     named = planned(job, *options)
     assert named["templates"] == told["templates"] and named["batch_objective"] == "variance"
     changed = ("--tolerate", 0, "--objective", "iteration", "--split", "any", "--microbatches", 7)
-    told = planned(job, *options, *changed, "--batch-objective", "minmax")
-    assert [told[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax"]
+    told = planned(
+        job, *options, *changed, "--batch-objective", "minmax", "--batch-solver", "pyomo", "--check"
+    )
+    assert [told[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax", "pyomo"]
+    assert told["batch_check"]["agrees"]
     assert "tolerance.failures = 2" in refused(job, "--nodes", 2)
     assert refused(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")
 

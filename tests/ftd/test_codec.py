@@ -171,6 +171,7 @@ policies = st.builds(
     objective=st.sampled_from(["iteration", "paper"]),
     split=st.sampled_from(["any", "aligned"]),
     batch_objective=st.sampled_from(["minmax", "variance"]),
+    batch_solver=st.sampled_from(["exact", "pyomo"]),
     activation_checkpointing=st.sampled_from(["none", "selective", "full", "auto"]),
     device_memory_bytes=st.none() | numbers,
     zero1=st.booleans(),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -229,13 +230,13 @@ class PlayedNode:
         self.say(Stepped(generation=generation, steps=steps, step_s=0.1))
 
 
-def job_data(tmp_path: Path, failures: int = 0) -> Any:
+def job_data(tmp_path: Path, failures: int = 0, tables: str = "") -> Any:
     (tmp_path / "train.py").write_text("def build(): ...\n")
     path = tmp_path / "job.toml"
     path.write_text(
         'name = "gpt"\nsteps = 100\n'
         '[training]\nfunction = "train.py:build"\nglobal_batch = 16\nmicrobatch = 4\n'
-        f"[tolerance]\nfailures = {failures}\n"
+        f"[tolerance]\nfailures = {failures}\n{tables}"
     )
     return load_job_data(path)
 
@@ -520,6 +521,30 @@ def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: P
             await state_when(client, lambda s: s["phase"] in ("FAILED", "FINISHED", "WAITING"))
 
     asyncio.run(scene())
+
+
+def test_a_job_is_refused_where_the_solver_that_it_wants_is_broken(
+    mosquitto: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "highspy.py").write_text("raise ImportError('not here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    daemon = Daemon(tmp_path, mosquitto.port)
+    wanted = job_data(tmp_path, tables='[planner]\nbatch_solver = "pyomo"\n')
+
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client:
+            with pytest.raises(RequestRefused) as refused:
+                await submitted(client, wanted)
+            assert "HiGHS cannot be used: the package highspy is missing or broken" in str(refused.value)
+            assert 'planner.batch_solver = "exact"' in str(refused.value)
+            assert "JobSubmitted" not in await events_of(client)
+            await submitted(client, job_data(tmp_path))
+
+    daemon.start()
+    try:
+        asyncio.run(scene())
+    finally:
+        daemon.end()
 
 
 def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tmp_path: Path) -> None:

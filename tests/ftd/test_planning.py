@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,7 @@ from ftd.coordinator.rehearsal import likely_losses, rehearse
 from ftd.driver import Driver
 from ftd.node.processes import alive
 from planner.errors import PlanningError
+from planner.pipelines import programs
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
 from statemachine.cluster.foresight import expected
@@ -37,6 +39,7 @@ from statemachine.events import (
 )
 from statemachine.values import Job, Profiled
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 LAYER = LayerProfile(
     forward_ms=10.0,
@@ -154,6 +157,49 @@ def test_templates_come_from_another_process_and_a_plan_is_made_of_them(tmp_path
         here = Planner(PROFILE, POLICY)
         here.precompute(6)
         assert plan.plan == here.plan(situation(4)), "the other process plans as this one would"
+
+    play(Scene(tmp_path), story)
+
+
+def test_shares_by_the_integer_program_are_as_good_and_need_no_import_after_a_loss(tmp_path: Path) -> None:
+    asked = replace(POLICY, batch_solver="pyomo", batch_objective="variance")
+    own, modelled = (
+        answers(tmp_path, build(policy), asking(5))[1]
+        for policy in (replace(asked, batch_solver="exact"), asked)
+    )
+    assert isinstance(own, PlanReady) and isinstance(modelled, PlanReady)
+    assert modelled.plan.estimated_iteration_s == pytest.approx(own.plan.estimated_iteration_s)
+    script = (
+        "import sys; from tests.ftd.test_planning import *\n"
+        "async def story(scene):\n"
+        "    scene.service._planner_for(build())\n"
+        "    before = 'pyomo' in sys.modules\n"
+        "    scene.service._planner_for(build(replace(POLICY, batch_solver='pyomo')))\n"
+        "    print(before, 'pyomo' in sys.modules)\n"
+        f"play(Scene(Path({str(tmp_path)!r})), story)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(scene: Scene) -> None:
+        policy = replace(POLICY, batch_solver="pyomo")
+        assert isinstance(await scene.ask(build(policy)), TemplatesReady)
+        await scene.settled()
+        monkeypatch.setattr(programs, "SOLVER_LIMIT_S", 0.0)
+        plan = await scene.ask(asking(8))
+        assert isinstance(plan, PlanReady)
+        assert (
+            "the shares are from the exact method, because HiGHS found no proved optimum" in plan.plan.reason
+        )
+        planned = Planner(PROFILE, POLICY).plan(situation(8))
+        assert plan.plan.pipelines == planned.pipelines
+        refused: asyncio.Queue[str] = asyncio.Queue()
+        scene.service.check_solver(refused.put_nowait)
+        assert 'planner.batch_solver = "exact"' in await asyncio.wait_for(refused.get(), PATIENCE_S)
 
     play(Scene(tmp_path), story)
 

@@ -6,9 +6,12 @@ from random import Random
 from statistics import pvariance
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import shares
 
-from planner.errors import BatchError
+from planner.errors import BatchError, SolverError
+from planner.pipelines import programs
 from planner.pipelines.batch import (
     BatchObjective,
     Cost,
@@ -66,6 +69,44 @@ def test_the_integer_program_agrees() -> None:
         assert slowest_ms(costs, given) == pytest.approx(slowest_ms(costs, modelled), rel=1e-6)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_both_solvers_find_equally_good_shares(data: st.DataObject) -> None:
+    durations = st.floats(0.001, 10.0)
+    stages = st.lists(durations, min_size=1, max_size=3)
+    kinds = [
+        PipelineClock(times, [2 * time for time in times], [0.01] * (len(times) - 1)).makespan_ms
+        for times in data.draw(st.lists(stages, min_size=1, max_size=4))
+    ]
+    costs: list[Cost] = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+    microbatches = data.draw(st.integers(len(costs), 64))
+    objectives: tuple[BatchObjective, ...] = ("minmax", "variance")
+    for objective in objectives:
+        own, modelled = (
+            distribute_for(objective, costs, microbatches, solver) for solver in ("exact", "pyomo")
+        )
+        assert sum(modelled) == microbatches and min(modelled) >= 1
+        best = score_ms(objective, costs, own)
+        longest_ms = score_ms("minmax", costs, own)
+        assert score_ms(objective, costs, modelled) == pytest.approx(best, rel=1e-6, abs=1e-6 * longest_ms)
+
+
+def test_hundreds_of_pipelines_are_distributed_by_the_integer_program() -> None:
+    random = Random(7)
+    clocks = [PipelineClock([random.random()], [random.random()], []) for _ in range(6)] * 50
+    costs: list[Cost] = [clock.makespan_ms for clock in clocks]
+    own, modelled = (distribute_for("minmax", costs, 8192, solver) for solver in ("exact", "pyomo"))
+    assert sum(modelled) == 8192
+    assert slowest_ms(costs, modelled) == pytest.approx(slowest_ms(costs, own), rel=1e-6)
+
+
+def test_a_program_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "SOLVER_LIMIT_S", 0.001)
+    random = Random(8)
+    with pytest.raises(SolverError, match="found no proved optimum"):
+        least_variance_by_model([random.uniform(0.5, 5) for _ in range(20)], 512)
+
+
 def spread(times_ms: list[float], given: tuple[int, ...]) -> float:
     return pvariance([share * time for share, time in zip(given, times_ms, strict=True)])
 
@@ -90,9 +131,9 @@ def test_the_variance_is_the_least_of_all_distributions() -> None:
         assert spread(times_ms, given) == pytest.approx(least, rel=1e-9, abs=1e-12)
 
 
-def test_the_quadratic_program_agrees() -> None:
+def test_the_program_of_the_variance_agrees() -> None:
     random = Random(5)
-    for pipelines in (1, 2, 5, 9):
+    for pipelines in (1, 2, 5, 9, 14):
         times_ms = [random.uniform(0.5, 5) for _ in range(pipelines)]
         times_ms[-1] = times_ms[0]
         microbatches = random.randint(pipelines, 128)

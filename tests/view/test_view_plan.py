@@ -111,9 +111,16 @@ def test_the_page() -> None:
     assert cells("1 0–3 1 40.00 ms 40.00 ms ██████▋ 67% 18.0 MiB 28%") in rows
     assert cells("2 4–7 1 40.00 ms 80.00 ms ██████████ 100% 18.0 MiB 28%") in rows
     assert "8 layers, 1 device a node, a device has 64.0 MiB, iteration objective" in page
-    assert "planned in 0.0123 s" in page and "3 pipelines for 6 nodes, 1 of them idle" in page
+    assert "planned in 0.0123 s; shares of the batch by the exact method" in page
+    assert "3 pipelines for 6 nodes, 1 of them idle" in page
     assert "expected step 1.091 s, 50 samples/s; global batch 32 as 8 microbatches of 4" in page
     assert "paper" not in page and "integer program" not in page
+
+
+def test_the_page_names_the_solver_of_the_shares() -> None:
+    told = described()
+    page = printed(replace(told, policy=replace(told.policy, batch_solver="pyomo")))
+    assert "shares of the batch by an integer program (Pyomo, HiGHS)" in page
 
 
 @pytest.mark.parametrize(
