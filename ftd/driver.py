@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from ftd.errors import JournalError
-from statemachine.cluster.durable.untold import REPEATED
+from statemachine.cluster.durable.outbox import REPEATED
 from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
 

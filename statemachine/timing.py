@@ -63,10 +63,10 @@ class Timing:
     noticed at once, by its last will."""
     election_s: float = 0.5
     """A standby waits so long for each one that stands before it to take over, and behind each attempt."""
-    orphan_s: float = 30.0
+    lost_record_timeout_s: float = 30.0
     """Where the broker forgot who leads, a coordinator that was not there lately waits so long for one that
     knows more. Above ``leader_silence_s``."""
-    seat_s: float = 3.0
+    leader_session_s: float = 3.0
     """How long taking over may take: to connect, and to read what the last leader left at the broker."""
 
     # --- snapshots (coordinator) ---

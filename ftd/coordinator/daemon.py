@@ -21,14 +21,12 @@ from ftd.coordinator.commands import Commands
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.hearing import Hearing
 from ftd.coordinator.journal import Journal
+from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
+from ftd.coordinator.public_state import cancel_all, public_state
 from ftd.coordinator.requests import Requests
-from ftd.coordinator.restored import Succession
 from ftd.coordinator.restoring import check_restore
-from ftd.coordinator.seat import Seat, Throne, role_in_words
-from ftd.coordinator.told import cancelled, told_state
-from ftd.coordinator.watch import Following
 from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver
 from ftd.metrics.cluster import ClusterMetrics
@@ -37,8 +35,8 @@ from ftd.tracking.process import Tracking
 from ftd.wire.checking import encode_state
 from ftd.wire.coordinators import JournalCopy, packer
 from ftd.wire.topics import Topics
+from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import promised
-from statemachine.cluster.durable.untold import UNTOLD
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -100,7 +98,7 @@ class Coordinator:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._timing = config.timing
         self._leading = False
-        self._succession = Succession(config.timing, self._journal, anew=anew)
+        self._takeover = Takeover(config.timing, self._journal, anew=anew)
         self._machine = ClusterMachine(config.timing)
         self._driver = Driver(
             self._machine,
@@ -132,7 +130,7 @@ class Coordinator:
             heard=self._metrics.heard,
             shown=self._dashboard.on_event,
         )
-        self._session = self._new_seat(config)
+        self._session = self._new_leadership(config)
         self._commands = Commands(self._topics, self._session)
         self._requests = Requests(
             topics=self._topics,
@@ -185,14 +183,14 @@ class Coordinator:
     ) -> None:
         """Stop deciding, say that nobody decides any more and why, then leave."""
         self._stopping = True
-        await cancelled(first)
+        await cancel_all(first)
         self._driver.stop_timers()
         if self._publish_timer is not None:
             self._publish_timer.cancel()
         why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
         gone = self._session.unreachable(f"the coordinator {why}", graceful=problem is None)
         await self._session.say_goodbye(gone, GOODBYE_S)
-        await cancelled(last)
+        await cancel_all(last)
         await self._metrics_server.close()
         await self._dashboard.close()
         await self._planning.close()
@@ -214,15 +212,15 @@ class Coordinator:
             refused=self._refused,
         )
 
-    def _new_seat(self, config: DaemonConfig) -> Seat:
+    def _new_leadership(self, config: DaemonConfig) -> Leadership:
         topics = self._topics
         me = Peer(
             name=config.coordinator,
             incarnation=self._incarnation,
             priority=config.priority,
-            barred=self._succession.barred,
+            ineligible=self._takeover.ineligible,
         )
-        return Seat(
+        return Leadership(
             config.broker,
             topics,
             me,
@@ -230,19 +228,19 @@ class Coordinator:
             subscriptions=(topics.request, topics.cluster_state),
             # What many say at once, and what of our own words comes back.
             unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
-            throne=Throne(
+            leader=LeaderCallbacks(
                 begin=self._begin,
-                judge=self._succession.judge,
+                check=self._takeover.check,
                 state=lambda: self._pack(self._durable()),
-                end=self._end_reign,
+                end=self._end_lead,
                 emit=self._emit,
-                show=self._publish_state_soon,
+                publish_state=self._publish_state_soon,
             ),
-            following=Following(
+            follower=FollowerCallbacks(
                 position=lambda: self._journal.position,
                 met=self._journal.share,
                 alive=self._dashboard.on_news,
-                keep=self._succession.keep,
+                keep=self._takeover.keep,
                 heard=self._events.overheard,
                 seen=self._seen,
             ),
@@ -261,29 +259,29 @@ class Coordinator:
     # --- who leads ---------------------------------------------------------------------------------
 
     def _status(self) -> str:
-        return f"STATUS={role_in_words(self._session)}, cluster {self._topics.cluster}"
+        return f"STATUS={self._session.role_in_words()}, cluster {self._topics.cluster}"
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
-        begun = self._succession.begin(copy, self._driver.now())
+        begun = self._takeover.begin(copy, self._driver.now())
         self._machine = begun.machine
         if self._machine.job_id is not None:
             self._journal.attribute(self._machine.job_id)
         self._driver.replace(self._machine)
         self._leading = True
         self._forced_for = ()
-        self._events.go_on(self._session, begun.untold, self._machine.plan_in_words)
+        self._events.go_on(self._session, begun.outbox, self._machine.plan_in_words)
         for effect in begun.effects:
             self._perform(effect)
 
-    def _end_reign(self, leader: Leader) -> None:
+    def _end_lead(self, leader: Leader) -> None:
         """What we know is not true any more: another coordinator decides."""
         self._leading = False
         if self._machine.job_id is not None:
             self._planning.cancel(CancelTemplates(cause="deposed", job_id=self._machine.job_id))
         self._machine = ClusterMachine(self._timing)
         self._tracking.follow(None, 0, None)
-        self._events.untold.clear()
+        self._events.outbox.clear()
         self._driver.replace(self._machine)
         if self._publish_timer is not None:
             self._publish_timer.cancel()
@@ -356,7 +354,7 @@ class Coordinator:
 
     def _durable(self) -> dict[str, Any]:
         """The state, and what is yet to be told of it."""
-        return {**self._machine.durable_parts(), UNTOLD: self._events.untold.parts}
+        return {**self._machine.durable_parts(), OUTBOX: self._events.outbox.entries}
 
     def _persist(self) -> None:
         """Forced to the disk when a promise is in it, written in any case."""
@@ -378,7 +376,7 @@ class Coordinator:
 
     def _public_state(self) -> dict[str, Any]:
         coordinator = {"coordinator": self._incarnation, **self._session.public_state()}
-        return told_state(self._state(), coordinator, self._planning.progress, self._driver.now())
+        return public_state(self._state(), coordinator, self._planning.progress, self._driver.now())
 
     def _track(self) -> None:
         """Have the job's steps logged while we lead it."""

@@ -1,7 +1,7 @@
 """The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
 
 What was decided is in the durable state, with its events, before anybody hears of it (``decide``,
-``statemachine.cluster.durable.untold``); whoever leads next tells what the broker never acknowledged
+``statemachine.cluster.durable.outbox``); whoever leads next tells what the broker never acknowledged
 (``go_on``).
 
 Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.seat import Seat
+from ftd.coordinator.leadership import Leadership
 from ftd.driver import EventGate
 from ftd.errors import WireError
 from ftd.wire.catalogue import TOLD_BY_OTHERS
@@ -24,7 +24,7 @@ from ftd.wire.checking import encode_event, problem_of_details
 from ftd.wire.codec import MOST_NUMBER, check_size
 from ftd.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.wire.topics import Topics
-from statemachine.cluster.durable.untold import Untold, is_kept
+from statemachine.cluster.durable.outbox import EventOutbox, is_kept
 from statemachine.effects import Effect, EmitEvent
 
 _log = structlog.get_logger("ftd.events")
@@ -54,7 +54,7 @@ class EventStream:
         self._journal = journal
         self._gate = EventGate()
         self._emitted, self._heard, self._shown = emitted, heard, shown
-        self.untold: Untold[str] = Untold()
+        self.outbox: EventOutbox[str] = EventOutbox()
         self._decided: dict[int, tuple[EmitEvent, EventMessage]] = {}
         """Of the step under way: each event by its identity."""
 
@@ -65,23 +65,23 @@ class EventStream:
             if isinstance(effect, EmitEvent) and is_kept(effect.name):
                 message = event_message(effect, monotonic=now, source=SOURCE)
                 self._decided[id(effect)] = effect, message
-                self.untold.add(message.id, encode_json(_without_plan(message)).decode())
+                self.outbox.add(message.id, encode_json(_without_plan(message)).decode())
 
     def go_on(
-        self, session: Seat, untold: Iterable[Any], plan_in_words: Callable[[int], dict[str, Any]]
+        self, session: Leadership, untold: Iterable[Any], plan_in_words: Callable[[int], dict[str, Any]]
     ) -> None:
         """Tell what the last leader decided and may not have told, each as it was.
 
         :param untold: of the durable state.
         """
-        self.untold.clear()
+        self.outbox.clear()
         for number, text in untold:
             try:
                 message: EventMessage = decode_json(text.encode(), EventMessage)
             except WireError as error:
                 _log.error("untold", id=number, problem=str(error), remedy="going on without it")
                 continue
-            self.untold.add(number, text)
+            self.outbox.add(number, text)
             if message.event == "PlanChosen":
                 details = message.details | plan_in_words(message.generation or 0)
                 message = msgspec.structs.replace(message, details=details)
@@ -91,7 +91,7 @@ class EventStream:
             if is_new:
                 self._shown(message, True)
 
-    def emit(self, session: Seat, event: EmitEvent, now: float) -> None:
+    def emit(self, session: Leadership, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
         self._emitted(event)
         held_back = self._gate.admit(event, now)
@@ -120,8 +120,8 @@ class EventStream:
         for event in steps:
             self._journal.record(event_message(event, monotonic=now, source=SOURCE))
 
-    def _publish(self, session: Seat, message: EventMessage) -> None:
-        there = partial(self.untold.told, message.id)
+    def _publish(self, session: Leadership, message: EventMessage) -> None:
+        there = partial(self.outbox.acknowledge, message.id)
         session.publish(self._topic, encode_event(message), keep=True, there=there)
 
     def overheard(self, payload: bytes) -> None:

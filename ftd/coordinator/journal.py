@@ -19,8 +19,8 @@ from typing import Any
 from ftd.errors import JournalError
 from ftd.wire.public import EventMessage, encode_json
 from ftd.wire.repeats import Repeats
+from statemachine.cluster.durable.outbox import MOST
 from statemachine.cluster.durable.promises import RESERVED
-from statemachine.cluster.durable.untold import MOST
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);

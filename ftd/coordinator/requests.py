@@ -14,7 +14,7 @@ from ftd.config.snapshots import check_interval, check_protection
 from ftd.config.tracking import check_installed
 from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.seat import Seat
+from ftd.coordinator.leadership import Leadership
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.protection import code_for
@@ -56,7 +56,7 @@ class Requests:
         self,
         *,
         topics: Topics,
-        session: Seat,
+        session: Leadership,
         driver: Driver,
         journal: Journal,
         checkpoints: Checkpoints,

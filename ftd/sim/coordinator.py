@@ -17,7 +17,7 @@ from ftd.sim.succession import begins
 from ftd.sim.voice import Voice
 from ftd.sim.world import World
 from statemachine.cluster.durable.durable import unseen
-from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -160,7 +160,7 @@ class SimCoordinator(CheckpointWork, PlanningWork):
 
     def replicate(self) -> None:
         """The journal, at the broker and on the disk. What is at the broker counts."""
-        parts = {**self.machine.durable_parts(), UNTOLD: self.voice.untold.parts}
+        parts = {**self.machine.durable_parts(), OUTBOX: self.voice.outbox.entries}
         copy = self.disk.write(self.seat.machine.term, parts, self._quiet)
         self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
 

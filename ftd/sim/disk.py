@@ -103,7 +103,7 @@ class Disk:
         return "another edition" if foreign else ""
 
     @property
-    def barred(self) -> str:
+    def ineligible(self) -> str:
         return self.judge(self.foreign)
 
 

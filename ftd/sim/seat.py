@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 from ftd.sim.world import World
 from statemachine.effects import CancelTimer, EmitEvent, PublishCluster, SetTimer
 from statemachine.election.leadership import (
-    Abdicate,
-    Announce,
-    BeatHeard,
-    Claim,
+    AcquireLeadership,
+    AnnouncePeer,
+    ClaimTerm,
     ElectionEffect,
     ElectionEvent,
-    JournalJudged,
+    FollowerSessionLost,
+    FollowerSessionOpened,
+    JournalChecked,
+    Lead,
     Leader,
+    LeaderHeartbeatSeen,
     LeaderSeen,
+    LeaderSessionLost,
+    LeaderSessionOpened,
     LeaderVanished,
-    LeaveSeat,
     Peer,
     PeerSeen,
     PeerVanished,
-    Refuse,
-    Reign,
-    SeatLost,
-    SeatTaken,
-    SendBeat,
+    RefuseTakeover,
+    ReleaseLeadership,
+    SendLeaderHeartbeat,
+    StepDown,
     Suspend,
-    TakeSeat,
-    WatchBegan,
-    WatchBroke,
 )
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import TimerFired
@@ -70,7 +70,9 @@ class SimSeat:
     @property
     def peer(self) -> Peer:
         disk = self.coordinator.disk
-        return Peer(name=self.name, incarnation=self.incarnation, position=disk.position, barred=disk.barred)
+        return Peer(
+            name=self.name, incarnation=self.incarnation, position=disk.position, ineligible=disk.ineligible
+        )
 
     @property
     def alive(self) -> bool:
@@ -87,16 +89,16 @@ class SimSeat:
                 self.met(**fields)
             else:
                 self.feed(kind, **fields)
-        self.feed(WatchBegan)
+        self.feed(FollowerSessionOpened)
 
     def disconnected(self) -> None:
-        self.feed(WatchBroke)
+        self.feed(FollowerSessionLost)
 
     def saw(self, leader: Leader) -> None:
         self.feed(LeaderSeen, leader=leader)
 
     def heard(self, leader: Leader) -> None:
-        self.feed(BeatHeard, leader=leader)
+        self.feed(LeaderHeartbeatSeen, leader=leader)
 
     def missed(self, incarnation: int) -> None:
         self.feed(LeaderVanished, incarnation=incarnation, graceful=False)
@@ -118,8 +120,8 @@ class SimSeat:
             if not disk.reads(copy):
                 self.coordinator.unread = copy
             disk.keep(copy)
-            if disk.barred != self.machine.me.barred:
-                self.feed(JournalJudged, problem=disk.barred)
+            if disk.ineligible != self.machine.me.ineligible:
+                self.feed(JournalChecked, problem=disk.ineligible)
 
     # --- the seat's session --------------------------------------------------------------------------
 
@@ -129,11 +131,11 @@ class SimSeat:
             disk = self.coordinator.disk
             newest = max(disk.position, copy.position) if copy is not None else disk.position
             kept = copy is not None
-            self.feed(SeatTaken, found=found, newest=newest, kept=kept, problem=disk.judge(copy))
+            self.feed(LeaderSessionOpened, found=found, newest=newest, kept=kept, problem=disk.judge(copy))
 
     def unseated(self, attempt: int) -> None:
         if attempt == self.attempt:
-            self.feed(SeatLost, why="the session is over")
+            self.feed(LeaderSessionLost, why="the session is over")
 
     # --- the machine ---------------------------------------------------------------------------------
 
@@ -158,40 +160,40 @@ class SimSeat:
                 self.world.at(effect.delay_s, self._fire, effect.name, token)
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
-            case TakeSeat():
+            case AcquireLeadership():
                 self.attempt += 1
                 self.speaks = self.claims = False
                 self.early.clear()
                 self.world.at(self.world.between(0.002, 0.05), self.network.take_seat, self, self.attempt)
-            case LeaveSeat():
+            case ReleaseLeadership():
                 self.attempt += 1
                 self.network.leave_seat(self)
-            case Claim():
+            case ClaimTerm():
                 self.claims = True
                 self.network.from_seat(self, self.network.record, effect.leader)
-            case Reign():
+            case Lead():
                 self._reign(effect)
             case Suspend():
                 if self.reigning:
                     self.coordinator.disconnected()
-            case Abdicate():
+            case StepDown():
                 if self.reigning:
                     self.reigning = False
                     self.coordinator.end_reign()
-            case SendBeat():
+            case SendLeaderHeartbeat():
                 self.network.from_seat(self, self.network.beat, effect.leader)
             case EmitEvent():
                 self.coordinator.voice.tell(effect)
-            case Announce():
+            case AnnouncePeer():
                 self.network.announce(self)
-            case Refuse():
+            case RefuseTakeover():
                 self.world.note(self.name, effect.event.reason)
             case PublishCluster():
                 pass  # Nobody here reads who stands by.
             case _:
                 assert_never(effect)
 
-    def _reign(self, order: Reign) -> None:
+    def _reign(self, order: Lead) -> None:
         self.coordinator.invariants.reigns(order.leader, self.network.forgot_at)
         if not order.again or not self.reigning:
             self.coordinator.begin_reign(self.copy)

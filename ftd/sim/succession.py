@@ -2,7 +2,7 @@
 
 It is replicated asynchronously: the leader does not wait until a standby has it. So where the broker forgets
 it, and the leader that wrote it is away, a standby begins from less. That is all that is let pass: nobody
-who is there has more; and who begins was there when the broker lost it, or waited ``orphan_s``, unless the
+who is there has more; and who begins was there when the broker lost it, or waited ``lost_record_timeout_s``, unless the
 end of the newest was lost in the same moment, with its host's power.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.losses import Written
 from ftd.sim.network import Network
-from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.durable.outbox import OUTBOX
 
 if TYPE_CHECKING:
     from ftd.sim.coordinator import SimCoordinator
@@ -40,7 +40,7 @@ def begins(
         other, session = watch.coordinator, network.sessions[name]
         there = watch.alive and session.open and not session.cut and not other.frozen
         there = there and watch.since < truth.world.now - _NEWS_S
-        if there and other is not me and not other.disk.barred and other.disk.position > position:
+        if there and other is not me and not other.disk.ineligible and other.disk.position > position:
             truth.broken(f"{what}, and {name}, which is there, has {other.disk.position}")
     waited_s = truth.world.now - me.seat.since
     # What was known last went with its host's power: there is nobody to wait for.
@@ -49,12 +49,12 @@ def begins(
         not gone
         and not network.aged
         and me.seat.made_at > network.forgot_at
-        and waited_s < truth.world.timing.orphan_s
+        and waited_s < truth.world.timing.lost_record_timeout_s
     ):
         truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
     _forgets(truth, view)
     # What it decided when it had been deposed already reached nobody, and is told now.
-    truth.announced -= {event["generation"] for _, event in (me.disk.journal or {}).get(UNTOLD, ())}
+    truth.announced -= {event["generation"] for _, event in (me.disk.journal or {}).get(OUTBOX, ())}
 
 
 def _reads_times(truth: "Invariants", me: "SimCoordinator", what: str) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ftd.sim.disk import Copy
-from statemachine.cluster.durable.untold import UNTOLD
+from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.effects import EmitEvent
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Telling:
 
     def decided(self, copy: Copy) -> None:
         """At the broker."""
-        self._due |= {number: event for number, event in copy.journal[UNTOLD] if number not in self._heard}
+        self._due |= {number: event for number, event in copy.journal[OUTBOX] if number not in self._heard}
 
     def is_news(self, number: str, event: EmitEvent) -> bool:
         """Somebody who drops what comes twice looks at its id; without one it is told but once."""

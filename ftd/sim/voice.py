@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from statemachine.cluster.durable.untold import UNTOLD, Untold, is_kept
+from statemachine.cluster.durable.outbox import OUTBOX, EventOutbox, is_kept
 from statemachine.effects import Effect, EmitEvent
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Voice:
 
     def __init__(self, coordinator: "SimCoordinator") -> None:
         self._of = coordinator
-        self.untold: Untold[dict[str, Any]] = Untold()
+        self.outbox: EventOutbox[dict[str, Any]] = EventOutbox()
         self._numbers: dict[int, str] = {}
         """Of the step under way: its events' ids."""
         self._waiting: list[tuple[EmitEvent, str]] = []
@@ -32,12 +32,12 @@ class Voice:
         for effect in effects:
             if isinstance(effect, EmitEvent) and is_kept(effect.name):
                 self._numbers[id(effect)] = number = f"e-{self._of.world.serial()}"
-                self.untold.add(number, msgspec.to_builtins(effect))
+                self.outbox.add(number, msgspec.to_builtins(effect))
 
     def go_on(self, journal: dict[str, Any]) -> None:
         """What the last leader decided and may not have told."""
-        for number, event in journal[UNTOLD]:
-            self.untold.add(number, event)
+        for number, event in journal[OUTBOX]:
+            self.outbox.add(number, event)
             self._tell(msgspec.convert(event, EmitEvent), number)
 
     def tell(self, event: EmitEvent) -> None:
@@ -54,7 +54,7 @@ class Voice:
     def _told(self, event: EmitEvent, number: str) -> None:
         """At the broker."""
         truth = self._of.invariants
-        self._of.world.at(ACKNOWLEDGED_S, self.untold.told, number)
+        self._of.world.at(ACKNOWLEDGED_S, self.outbox.acknowledge, number)
         if truth.telling.is_news(number, event):
             truth.public_event(event)
             if self._of.on_event is not None:
@@ -73,4 +73,4 @@ class Voice:
     def clear(self) -> None:
         """Somebody else tells, or we begin anew."""
         self._waiting.clear()
-        self.untold.clear()
+        self.outbox.clear()

@@ -105,7 +105,7 @@ def encode_peer(peer: Peer, version: str, *, gone: bool = False) -> bytes:
             priority=peer.priority,
             position=peer.position,
             version=version,
-            barred=peer.barred,
+            barred=peer.ineligible,
             gone=gone,
         )
     )

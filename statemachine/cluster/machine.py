@@ -23,7 +23,7 @@ from statemachine.cluster import (
     timeouts,
 )
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.untold import is_kept
+from statemachine.cluster.durable.outbox import is_kept
 from statemachine.cluster.membership import inquire_all
 from statemachine.cluster.snapshots import exporting, persisting, snapshots
 from statemachine.cluster.snapshots import requests as snapshot_requests

@@ -1,11 +1,11 @@
 """What is told of who leads, as events."""
 
 from statemachine.effects import EmitEvent
-from statemachine.election.leadership import Claimed, Peer
+from statemachine.election.leadership import Peer, TermClaim
 from statemachine.timing import Timing
 
 
-def taken_over(cause: str, claimed: Claimed, at: float, timing: Timing) -> list[EmitEvent]:
+def taken_over(cause: str, claimed: TermClaim, at: float, timing: Timing) -> list[EmitEvent]:
     """The loss of who led before, and who leads instead; nothing where that is the same host's."""
     leader, before, how = claimed.leader, claimed.before, claimed.how
     if before is None or before.name == leader.name:
@@ -36,13 +36,13 @@ def taken_over(cause: str, claimed: Claimed, at: float, timing: Timing) -> list[
     ]
 
 
-def standby_barred(cause: str, peer: Peer) -> EmitEvent:
+def standby_ineligible(cause: str, peer: Peer) -> EmitEvent:
     """Who looks like a standby and is none."""
     return EmitEvent(
         cause=cause,
         name="StandbyBarred",
-        reason=f"{peer.name} will not take over: {peer.barred}",
-        details={"coordinator": peer.name, "why": peer.barred},
+        reason=f"{peer.name} will not take over: {peer.ineligible}",
+        details={"coordinator": peer.name, "why": peer.ineligible},
     )
 
 
@@ -51,6 +51,6 @@ def takeover_refused(cause: str, me: Peer) -> EmitEvent:
     return EmitEvent(
         cause=cause,
         name="TakeoverRefused",
-        reason=f"nobody leads, and {me.name} must not: {me.barred}",
-        details={"coordinator": me.name, "why": me.barred},
+        reason=f"nobody leads, and {me.name} must not: {me.ineligible}",
+        details={"coordinator": me.name, "why": me.ineligible},
     )

@@ -1,7 +1,8 @@
-"""What coordinators of one cluster tell and ask each other about who leads: values, events, effects.
+"""Values, events and effects of the election of a leader among the coordinators of one cluster.
 
-The protocol is in ``election``. *The seat* is the session at the broker under the leader's client id, which
-the broker gives to one client at a time: whoever takes it throws the one before out.
+The protocol is described in ``machine``. The *leader session* is the session at the broker under the leader's client
+id. The broker gives it to one client at a time: a client that opens it ends the session of the one before. The
+*follower session* has a client id of its own; every coordinator has one.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from statemachine.events import Event, TimerFired
 
 
 class Role(StrEnum):
-    """Of a coordinator; ``election.machine`` says what ends each."""
+    """Role of a coordinator; ``machine`` lists what ends each."""
 
     FOLLOWER = "FOLLOWER"
     CANDIDATE = "CANDIDATE"
@@ -24,26 +25,26 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """Who leads, as it is retained on the leader's topic. Written from the seat alone."""
+    """The leader's record, as it is retained on the leader's topic. Only a leader session writes it."""
 
     term: int
-    """It grows with each taking of the seat, and is nobody else's."""
+    """Number that grows with each claim and that no two leaders share."""
     name: str
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A coordinator that is there, leading or not, as it is retained on its own topic."""
+    """A coordinator that is connected, leading or not, as it is retained on its own topic."""
 
     name: str
     incarnation: int
     priority: int = 0
-    """The greatest stands first."""
+    """Coordinators with a greater priority lead first."""
     position: tuple[int, int] = (0, 0)
-    """Of the newest state that it keeps: of which term, and which of that term's states."""
-    barred: str = ""
-    """Why it must not lead: it cannot go on from the newest journal there is. Empty: it can."""
+    """Position of the newest journal that it keeps: the term, and the number of the state in that term."""
+    ineligible: str = ""
+    """Reason why it must not lead: it cannot read the newest journal. Empty: it may lead."""
 
     @property
     def order(self) -> tuple[int, str, int]:
@@ -51,51 +52,51 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """A term that was claimed from the seat, until the broker shows its record."""
+class TermClaim:
+    """A term that was claimed from the leader session, until the broker sends its record back."""
 
     leader: Leader
     again: bool
-    """See ``Reign``."""
+    """See ``Lead.again``."""
     before: Leader | None
-    """Who led before, as far as is known."""
+    """The previous leader, as far as is known."""
     how: str
-    """Its loss was noticed: ``last_will``, ``goodbye``, ``silence``."""
+    """How the loss of that leader was noticed: ``last_will``, ``goodbye``, ``silence``."""
     noticed_at: float
     newest: tuple[int, int]
-    """Position of the newest journal that is at hand."""
+    """Position of the newest journal that this coordinator can begin from."""
 
 
 # --- events --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchBegan(Event):
-    """The observer's session is up, and all that was retained has been read."""
+class FollowerSessionOpened(Event):
+    """The follower session is open, and all retained messages have been read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchBroke(Event):
-    """The observer's session is over; it comes back by itself."""
+class FollowerSessionLost(Event):
+    """The follower session ended; it comes back by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderSeen(Event):
-    """The record, retained or new."""
+    """The leader's record was received, retained or new."""
 
     leader: Leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeatHeard(Event):
-    """A leader said that it is there."""
+class LeaderHeartbeatSeen(Event):
+    """A heartbeat of a leader was received."""
 
     leader: Leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderVanished(Event):
-    """The leader of this incarnation is away, says its last will, or its goodbye."""
+    """The last will, or the goodbye, of the leader with this incarnation was received."""
 
     incarnation: int
     graceful: bool
@@ -112,37 +113,37 @@ class PeerVanished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JournalJudged(Event):
-    """A leader's journal was heard: this coordinator could go on from it, or could not."""
+class JournalChecked(Event):
+    """A leader's journal was received: this coordinator could begin from it, or could not."""
 
     problem: str
-    """Why not; empty: it could."""
+    """Reason why it could not; empty: it could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatTaken(Event):
-    """The seat is ours, so nobody else's word gets through any more; this is what the last holder left."""
+class LeaderSessionOpened(Event):
+    """The leader session is open, so no other coordinator is heard any more; with what the last leader left."""
 
     found: Leader | None
-    """The record as it is now; ``None``: the broker has none."""
+    """The leader's record at the broker; ``None``: the broker has none."""
     newest: tuple[int, int]
-    """Position of the newest journal that we read there or ever kept."""
+    """Position of the newest journal that was read there or that this coordinator keeps."""
     kept: bool = True
-    """The broker has a journal. A record without one is a claim that nothing followed."""
+    """Whether the broker has a journal. A record without one is a claim after which nothing was done."""
     problem: str = ""
-    """Why we cannot go on from the journal that is there; empty: we can, or there is none."""
+    """Reason why this coordinator cannot begin from the journal there; empty: it can, or there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatLost(Event):
-    """The session under the leader's client id could not be had, or is over."""
+class LeaderSessionLost(Event):
+    """The leader session could not be opened, or ended."""
 
     why: str
 
 
 ElectionEvent = (
-    TimerFired | WatchBegan | WatchBroke | LeaderSeen | BeatHeard | LeaderVanished | PeerSeen | PeerVanished
-    | JournalJudged | SeatTaken | SeatLost
+    TimerFired | FollowerSessionOpened | FollowerSessionLost | LeaderSeen | LeaderHeartbeatSeen | LeaderVanished
+    | PeerSeen | PeerVanished | JournalChecked | LeaderSessionOpened | LeaderSessionLost
 )  # fmt: skip
 
 
@@ -150,63 +151,63 @@ ElectionEvent = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeSeat(Effect):
-    """Connect under the leader's client id and read what is retained: SeatTaken or SeatLost."""
+class AcquireLeadership(Effect):
+    """Open the leader session and read what is retained. LeaderSessionOpened or LeaderSessionLost follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveSeat(Effect):
-    """Give up the seat, or the attempt to have it; no SeatLost comes of it."""
+class ReleaseLeadership(Effect):
+    """Close the leader session, or stop opening it; no LeaderSessionLost follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim(Effect):
-    """Write the record, from the seat. The broker shows it to whoever watches, so to us, too: LeaderSeen."""
+class ClaimTerm(Effect):
+    """Publish the record from the leader session. All follower sessions receive it, the own one too: LeaderSeen."""
 
     leader: Leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reign(Effect):
-    """Coordinate under this term: write the journal, then begin; or go on, where ``again``."""
+class Lead(Effect):
+    """Lead under this term: publish the journal, then everything else."""
 
     leader: Leader
     again: bool
-    """Nobody led since: what is known goes on to be true. Otherwise it begins from what was read."""
+    """Nobody else led since this one did: its state is still true. Otherwise it begins from what was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend(Effect):
-    """The seat is lost: nothing can be said. Who comes next will show."""
+    """The leader session is lost, so nothing can be published until it is known who leads next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abdicate(Effect):
-    """Another one leads: forget the cluster, follow."""
+class StepDown(Effect):
+    """Another coordinator leads: forget the cluster and follow."""
 
     leader: Leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendBeat(Effect):
+class SendLeaderHeartbeat(Effect):
     leader: Leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announce(Effect):
-    """Tell the other coordinators what is other of this one."""
+class AnnouncePeer(Effect):
+    """Publish what changed about this coordinator to the others."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse(Effect):
-    """Nobody leads, it would be our turn, and we must not: tell it, in the cluster's state, too."""
+class RefuseTakeover(Effect):
+    """Report that nobody leads although it is this one's turn, as it must not; also in the cluster's state."""
 
     event: EmitEvent
 
 
 ElectionEffect = (
-    SetTimer | CancelTimer | EmitEvent | PublishCluster | TakeSeat | LeaveSeat | Claim | Reign | Suspend
-    | Abdicate | SendBeat | Announce | Refuse
+    SetTimer | CancelTimer | EmitEvent | PublishCluster | AcquireLeadership | ReleaseLeadership | ClaimTerm | Lead
+    | Suspend | StepDown | SendLeaderHeartbeat | AnnouncePeer | RefuseTakeover
 )  # fmt: skip

@@ -1,86 +1,87 @@
-"""Which coordinator leads: one pure machine in each of them. ``step(event) -> list[Effect]``.
+"""The election of a leader: one pure machine in each coordinator. ``step(event) -> list[Effect]``.
 
-Every coordinator *watches*, under a client id of its own: the retained record of who leads, its beats, its
-last will, and who else is there. One of them also has *the seat*: a session under the leader's client id. The
-broker allows one session per client id, so that taking the seat throws the holder before out; nothing that
-this one still sends gets through. All commands to nodes, the journal and the record go out through the seat,
-in one stream: what a command follows from is at the broker before it, and who takes the seat reads it all.
-That is the whole fence; commands carry no term. One that a deposed leader got to the broker at all follows
-from a journal that its successor begins with, so its generation is known there, is never used again, and a
-node that hears it late ignores it as older. Without the fence that would not hold: two leaders could use one
-generation for two plans (the simulator's mutants show it), so the broker must be one that takes a client id
-over by ending the session before: mosquitto, the embedded one; not a bridged or sharded cluster of brokers.
+Every coordinator has a *follower session* under a client id of its own, on which it receives the retained record of who
+leads, the leader's heartbeats and last will, and who else is there. One of them also has the *leader session*, under
+the leader's client id. The broker allows one session per client id, so opening it ends the session of the previous
+leader, and nothing that this one still sends gets through. All commands to nodes, the journal and the record are
+published on the leader session, in one stream: a command reaches the broker after the journal that it follows from, and
+the next leader reads everything. This is the whole fence; commands carry no term. A command that a deposed leader got
+to the broker at all follows from a journal that its successor begins with. So its generation is known there, is never
+used again, and a node that receives it late ignores it as older. Without the fence two leaders could use one generation
+for two plans (the simulator's mutants show it), so the broker must end the previous session when a client id is used
+again: mosquitto and the embedded broker do, a bridged or sharded cluster of brokers does not.
 
-Terms number the takings of the seat: one more than any that was read *from the seat*; many more where the
-broker may have forgotten some. A term is claimed: its record is written, and who wrote it leads once the
-broker shows it; who takes the seat later reads it. So terms rise, and journals are compared by them.
+Terms number the leader sessions: each is one more than any that was read *on the leader session*, and many more where
+the broker may have forgotten some. A term is claimed by publishing its record; the coordinator leads once the broker
+sends the record back. Whoever opens the leader session later reads it. So terms rise, and they order the journals.
 
-Who has lost the seat first looks who has it. It leads again (``Reign.again``) only where nobody did in
-between, since its record is still the newest; otherwise it forgets the cluster.
+A coordinator that loses the leader session first finds out who has it. It leads again (``Lead.again``) only where
+nobody led in between, since its record is still the newest; otherwise it forgets the cluster.
 
 ====================  ======================================================================================
 role                  what ends it
 ====================  ======================================================================================
 FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
-CANDIDATE             its claim is at the broker → LEADER; the seat cannot be had, or another leads → FOLLOWER
-LEADER                the seat is lost → SUSPENDED; a higher term is seen → FOLLOWER
+CANDIDATE             its claim is at the broker → LEADER; no leader session, or another one leads → FOLLOWER
+LEADER                the leader session is lost → SUSPENDED; a higher term is seen → FOLLOWER
 SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
 ====================  ======================================================================================
 
-A broker that was restarted may have forgotten the record, or show an older one. Then who led and never had
-others beside it goes on at once. With others it may have been cut off, and deposed meanwhile: it goes on when
-all of those are there again and know less, and after ``orphan_s`` where one of them is not. Who followed
-leaves it ``leader_silence_s`` for that, who was not there lately ``orphan_s``, and so to one that knows more,
-from meeting it on, more where it stays. Where nobody has ever known anything, nobody waits (``hearsay``).
+A broker that was restarted may have forgotten the record, or return with an older one. A coordinator that led and
+never had others beside it then goes on at once. With others it may have been cut off and deposed meanwhile: it goes on
+when all of them are there again and know less, and after ``lost_record_timeout_s`` where one of them is not. A
+coordinator that followed leaves the others ``leader_silence_s`` for that; one that was not there lately leaves them
+``lost_record_timeout_s``. Each leaves the same time to one that knows more, from meeting it on, and longer while that
+one stays. Where no coordinator has ever known anything, nobody waits (``peer_knowledge``).
 
-A coordinator that cannot go on from the newest journal (another version of the program wrote it) is *barred*:
-it does not stand, is nobody's turn to wait for, and keeps nothing that it does not understand. If nobody else
-is left it says so, once, and the cluster stays without a leader: training goes on, and the right program
-finds everything as it was. A journal that is read from the seat counts, too, as it may have been written a
-moment before. The bar falls with a newer journal that can be read.
+A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*: it does not
+stand, nobody waits for its turn, and it keeps nothing that it does not understand. If no other is left it reports so,
+once, and the cluster stays without a leader: training goes on, and the right program finds everything as it was. A
+journal that is read on the leader session counts too, as it may have been written a moment before. The coordinator is
+eligible again with a newer journal that it can read.
 
-Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before
-it. Two that stand at once throw each other out until one has written its record, which the other one sees.
+Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before it. Two
+that stand at the same time end each other's leader sessions until one has published its record, which the other sees.
 """
 
 from dataclasses import replace
 from typing import assert_never
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
-from statemachine.election.events import standby_barred, taken_over, takeover_refused
-from statemachine.election.hearsay import Hearsay, outdone
+from statemachine.election.events import standby_ineligible, taken_over, takeover_refused
 from statemachine.election.leadership import (
-    Abdicate,
-    Announce,
-    BeatHeard,
-    Claim,
-    Claimed,
+    AcquireLeadership,
+    AnnouncePeer,
+    ClaimTerm,
     ElectionEvent,
-    JournalJudged,
+    FollowerSessionLost,
+    FollowerSessionOpened,
+    JournalChecked,
+    Lead,
     Leader,
+    LeaderHeartbeatSeen,
     LeaderSeen,
+    LeaderSessionLost,
+    LeaderSessionOpened,
     LeaderVanished,
-    LeaveSeat,
     Peer,
     PeerSeen,
     PeerVanished,
-    Refuse,
-    Reign,
+    RefuseTakeover,
+    ReleaseLeadership,
     Role,
-    SeatLost,
-    SeatTaken,
-    SendBeat,
+    SendLeaderHeartbeat,
+    StepDown,
     Suspend,
-    TakeSeat,
-    WatchBegan,
-    WatchBroke,
+    TermClaim,
 )
+from statemachine.election.peer_knowledge import PeerKnowledge, outdone
 from statemachine.events import TimerFired
 from statemachine.timing import Timing
 
 SILENCE = "silence"
 TURN = "turn"
-SEAT = "seat"
+LEADER_SESSION = "leader_session"
 BEAT = "beat"
 
 MOST_TURNS = 8
@@ -88,12 +89,12 @@ MOST_TURNS = 8
 
 
 class ElectionMachine:
-    """See the module. The first event is ``WatchBegan``."""
+    """See the module. The first event is ``FollowerSessionOpened``."""
 
     def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
         """:param shared: this coordinator has had others beside it, ever."""
         self.me = me
-        self._hearsay = Hearsay(timing, shared=shared)
+        self._knowledge = PeerKnowledge(timing, shared=shared)
         self._record_there = False
         """The broker remembers who leads."""
         self.role = Role.FOLLOWER
@@ -107,10 +108,10 @@ class ElectionMachine:
         self._lost_how: str | None = None
         """Why the leader is thought to be gone; ``None``: it is not."""
         self._lost_at = 0.0
-        self._reigned = False
+        self._led = False
         """What we know of the cluster goes on to be true if nobody led since."""
-        self._claimed: Claimed | None = None
-        self._hollow: Leader | None = None
+        self._claimed: TermClaim | None = None
+        self._record_without_journal: Leader | None = None
         """Whoever claimed this left no journal at the broker: it says of nobody that he led."""
         self._tries = 0
         self._refused = False
@@ -128,24 +129,24 @@ class ElectionMachine:
         """Take one event; what is to be done about it, in order."""
         self._at, self._cause = event.at, event.cause
         match event:
-            case WatchBegan():
+            case FollowerSessionOpened():
                 self._watching, self._began_at = True, self._at
                 if len(self.peers) == 1:
                     self._tries = 0
                 self._look()
-            case WatchBroke():
+            case FollowerSessionLost():
                 self._watching = self._record_there = self._refused = False
-                self._hearsay.lose_sight(self.me, self.peers.values())
+                self._knowledge.lose_sight(self.me, self.peers.values())
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
                 self._record_there = event.leader.term >= self.term
                 self._see(event.leader)
-            case BeatHeard():
+            case LeaderHeartbeatSeen():
                 self._hear(event.leader)
             case LeaderVanished():
                 if self.leader is not None and event.incarnation == self.leader.incarnation:
-                    self._hearsay.live |= self._watching
+                    self._knowledge.live |= self._watching
                     self._miss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
                 self._meet(event.peer)
@@ -154,14 +155,14 @@ class ElectionMachine:
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
                     self._show(self.peers.pop(event.incarnation, None) is not None)
-            case JournalJudged():
+            case JournalChecked():
                 self._judge(event.problem)
-            case SeatTaken() if problem := event.problem or self.me.barred:
-                self._unfit(problem)
-            case SeatTaken():
-                self._seated(event)
-            case SeatLost():
-                self._unseated(event)
+            case LeaderSessionOpened() if problem := event.problem or self.me.ineligible:
+                self._reject_journal(problem)
+            case LeaderSessionOpened():
+                self._opened(event)
+            case LeaderSessionLost():
+                self._lost(event)
             case TimerFired():
                 self._timer(event)
             case _:
@@ -188,20 +189,20 @@ class ElectionMachine:
     def _meet(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
         self.peers[peer.incarnation] = peer
-        self._hearsay.meet(self.me, peer, self._at, again=known is not None)
+        self._knowledge.meet(self.me, peer, self._at, again=known is not None)
         if peer.incarnation == self.me.incarnation:
             self.me = peer  # As it is at this connection.
-        self._show(known is None or known.barred != peer.barred)
-        if peer.barred and (known is None or not known.barred) and self.role is Role.LEADER:
-            self._out.append(standby_barred(self._cause, peer))
+        self._show(known is None or known.ineligible != peer.ineligible)
+        if peer.ineligible and (known is None or not known.ineligible) and self.role is Role.LEADER:
+            self._out.append(standby_ineligible(self._cause, peer))
 
     def _judge(self, problem: str) -> None:
         """A newer journal than ours: can we go on from it?"""
-        if problem == self.me.barred:
+        if problem == self.me.ineligible:
             return
-        self.me = replace(self.me, barred=problem)
+        self.me = replace(self.me, ineligible=problem)
         self.peers[self.me.incarnation] = self.me
-        self._out.append(Announce(cause=self._cause, peer=self.me))
+        self._out.append(AnnouncePeer(cause=self._cause, peer=self.me))
         self._refused = False
         self._look()
 
@@ -209,9 +210,9 @@ class ElectionMachine:
         """How long it is left to others to say what a broker without a record does not."""
         if self._record_there:
             return 0.0
-        since, led = self._began_at, self._reigned
-        leader = self.leader if self.leader != self._hollow else None
-        return self._hearsay.left_until(self.me, self._others(), leader, since, reigned=led) - self._at
+        since, led = self._began_at, self._led
+        leader = self.leader if self.leader != self._record_without_journal else None
+        return self._knowledge.left_until(self.me, self._others(), leader, since, led=led) - self._at
 
     def _others(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
@@ -230,7 +231,7 @@ class ElectionMachine:
             self._look()
 
     def _hear(self, leader: Leader) -> None:
-        self._hearsay.live |= leader.term >= self.term
+        self._knowledge.live |= leader.term >= self.term
         if leader.term > self.term:
             self._see(leader)
         elif leader == self.leader and leader.incarnation != self.me.incarnation:
@@ -241,13 +242,13 @@ class ElectionMachine:
 
     def _follow(self, leader: Leader) -> None:
         """Another one leads, under a higher term than we know of."""
-        self._cancel(TURN, SEAT, BEAT)
+        self._cancel(TURN, LEADER_SESSION, BEAT)
         self._claimed = None
         if self.role in (Role.CANDIDATE, Role.LEADER):
-            self._out.append(LeaveSeat(cause=self._cause))
-        if self._reigned:
-            self._reigned = False
-            self._out.append(Abdicate(cause=self._cause, leader=leader))
+            self._out.append(ReleaseLeadership(cause=self._cause))
+        if self._led:
+            self._led = False
+            self._out.append(StepDown(cause=self._cause, leader=leader))
         self.role = Role.FOLLOWER
         self._look()
 
@@ -261,18 +262,18 @@ class ElectionMachine:
         self._look()
 
     def _rank(self) -> int:
-        """How many that are there stand before us: who is barred waits for all others."""
-        return sum(1 for peer in self._standing() if self.me.barred or peer.order < self.me.order)
+        """How many that are there stand before us: who is ineligible waits for all others."""
+        return sum(1 for peer in self._eligible() if self.me.ineligible or peer.order < self.me.order)
 
-    def _standing(self) -> list[Peer]:
-        """Who would take the seat: not the leader that is gone, nor who is barred."""
+    def _eligible(self) -> list[Peer]:
+        """Who would take the seat: not the leader that is gone, nor who is ineligible."""
         gone = self.leader.incarnation if self.leader is not None else 0
-        return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.barred]
+        return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.ineligible]
 
     def _wait_turn(self, turns: int) -> None:
         turns += min(self._tries, MOST_TURNS)
         if turns == 0:
-            self._stand()
+            self._acquire()
         elif TURN not in self._due:
             self._set(TURN, turns * self._timing.election_s)
 
@@ -281,86 +282,88 @@ class ElectionMachine:
         if changed and self.role is Role.LEADER:
             self._out.append(PublishCluster(cause=self._cause))
 
-    # --- the seat ------------------------------------------------------------------------------------
+    # --- the leader session ---------------------------------------------------------------------------
 
-    def _stand(self) -> None:
+    def _acquire(self) -> None:
         self._cancel(SILENCE, TURN)
-        if self.me.barred:
+        if self.me.ineligible:
             self._refuse()
             return
         self.role = Role.CANDIDATE
-        self._set(SEAT, self._timing.seat_s)
-        self._out.append(TakeSeat(cause=self._cause))
+        self._set(LEADER_SESSION, self._timing.leader_session_s)
+        self._out.append(AcquireLeadership(cause=self._cause))
 
     def _refuse(self) -> None:
         """Once; and not while there is somebody else to take over."""
-        if self._standing():
+        if self._eligible():
             self._set(TURN, self._timing.election_s)
         elif not self._refused:
             self._refused = True
-            self._out.append(Refuse(cause=self._cause, event=takeover_refused(self._cause, self.me)))
+            self._out.append(RefuseTakeover(cause=self._cause, event=takeover_refused(self._cause, self.me)))
 
-    def _unfit(self, problem: str) -> None:
+    def _reject_journal(self, problem: str) -> None:
         """The seat showed a journal that we cannot go on from: whoever can may have it."""
         if self.role is not Role.CANDIDATE:
             return
-        self._cancel(SEAT)
-        self._out.append(LeaveSeat(cause=self._cause))
-        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        self._cancel(LEADER_SESSION)
+        self._out.append(ReleaseLeadership(cause=self._cause))
+        self.role = Role.SUSPENDED if self._led else Role.FOLLOWER
         self._judge(problem)
 
-    def _seated(self, event: SeatTaken) -> None:
+    def _opened(self, event: LeaderSessionOpened) -> None:
         if self.role is not Role.CANDIDATE:
             return
         found, lost = event.found, event.found is None or event.found.term < self.term
         if not event.kept:
-            self._hollow = found
+            self._record_without_journal = found
         self._record_there = not lost and event.kept
         if not self._record_there and self._forgotten_s() > 0:
-            self._rise("the broker forgot who leads")
+            self._release("the broker forgot who leads")
             return
         if self._tries < MOST_TURNS and outdone(event.newest, self._others()):
-            self._rise("another one knows more")
+            self._release("another one knows more")
             return
         before = self.leader if lost else found
-        again = self._reigned and before is not None and before.incarnation == self.me.incarnation
-        again &= not lost or not self._hearsay.may_have_led(self.me, self._others())
-        term = self._hearsay.next_term(max(self.term, event.newest[0], found.term if found else 0))
+        again = self._led and before is not None and before.incarnation == self.me.incarnation
+        again &= not lost or not self._knowledge.may_have_led(self.me, self._others())
+        term = self._knowledge.next_term(max(self.term, event.newest[0], found.term if found else 0))
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)
-        self._claimed = Claimed(leader, again, before, how, at, event.newest)
-        self._out.append(Claim(cause=self._cause, leader=leader))
+        self._claimed = TermClaim(leader, again, before, how, at, event.newest)
+        self._out.append(ClaimTerm(cause=self._cause, leader=leader))
 
-    def _begin(self, claimed: Claimed) -> None:
+    def _begin(self, claimed: TermClaim) -> None:
         """Nobody else leads in this term."""
         if self._tries < MOST_TURNS and outdone(claimed.newest, self._others()):
-            self._rise("another one, who came just now, knows more")
+            self._release("another one, who came just now, knows more")
             return
         self._claimed, self._tries = None, 0
-        self._cancel(SEAT)
-        self._out.append(Reign(cause=self._cause, leader=claimed.leader, again=claimed.again))
+        self._cancel(LEADER_SESSION)
+        self._out.append(Lead(cause=self._cause, leader=claimed.leader, again=claimed.again))
         self._out += taken_over(self._cause, claimed, self._at, self._timing)
-        self.role, self.leader, self._reigned = Role.LEADER, claimed.leader, True
-        self._out += [standby_barred(self._cause, peer) for peer in self.peers.values() if peer.barred]
-        self._hearsay.leads()
+        self.role, self.leader, self._led = Role.LEADER, claimed.leader, True
+        self._out += [
+            standby_ineligible(self._cause, peer) for peer in self.peers.values() if peer.ineligible
+        ]
+        self._knowledge.leads()
         self._beat()
 
     def _beat(self) -> None:
         if self.leader is not None:
-            self._out.append(SendBeat(cause=self._cause, leader=self.leader))
+            self._out.append(SendLeaderHeartbeat(cause=self._cause, leader=self.leader))
         self._set(BEAT, self._timing.leader_beat_s)
 
-    def _rise(self, why: str) -> None:
-        self._out.append(LeaveSeat(cause=self._cause))
-        self._unseated(SeatLost(at=self._at, cause=self._cause, why=why))
+    def _release(self, why: str) -> None:
+        self._out.append(ReleaseLeadership(cause=self._cause))
+        self._lost(LeaderSessionLost(at=self._at, cause=self._cause, why=why))
 
-    def _unseated(self, event: SeatLost) -> None:
+    def _lost(self, event: LeaderSessionLost) -> None:
         """It could not be had; or it was lost: to another one, by a reset, with the broker."""
         if self.role not in (Role.CANDIDATE, Role.LEADER):
             return
         led, self._claimed = self.role is Role.LEADER, None
-        self._cancel(SEAT, BEAT)
-        self.role = Role.SUSPENDED if self._reigned else Role.FOLLOWER
+        self._cancel(LEADER_SESSION, BEAT)
+        self.role = Role.SUSPENDED if self._led else Role.FOLLOWER
         if led:
             self._out.append(Suspend(cause=self._cause))
             # Somebody else may have taken it: its record, if so, is on its way. Alone, nobody has.
@@ -382,10 +385,10 @@ class ElectionMachine:
                 self._miss("silence")
             case "turn":
                 if self.role in (Role.FOLLOWER, Role.SUSPENDED) and self._watching:
-                    self._stand()
-            case "seat":
+                    self._acquire()
+            case "leader_session":
                 if self.role is Role.CANDIDATE:
-                    self._rise("it takes too long")
+                    self._release("it takes too long")
             case _:
                 if self.role is Role.LEADER:
                     self._beat()

@@ -16,7 +16,7 @@ from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.daemon import load_daemon_config
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.restored import Succession
+from ftd.coordinator.leadership import Takeover
 from ftd.doctor.cluster import check_cluster
 from ftd.errors import JournalError
 from ftd.wire.coordinators import JournalCopy
@@ -177,33 +177,33 @@ def copy_of(position: tuple[int, int], schema: int, protocol: int, state: bytes 
 def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_journal(
     tmp_path: Path, schema: int, protocol: int, says: str
 ) -> None:
-    def opened(*, anew: bool = False) -> tuple[Journal, Succession]:
+    def opened(*, anew: bool = False) -> tuple[Journal, Takeover]:
         journal = Journal(tmp_path)
-        return journal, Succession(Timing(), journal, anew=anew)
+        return journal, Takeover(Timing(), journal, anew=anew)
 
-    journal, succession = opened()
-    assert succession.keep(copy_of((1, 1), OLD, PROTOCOL)) == succession.barred == ""
-    assert says in succession.keep(copy_of((1, 2), schema, protocol))
-    assert says in succession.judge(copy_of((1, 3), schema, protocol))
+    journal, takeover = opened()
+    assert takeover.keep(copy_of((1, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
+    assert says in takeover.keep(copy_of((1, 2), schema, protocol))
+    assert says in takeover.check(copy_of((1, 3), schema, protocol))
     assert journal.position == (1, 1)
     journal.close()
 
-    journal, succession = opened()
-    assert says in succession.barred and "9.9" in succession.barred
-    assert succession.keep(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The one that it has.
-    assert says in succession.barred
-    assert succession.keep(copy_of((2, 1), OLD, PROTOCOL)) == succession.barred == ""
-    assert "cannot be read" in succession.judge(
+    journal, takeover = opened()
+    assert says in takeover.ineligible and "9.9" in takeover.ineligible
+    assert takeover.keep(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The one that it has.
+    assert says in takeover.ineligible
+    assert takeover.keep(copy_of((2, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
+    assert "cannot be read" in takeover.check(
         copy_of((3, 1), OLD, PROTOCOL, msgspec.msgpack.encode({"schema": OLD}))
     )
-    assert succession.judge(copy_of((3, 1), OLD, PROTOCOL)) == succession.judge(None) == ""
-    succession.keep(copy_of((4, 1), schema, protocol))
+    assert takeover.check(copy_of((3, 1), OLD, PROTOCOL)) == takeover.check(None) == ""
+    takeover.keep(copy_of((4, 1), schema, protocol))
     journal.close()
 
-    journal, succession = opened(anew=True)  # Whoever forgets the job needs to read nothing.
-    assert succession.barred == succession.judge(copy_of((5, 1), schema, protocol)) == ""
-    assert succession.begin(copy_of((5, 1), schema, protocol), 0.0).effects == []
-    assert says in succession.keep(copy_of((6, 1), schema, protocol))
+    journal, takeover = opened(anew=True)  # Whoever forgets the job needs to read nothing.
+    assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
+    assert takeover.begin(copy_of((5, 1), schema, protocol), 0.0).effects == []
+    assert says in takeover.keep(copy_of((6, 1), schema, protocol))
     journal.close()
 
 
@@ -213,5 +213,5 @@ def test_a_journal_of_another_schema_is_an_error_that_names_both(tmp_path: Path)
     with pytest.raises(
         JournalError, match=f"schema {NEW}, and this program reads {durable.OLDEST} to {OLD}.*--anew"
     ):
-        Succession(Timing(), journal, anew=False)
+        Takeover(Timing(), journal, anew=False)
     journal.close()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
-from ftd.coordinator.restored import Succession, restored
+from ftd.coordinator.leadership import Takeover, restored
 from ftd.errors import JournalError, WireError
 from ftd.wire.coordinators import (
     MAX_COPY_BYTES,
@@ -32,8 +32,8 @@ from ftd.wire.coordinators import (
 from ftd.wire.public import EventMessage
 from ftd.wire.refolding import Refolder
 from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import RESERVED
-from statemachine.cluster.durable.untold import UNTOLD
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster, Exposure
 from statemachine.timing import Timing
@@ -369,7 +369,7 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
         )  # fmt: skip
-        assert Succession(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
+        assert Takeover(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
         assert journal.position == (2, nodes)
         assert restored(timing, journal, None, 0.0).machine.generation == nodes + durable.UNSEEN
         assert restored(timing, journal, copy, 0.0).machine.generation == nodes
@@ -377,7 +377,7 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
     with pytest.raises(JournalError, match=r"cut off.*--anew"):
         restored(timing, journal, None, 0.0)
     with pytest.raises(WireError):
-        Succession(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
+        Takeover(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
     assert journal.position == (2, 3000)
     journal.close()
 
@@ -406,7 +406,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
             state=state(theirs - 30.0), protocol=PROTOCOL,
         )  # fmt: skip
         assert waited_s(copy) == pytest.approx(30.0, abs=5.0)
-        assert Succession(timing, journal, anew=False).keep(copy) == ""
+        assert Takeover(timing, journal, anew=False).keep(copy) == ""
         for left in (copy, None):
             assert waited_s(left) == pytest.approx(30.0, abs=5.0)
         journal.close()
@@ -431,7 +431,7 @@ def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> N
     journal, timing = Journal(tmp_path), Timing()
 
     def state(*untold: tuple[str, str], **others: Any) -> bytes:
-        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing)) | {UNTOLD: untold} | others)
+        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing)) | {OUTBOX: untold} | others)
 
     def left(term: int, kept: bytes) -> JournalCopy:
         return JournalCopy(
@@ -440,11 +440,11 @@ def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> N
         )  # fmt: skip
 
     journal.save(state(("e-1", "{}")), forced=False, position=(2, 5))
-    assert restored(timing, journal, None, 0.0).untold == (("e-1", "{}"),)
-    assert restored(timing, journal, left(1, state(("e-2", "{}"))), 0.0).untold == (("e-1", "{}"),)
-    assert restored(timing, journal, left(3, state(("e-2", "{}"))), 0.0).untold == (("e-2", "{}"),)
+    assert restored(timing, journal, None, 0.0).outbox == (("e-1", "{}"),)
+    assert restored(timing, journal, left(1, state(("e-2", "{}"))), 0.0).outbox == (("e-1", "{}"),)
+    assert restored(timing, journal, left(3, state(("e-2", "{}"))), 0.0).outbox == (("e-2", "{}"),)
     old = durable.write(Cluster(timing=timing)) | {"untold": {"name": "RolledBack"}}
-    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), 0.0).untold == ()
+    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), 0.0).outbox == ()
     with pytest.raises(JournalError, match="the journal at the broker"):
         restored(timing, journal, left(3, state(("e-2",))), 0.0)  # type: ignore[arg-type]
     journal.close()

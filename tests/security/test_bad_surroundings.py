@@ -356,7 +356,7 @@ def test_clocks_an_hour_off_older_nodes_and_other_secrets(
     broker = f'[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
     patient = "[timing]\nsilence_s = 60.0\n"  # The nodes here say one word each.
     coordinator = started(tmp_path / "late", broker + patient, hours=-1.0)
-    coordinator.until('"reign"')  # What is said before is for nobody.
+    coordinator.until('"lead"')  # What is said before is for nobody.
     facts = NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=1, mark=mark_of("right"))
     config = tmp_path / "doctor.toml"
     config.write_text(f'cluster = "lab"\nsecret_file = "secret"\n{broker}[node]\nname = "host-e"\n')

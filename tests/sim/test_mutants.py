@@ -33,15 +33,15 @@ from statemachine.cluster import (
     timeouts,
 )
 from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import promised
-from statemachine.cluster.durable.untold import UNTOLD
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Decision, Reports, Resumption
 from statemachine.cluster.snapshots import persisting, snapshots
 from statemachine.cluster.state import Cluster, Ledger
 from statemachine.effects import Effect, PersistState
 from statemachine.election import machine as election
-from statemachine.election.leadership import SeatTaken
+from statemachine.election.leadership import LeaderSessionOpened
 from statemachine.election.machine import ElectionMachine
 from statemachine.envelopes import ToNode, ToNodes
 from statemachine.messages import Prepare, Resume
@@ -156,8 +156,8 @@ def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
 
 
 def told_under_new_ids(voice: Voice, journal: dict[str, Any]) -> None:
-    for number, event in journal[UNTOLD]:
-        real_go_on(voice, {UNTOLD: [(f"{number}-again", event)]})
+    for number, event in journal[OUTBOX]:
+        real_go_on(voice, {OUTBOX: [(f"{number}-again", event)]})
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_foun
 def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def seated(machine: ElectionMachine, event: SeatTaken) -> None:
+    def seated(machine: ElectionMachine, event: LeaderSessionOpened) -> None:
         real(machine, event)
         if machine._claimed is not None:
             machine._begin(machine._claimed)
 
-    real = ElectionMachine._seated
-    monkeypatch.setattr(ElectionMachine, "_seated", seated)
+    real = ElectionMachine._opened
+    monkeypatch.setattr(ElectionMachine, "_opened", seated)
     found("in which another one led", leaning=Leaning(coordinators=3))
 
 

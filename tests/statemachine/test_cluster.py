@@ -10,7 +10,7 @@ from transcripts import PROFILE, Coordination, committed, facts, job, report, vo
 
 from planner.values import Device
 from statemachine.cluster.durable.durable import JournalError
-from statemachine.cluster.durable.untold import is_kept
+from statemachine.cluster.durable.outbox import is_kept
 from statemachine.cluster.foresight import expected
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import misfit

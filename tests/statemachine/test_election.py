@@ -7,28 +7,28 @@ import pytest
 
 from statemachine.effects import Effect, PublishCluster
 from statemachine.election.leadership import (
-    Abdicate,
-    Announce,
-    BeatHeard,
-    Claim,
+    AcquireLeadership,
+    AnnouncePeer,
+    ClaimTerm,
     ElectionEvent,
-    JournalJudged,
+    FollowerSessionLost,
+    FollowerSessionOpened,
+    JournalChecked,
+    Lead,
     Leader,
+    LeaderHeartbeatSeen,
     LeaderSeen,
+    LeaderSessionLost,
+    LeaderSessionOpened,
     LeaderVanished,
-    LeaveSeat,
     Peer,
     PeerSeen,
     PeerVanished,
-    Refuse,
-    Reign,
+    RefuseTakeover,
+    ReleaseLeadership,
     Role,
-    SeatLost,
-    SeatTaken,
+    StepDown,
     Suspend,
-    TakeSeat,
-    WatchBegan,
-    WatchBroke,
 )
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import TimerFired
@@ -58,7 +58,7 @@ class One:
 
     def waits_for_the_seat(self) -> None:
         """Whatever it waits for before passes."""
-        while not self.has(TakeSeat):
+        while not self.has(AcquireLeadership):
             self.fire("turn" if "turn" in self.machine._due else "silence")
 
     def has(self, kind: type[Effect]) -> bool:
@@ -72,28 +72,28 @@ class One:
         self.feed(LeaderSeen, leader=leader)
         for peer in others:
             self.feed(PeerSeen, peer=peer)
-        self.feed(WatchBegan)
+        self.feed(FollowerSessionOpened)
         assert self.machine.role is Role.FOLLOWER
         return self
 
     def takes(self, found: Leader | None, newest: tuple[int, int]) -> None:
         """The seat, and where it claims a term, that, too."""
-        self.feed(SeatTaken, found=found, newest=newest)
-        for claim in [effect for effect in self.out if isinstance(effect, Claim)]:
-            assert self.machine.role is Role.CANDIDATE and not self.has(Reign)
+        self.feed(LeaderSessionOpened, found=found, newest=newest)
+        for claim in [effect for effect in self.out if isinstance(effect, ClaimTerm)]:
+            assert self.machine.role is Role.CANDIDATE and not self.has(Lead)
             self.feed(LeaderSeen, leader=claim.leader)
 
-    def reigns(self, found: Leader | None = None, term: int = 0) -> Reign:
-        assert self.has(TakeSeat) and self.machine.role is Role.CANDIDATE
+    def reigns(self, found: Leader | None = None, term: int = 0) -> Lead:
+        assert self.has(AcquireLeadership) and self.machine.role is Role.CANDIDATE
         self.takes(found, (term, 0))
-        [reign] = [effect for effect in self.out if isinstance(effect, Reign)]
+        [reign] = [effect for effect in self.out if isinstance(effect, Lead)]
         assert self.machine.role is Role.LEADER
         return reign
 
 
 def test_the_first_one_leads_at_once() -> None:
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     reign = one.reigns()
     assert (reign.leader.term, reign.leader.name, reign.again) == (1, "bert", False)
     assert "LeaderElected" not in one.names()
@@ -120,7 +120,7 @@ def test_the_leader_publishes_who_stands_by() -> None:
     one.feed(PeerSeen, peer=cora)
     assert not one.has(PublishCluster)  # The leader does.
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     one.reigns()
     one.feed(PeerSeen, peer=cora)
     assert one.has(PublishCluster)
@@ -133,7 +133,7 @@ def test_the_leader_publishes_who_stands_by() -> None:
 def test_silence_deposes_and_beats_do_not() -> None:
     one = One().follows()
     for _ in range(10):
-        one.feed(BeatHeard, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
+        one.feed(LeaderHeartbeatSeen, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
         assert one.machine._due["silence"] == one.at + TIMING.leader_silence_s
     one.fire("silence")
     one.reigns(found=ANNA)
@@ -142,9 +142,9 @@ def test_silence_deposes_and_beats_do_not() -> None:
 def test_who_was_away_itself_listens_first() -> None:
     one = One().follows()
     one.fire("silence", late_s=60.0)
-    assert not one.has(TakeSeat)
+    assert not one.has(AcquireLeadership)
     one.fire("silence")
-    assert one.has(TakeSeat)
+    assert one.has(AcquireLeadership)
 
 
 def test_standbys_stand_in_turn() -> None:
@@ -155,7 +155,7 @@ def test_standbys_stand_in_turn() -> None:
     )
     for one in (last, first):
         one.feed(LeaderVanished, incarnation=1, graceful=False)
-    assert first.has(TakeSeat) and not last.has(TakeSeat)
+    assert first.has(AcquireLeadership) and not last.has(AcquireLeadership)
     record = first.reigns(found=ANNA).leader
     last.feed(LeaderSeen, leader=record)
     assert last.machine.role is Role.FOLLOWER and "turn" not in last.machine._due
@@ -163,51 +163,51 @@ def test_standbys_stand_in_turn() -> None:
     other = One("cora", 3).follows(ANNA, anna, dora, Peer(name="bert", incarnation=2))
     other.feed(LeaderVanished, incarnation=1, graceful=False)
     other.fire("turn")
-    assert other.has(TakeSeat)
+    assert other.has(AcquireLeadership)
 
 
 def test_a_higher_term_ends_a_reign() -> None:
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     one.reigns()
     other = Leader(term=2, name="anna", incarnation=1)
     one.feed(LeaderSeen, leader=other)
-    assert one.has(LeaveSeat) and one.has(Abdicate) and one.machine.role is Role.FOLLOWER
-    one.feed(SeatLost, why="thrown out")
+    assert one.has(ReleaseLeadership) and one.has(StepDown) and one.machine.role is Role.FOLLOWER
+    one.feed(LeaderSessionLost, why="thrown out")
     assert not one.out
 
 
 def test_who_was_thrown_out_looks_before_it_stands_again() -> None:
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
     one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
-    one.feed(SeatLost, why="thrown out")
-    assert one.has(Suspend) and not one.has(TakeSeat)
+    one.feed(LeaderSessionLost, why="thrown out")
+    assert one.has(Suspend) and not one.has(AcquireLeadership)
     one.feed(LeaderVanished, incarnation=mine.incarnation, graceful=False)
-    assert not one.has(TakeSeat)
+    assert not one.has(AcquireLeadership)
     one.feed(LeaderSeen, leader=Leader(term=mine.term + 1, name="anna", incarnation=1))
-    assert one.has(Abdicate)
+    assert one.has(StepDown)
 
 
 def test_a_leader_whose_broker_was_restarted_goes_on() -> None:
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
-    one.feed(WatchBroke)
-    one.feed(SeatLost, why="the broker")
-    assert one.has(Suspend) and not one.has(TakeSeat)
-    one.feed(WatchBegan, after_s=5.0)
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker")
+    assert one.has(Suspend) and not one.has(AcquireLeadership)
+    one.feed(FollowerSessionOpened, after_s=5.0)
     reign = one.reigns()  # The broker remembers nothing.
     assert reign.again and reign.leader.term == mine.term + 1
 
 
 def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_knew() -> None:
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
-    one.feed(SeatLost, why="reset")
-    assert one.has(TakeSeat)  # Alone, as far as it knows.
+    one.feed(LeaderSessionLost, why="reset")
+    assert one.has(AcquireLeadership)  # Alone, as far as it knows.
     reign = one.reigns(found=Leader(term=mine.term + 1, name="anna", incarnation=1))
     assert not reign.again and reign.leader.term == mine.term + 2
 
@@ -217,8 +217,8 @@ def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
     one.feed(LeaderVanished, incarnation=1, graceful=True)
     waits = []
     for _ in range(12):
-        assert one.has(TakeSeat)
-        one.feed(SeatLost, why="refused")
+        assert one.has(AcquireLeadership)
+        one.feed(LeaderSessionLost, why="refused")
         waits.append(one.machine._due["turn"] - one.at)
         one.fire("turn")
     assert waits == sorted(waits) and waits[0] == TIMING.election_s and waits[-1] == waits[-2]
@@ -227,36 +227,40 @@ def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
 def test_a_seat_that_is_not_had_in_time_is_left() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=True)
-    one.fire("seat")
-    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
+    one.fire("leader_session")
+    assert one.has(ReleaseLeadership) and one.machine.role is Role.FOLLOWER
 
 
 def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> None:
     """It goes on when all who were beside it are there again, and know less."""
-    for position, patience_s in (((4, 9), 0.0), ((6, 1), TIMING.orphan_s), (None, TIMING.orphan_s)):
+    for position, patience_s in (
+        ((4, 9), 0.0),
+        ((6, 1), TIMING.lost_record_timeout_s),
+        (None, TIMING.lost_record_timeout_s),
+    ):
         one = One()
         one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1, position=(4, 8)))
         one.feed(PeerVanished, incarnation=1)
-        one.feed(WatchBegan)
+        one.feed(FollowerSessionOpened)
         one.fire("silence")
         one.takes(None, (4, 0))
         one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
-        one.feed(WatchBroke)
-        one.feed(SeatLost, why="cut off")
+        one.feed(FollowerSessionLost)
+        one.feed(LeaderSessionLost, why="cut off")
         assert one.machine.role is Role.SUSPENDED
         one.feed(PeerSeen, peer=Peer(name="bert", incarnation=2, position=(5, 7)))
-        one.feed(WatchBegan)
-        assert not one.has(TakeSeat)
+        one.feed(FollowerSessionOpened)
+        assert not one.has(AcquireLeadership)
         began = one.at
         if position is not None:
             one.feed(PeerSeen, peer=Peer(name="carl", incarnation=4, position=position))
         if patience_s:
-            assert not one.has(TakeSeat)
+            assert not one.has(AcquireLeadership)
             while one.at < began + patience_s:
                 one.fire("silence")
-        elif not one.has(TakeSeat):
+        elif not one.has(AcquireLeadership):
             one.fire("turn")
-        assert one.has(TakeSeat)
+        assert one.has(AcquireLeadership)
 
 
 def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
@@ -265,16 +269,16 @@ def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
         one = One()
         one.feed(PeerSeen, peer=Peer(name=name, incarnation=1, position=(4, 8)))
         one.feed(PeerVanished, incarnation=1)
-        one.feed(WatchBegan)
-        assert one.has(TakeSeat) is alone
+        one.feed(FollowerSessionOpened)
+        assert one.has(AcquireLeadership) is alone
         assert ("silence" in one.machine._due) is not alone
 
 
 def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
-    one.feed(WatchBegan)
-    while not one.has(TakeSeat):
+    one.feed(FollowerSessionOpened)
+    while not one.has(AcquireLeadership):
         one.fire("turn")
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
     one.takes(None, (0, 0))
@@ -284,16 +288,16 @@ def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
 def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
     """Who kept up with the leader leaves it time to come back; who did not, much more."""
     kept_up = One().follows()
-    kept_up.feed(WatchBroke)
+    kept_up.feed(FollowerSessionLost)
     kept_up.feed(PeerSeen, peer=Peer(name="bert", incarnation=2, position=(4, 9)))
-    kept_up.feed(WatchBegan)
-    assert not kept_up.has(TakeSeat)
+    kept_up.feed(FollowerSessionOpened)
+    assert not kept_up.has(AcquireLeadership)
     kept_up.fire("silence")
     kept_up.reigns()
     orphan = One()
     orphan.machine = ElectionMachine(orphan.machine.me, TIMING, shared=True)
-    orphan.feed(WatchBegan)
-    assert orphan.machine._due["silence"] == orphan.at + TIMING.orphan_s
+    orphan.feed(FollowerSessionOpened)
+    assert orphan.machine._due["silence"] == orphan.at + TIMING.lost_record_timeout_s
 
 
 def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
@@ -302,7 +306,7 @@ def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
     for position, stays in (((4, 8), True), ((4, 8), False), ((4, 10), True)):
         one = One()
         one.machine = ElectionMachine(replace(one.machine.me, position=position), TIMING, shared=True)
-        one.feed(WatchBegan)
+        one.feed(FollowerSessionOpened)
         one.feed(PeerSeen, after_s=TIMING.leader_silence_s * 2, peer=anna)
         met_at = one.at
         if position > anna.position:
@@ -310,27 +314,27 @@ def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
             continue
         if not stays:
             one.feed(PeerVanished, incarnation=1)
-        while not one.has(TakeSeat):
-            assert one.at <= met_at + TIMING.orphan_s + TIMING.leader_silence_s
+        while not one.has(AcquireLeadership):
+            assert one.at <= met_at + TIMING.lost_record_timeout_s + TIMING.leader_silence_s
             one.fire("turn" if "turn" in one.machine._due else "silence")
-        assert one.at >= met_at + TIMING.orphan_s + (TIMING.leader_silence_s if stays else 0.0)
+        assert one.at >= met_at + TIMING.lost_record_timeout_s + (TIMING.leader_silence_s if stays else 0.0)
 
 
 def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> None:
     one = One().follows()
-    [announced] = [e for e in one.feed(JournalJudged, problem="schema 2") if isinstance(e, Announce)]
-    assert announced.peer.barred == "schema 2" and announced.peer.name == "bert"
+    [announced] = [e for e in one.feed(JournalChecked, problem="schema 2") if isinstance(e, AnnouncePeer)]
+    assert announced.peer.ineligible == "schema 2" and announced.peer.name == "bert"
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    [refused] = [e for e in one.out if isinstance(e, Refuse)]
-    assert "bert must not: schema 2" in refused.event.reason and not one.has(TakeSeat)
+    [refused] = [e for e in one.out if isinstance(e, RefuseTakeover)]
+    assert "bert must not: schema 2" in refused.event.reason and not one.has(AcquireLeadership)
     assert not one.feed(LeaderVanished, incarnation=1, graceful=False)
-    one.feed(WatchBroke)
+    one.feed(FollowerSessionLost)
     one.feed(LeaderSeen, leader=ANNA)
-    one.feed(WatchBegan)
-    assert one.has(Refuse)  # The broker may have forgotten it.
+    one.feed(FollowerSessionOpened)
+    assert one.has(RefuseTakeover)  # The broker may have forgotten it.
     one.feed(LeaderSeen, leader=Leader(term=5, name="cora", incarnation=3))
-    one.feed(JournalJudged, problem="")
-    assert one.has(Announce) and not one.machine.me.barred
+    one.feed(JournalChecked, problem="")
+    assert one.has(AnnouncePeer) and not one.machine.me.ineligible
     one.feed(LeaderVanished, incarnation=3, graceful=False)
     one.reigns(found=Leader(term=5, name="cora", incarnation=3))
 
@@ -338,41 +342,41 @@ def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> N
 def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all() -> None:
     anna, aside = (
         Peer(name="anna", incarnation=1),
-        Peer(name="aside", incarnation=9, priority=9, barred="old"),
+        Peer(name="aside", incarnation=9, priority=9, ineligible="old"),
     )
     one = One().follows(ANNA, anna, aside)
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    assert one.has(TakeSeat)
+    assert one.has(AcquireLeadership)
     other = One("aside", 9, priority=9).follows(ANNA, anna, Peer(name="bert", incarnation=2))
-    other.feed(JournalJudged, problem="old")
+    other.feed(JournalChecked, problem="old")
     other.feed(LeaderVanished, incarnation=1, graceful=False)
     other.fire("turn")
-    assert not other.has(TakeSeat) and not other.has(Refuse)
+    assert not other.has(AcquireLeadership) and not other.has(RefuseTakeover)
     other.feed(PeerVanished, incarnation=2)
     other.fire("turn")
-    assert other.has(Refuse)
+    assert other.has(RefuseTakeover)
 
 
 def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attempt() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    one.feed(SeatTaken, found=ANNA, newest=(4, 0), problem="damaged")
-    assert one.has(LeaveSeat) and one.has(Refuse) and not one.has(Reign)
-    assert one.machine.role is Role.FOLLOWER and one.machine.me.barred == "damaged"
+    one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0), problem="damaged")
+    assert one.has(ReleaseLeadership) and one.has(RefuseTakeover) and not one.has(Lead)
+    assert one.machine.role is Role.FOLLOWER and one.machine.me.ineligible == "damaged"
 
 
 def test_the_leader_tells_who_would_not_take_over() -> None:
     one = One()
-    one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, barred="older"))
-    one.feed(WatchBegan)
+    one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, ineligible="older"))
+    one.feed(FollowerSessionOpened)
     one.fire("silence")
     one.reigns()
     assert one.names().count("StandbyBarred") == 1
     cora = Peer(name="cora", incarnation=3)
     one.feed(PeerSeen, peer=cora)
-    one.feed(PeerSeen, peer=replace(cora, barred="older"))
+    one.feed(PeerSeen, peer=replace(cora, ineligible="older"))
     assert one.names().count("StandbyBarred") == 1 and one.has(PublishCluster)
-    one.feed(PeerSeen, peer=replace(cora, barred="older"))
+    one.feed(PeerSeen, peer=replace(cora, ineligible="older"))
     assert not one.out
 
 
@@ -382,35 +386,35 @@ def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     tries = 0
     while one.machine.role is not Role.LEADER:
-        if not one.has(TakeSeat):
+        if not one.has(AcquireLeadership):
             one.fire("turn")
         one.takes(ANNA, (4, 8))
-        assert one.has(LeaveSeat) is not one.has(Reign)
+        assert one.has(ReleaseLeadership) is not one.has(Lead)
         tries += 1
     assert 1 < tries < 12
-    for newest, barred in (((4, 9), ""), ((4, 8), "another schema")):
-        one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9), barred=barred))
+    for newest, ineligible in (((4, 9), ""), ((4, 8), "another schema")):
+        one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9), ineligible=ineligible))
         one.feed(LeaderVanished, incarnation=1, graceful=False)
         one.takes(ANNA, newest)
-        assert one.has(Reign)
+        assert one.has(Lead)
 
 
 def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
     """The broker is back with what it once saved: the record is one's own, and another one led since."""
     one = One()
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     one.reigns()
-    one.feed(WatchBroke)
-    one.feed(SeatLost, why="the broker ended")
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker ended")
     mine = one.machine.leader
     one.feed(LeaderSeen, leader=mine)
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     one.waits_for_the_seat()
-    one.feed(SeatTaken, found=mine, newest=(1, 9))
-    [claim] = [effect for effect in one.out if isinstance(effect, Claim)]
+    one.feed(LeaderSessionOpened, found=mine, newest=(1, 9))
+    [claim] = [effect for effect in one.out if isinstance(effect, ClaimTerm)]
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
     one.feed(LeaderSeen, leader=claim.leader)
-    assert one.has(LeaveSeat) and not one.has(Reign) and one.machine.role is Role.SUSPENDED
+    assert one.has(ReleaseLeadership) and not one.has(Lead) and one.machine.role is Role.SUSPENDED
 
 
 @pytest.mark.parametrize("live", ["beat", "last will", "nothing"])
@@ -418,7 +422,7 @@ def test_terms_that_the_broker_may_have_forgotten_are_left_out(live: str) -> Non
     """Who saw the leader lead, in this very session, knows that there was none behind its term."""
     one = One().follows(ANNA, Peer(name="anna", incarnation=1))
     if live == "beat":
-        one.feed(BeatHeard, leader=ANNA)
+        one.feed(LeaderHeartbeatSeen, leader=ANNA)
     if live == "last will":
         one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.waits_for_the_seat()
@@ -430,16 +434,16 @@ def test_an_older_record_is_as_good_as_none() -> None:
     """Who led and was cut off finds the broker as it was before: another one may have led since."""
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(5, 3)), TIMING, shared=True)
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     one.waits_for_the_seat()
     one.reigns(term=5)
-    one.feed(WatchBroke)
-    one.feed(SeatLost, why="the broker ended")
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker ended")
     back_at, before = one.at, Leader(term=4, name="anna", incarnation=1)
     one.feed(LeaderSeen, leader=before)
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    one.feed(WatchBegan)
-    assert not one.has(TakeSeat)
+    one.feed(FollowerSessionOpened)
+    assert not one.has(AcquireLeadership)
     one.waits_for_the_seat()
     assert one.at >= back_at + TIMING.leader_silence_s / 2
     assert not one.reigns(found=before, term=5).again
@@ -448,25 +452,25 @@ def test_an_older_record_is_as_good_as_none() -> None:
 def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_nobody() -> None:
     """Whoever took it meanwhile cannot have read the claim, and claims the same term."""
     one = One()
-    one.feed(WatchBegan)
-    one.feed(SeatTaken, found=None, newest=(0, 0))
-    assert one.has(Claim)
+    one.feed(FollowerSessionOpened)
+    one.feed(LeaderSessionOpened, found=None, newest=(0, 0))
+    assert one.has(ClaimTerm)
     theirs = Leader(term=1, name="carl", incarnation=3)
     one.feed(LeaderSeen, leader=theirs)
-    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER and one.machine.leader == theirs
+    assert one.has(ReleaseLeadership) and one.machine.role is Role.FOLLOWER and one.machine.leader == theirs
     one.feed(LeaderSeen, leader=Leader(term=1, name="bert", incarnation=2))
-    assert not one.has(Reign) and one.machine.leader == theirs
+    assert not one.has(Lead) and one.machine.leader == theirs
 
 
 def test_a_claim_that_does_not_come_back_is_given_up() -> None:
     one = One()
-    one.feed(WatchBegan)
-    one.feed(SeatTaken, found=None, newest=(0, 0))
-    one.fire("seat")
-    assert one.has(LeaveSeat) and one.machine.role is Role.FOLLOWER
+    one.feed(FollowerSessionOpened)
+    one.feed(LeaderSessionOpened, found=None, newest=(0, 0))
+    one.fire("leader_session")
+    assert one.has(ReleaseLeadership) and one.machine.role is Role.FOLLOWER
     one.feed(LeaderSeen, leader=Leader(term=1, name="bert", incarnation=2))
-    assert not one.has(Reign)
-    while not one.has(TakeSeat):
+    assert not one.has(Lead)
+    while not one.has(AcquireLeadership):
         one.fire("turn")
     assert one.reigns(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
 
@@ -477,16 +481,16 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(4, 8)), TIMING, shared=True)
     one.feed(PeerSeen, peer=carl)
-    one.feed(WatchBegan)
+    one.feed(FollowerSessionOpened)
     claim = Leader(term=5, name="carl", incarnation=3)
     one.feed(LeaderSeen, leader=claim)
     one.feed(PeerVanished, incarnation=3)
     gone_at = one.at
     one.feed(LeaderVanished, incarnation=3, graceful=False)
-    while not one.has(TakeSeat):
+    while not one.has(AcquireLeadership):
         one.fire("turn")
-    one.feed(SeatTaken, found=claim, newest=(4, 8), kept=False)
-    assert one.has(LeaveSeat) and not one.has(Claim)
+    one.feed(LeaderSessionOpened, found=claim, newest=(4, 8), kept=False)
+    assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
     one.waits_for_the_seat()
-    assert one.at >= gone_at + TIMING.orphan_s
+    assert one.at >= gone_at + TIMING.lost_record_timeout_s
     assert one.reigns(found=claim).leader.term == 6

@@ -32,9 +32,9 @@ from tests.ftd.test_coordinator import (
 KILLED = """
 import os, signal, sys
 from ftd.coordinator.events import EventStream
-from statemachine.cluster.durable.untold import Untold
+from statemachine.cluster.durable.outbox import EventOutbox
 moment, name = sys.argv.pop(1), sys.argv.pop(1)
-tell, told, ids = EventStream._publish, Untold.told, set()
+tell, told, ids = EventStream._publish, EventOutbox.acknowledge, set()
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 def publish(stream, session, message):
@@ -43,11 +43,11 @@ def publish(stream, session, message):
     if message.event == name:
         ids.add(message.id)
     tell(stream, session, message)
-def acknowledged(untold, number):
+def acknowledged(outbox, number):
     if number in ids:
         kill()
-    told(untold, number)
-EventStream._publish, Untold.told = publish, acknowledged
+    told(outbox, number)
+EventStream._publish, EventOutbox.acknowledge = publish, acknowledged
 from ftd.cli.main import main
 main()
 """

@@ -10,10 +10,10 @@ from statemachine.election.leadership import Leader, Peer
 from statemachine.timing import Timing
 
 FORGOTTEN_TERMS = 100
-"""More than there are takings of the seat between two moments in which a broker saves what is retained."""
+"""Terms that are left out: more than leader sessions between two moments in which a broker saves what it retains."""
 
 
-class Hearsay:
+class PeerKnowledge:
     """Of one coordinator."""
 
     def __init__(self, timing: Timing, *, shared: bool) -> None:
@@ -31,7 +31,7 @@ class Hearsay:
 
     def meet(self, me: Peer, peer: Peer, at: float, *, again: bool) -> None:
         """:param again: it was there already."""
-        self._new &= peer.position == (0, 0) and not peer.barred
+        self._new &= peer.position == (0, 0) and not peer.ineligible
         if peer.name == me.name:  # It is this one; or what is left of it as it was before.
             return
         self._shared = True
@@ -61,34 +61,34 @@ class Hearsay:
         return bool(self._beside - {peer.name for peer in others}) if self._beside else self._shared
 
     def left_until(
-        self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, reigned: bool
+        self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, led: bool
     ) -> float:
         """Until when this one leaves it to others to lead, where the broker has no record.
 
         :param others: who is there. :param leader: the newest that was ever seen.
-        :param began_at: since when it watches. :param reigned: it led, and knows of nobody since.
+        :param began_at: since when it watches. :param led: it led, and knows of nobody since.
         """
-        if (self._new and leader is None) or (not self._shared and (reigned or leader is None)):
+        if (self._new and leader is None) or (not self._shared and (led or leader is None)):
             return 0.0
         timing = self._timing
         if self._furthest > me.position:
-            ahead = any(peer.position > me.position and not peer.barred for peer in others)
-            wait_s = timing.orphan_s + (timing.leader_silence_s if ahead else 0.0)
+            ahead = any(peer.position > me.position and not peer.ineligible for peer in others)
+            wait_s = timing.lost_record_timeout_s + (timing.leader_silence_s if ahead else 0.0)
             return max(began_at, self._furthest_at) + wait_s
         kept_up = leader is not None and me.position[0] >= leader.term
         lately = kept_up or any(peer.position < me.position for peer in others)
-        if not (lately or reigned):
-            wait_s = timing.orphan_s
-        elif not reigned:
+        if not (lately or led):
+            wait_s = timing.lost_record_timeout_s
+        elif not led:
             wait_s = timing.leader_silence_s
         elif not self._beside:
             wait_s = timing.leader_silence_s / 2
         else:
-            wait_s = timing.orphan_s if self._beside - {peer.name for peer in others} else 0.0
+            wait_s = timing.lost_record_timeout_s if self._beside - {peer.name for peer in others} else 0.0
         return began_at + wait_s
 
 
 def outdone(newest: tuple[int, int], others: Iterable[Peer]) -> bool:
     """What is at the broker is from before, as it comes back with what it once saved: somebody who is there
     kept a newer journal than this, and takes his turn soon."""
-    return any(peer.position > newest and not peer.barred for peer in others)
+    return any(peer.position > newest and not peer.ineligible for peer in others)

@@ -1,4 +1,4 @@
-"""The cluster's state as the coordinator tells it, and an end to tasks."""
+"""The cluster's state as the coordinator publishes it, and the end of its tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from typing import Any
 from ftd.wire.public import SCHEMA, timestamp
 
 
-def told_state(
+def public_state(
     state: dict[str, Any], coordinator: dict[str, Any], progress: tuple[int, int] | None, now: float
 ) -> dict[str, Any]:
-    """The machine's public state with who tells it, and how far planning is.
+    """Return the machine's public state with the coordinator that publishes it, and the progress of planning.
 
     :param now: on the machine's clock.
     """
@@ -27,8 +27,8 @@ def told_state(
     }
 
 
-async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel these, and wait until they are over."""
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

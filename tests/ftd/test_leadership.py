@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from ftd.config.address import BrokerAddress
-from ftd.coordinator.seat import Seat, Throne
-from ftd.coordinator.watch import Following
+from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
 from ftd.mqtt.session import MqttSession
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
-from statemachine.election.hearsay import FORGOTTEN_TERMS
 from statemachine.election.leadership import Leader, Peer
+from statemachine.election.peer_knowledge import FORGOTTEN_TERMS
 from statemachine.timing import Timing
 from tests.ftd.conftest import RunningBroker
 
@@ -41,22 +40,22 @@ class Coordinator:
         self.told: list[list[str]] = []
         """What the cluster's state says of who stands by, as often as it was published for that."""
         self.copies: list[JournalCopy] = []
-        self.seat = Seat(
+        self.leadership = Leadership(
             broker,
             TOPICS,
             Peer(name=name, incarnation=incarnation),
             TIMING,
             subscriptions=(TOPICS.cluster_state,),
             unacknowledged=(TOPICS.node_signal(),),
-            throne=Throne(
+            leader=LeaderCallbacks(
                 begin=lambda leader, copy: self.begun.append((leader, copy)),
-                judge=lambda copy: "",
+                check=lambda copy: "",
                 state=lambda: self.state,
                 end=self.ended.append,
                 emit=self._emit,
-                show=self._shown,
+                publish_state=self._shown,
             ),
-            following=Following(
+            follower=FollowerCallbacks(
                 position=lambda: (0, 0),
                 met=lambda: None,
                 alive=lambda: None,
@@ -73,7 +72,7 @@ class Coordinator:
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self.task = asyncio.ensure_future(self.seat.run())
+        self.task = asyncio.ensure_future(self.leadership.run())
 
     async def end(self) -> None:
         if self.task is not None:
@@ -88,15 +87,15 @@ class Coordinator:
         return ""
 
     def _shown(self) -> None:
-        self.told.append(self.seat.public_state()["standbys"])
+        self.told.append(self.leadership.public_state()["standbys"])
 
     def _connected(self) -> None:
         self.connections += 1
 
     def say(self, word: bytes) -> None:
         """The journal says so, then a node is told."""
-        self.seat.replicate(word, time.monotonic())
-        self.seat.publish(COMMAND, word)
+        self.leadership.replicate(word, time.monotonic())
+        self.leadership.publish(COMMAND, word)
 
 
 async def until(holds: Callable[[], Any], what: str) -> None:
@@ -181,8 +180,8 @@ def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> N
                 anna.say(b"%d" % number)
             await until(lambda: told and told[-1] == b"19", "the node hears anna")
             await anna.end()  # Without a goodbye from the coordinator: as a kill, for the others.
-            anna.seat._watch.session.interrupt()
-            bert.seat.machine.peers.pop(1, None)
+            anna.leadership._follower_session.session.interrupt()
+            bert.leadership.machine.peers.pop(1, None)
             await until(lambda: bert.connections == 1, "bert leads")
             [(leader, copy)] = bert.begun
             assert copy is not None and copy.state == b"19" and copy.position == (1, 21)
@@ -210,10 +209,10 @@ def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBro
         await until(lambda: any(topic == TOPICS.leader_beat for topic, _ in heard), "anna leads")
         assert mosquitto.process is not None
         mosquitto.process.send_signal(signal.SIGSTOP)
-        leaving = asyncio.ensure_future(anna.seat.say_goodbye(b"{}", PATIENCE_S))
+        leaving = asyncio.ensure_future(anna.leadership.say_goodbye(b"{}", PATIENCE_S))
         try:
             await asyncio.sleep(3 * TIMING.leader_beat_s)
-            anna.seat.publish(TOPICS.cluster_state, b"leads", retain=True)
+            anna.leadership.publish(TOPICS.cluster_state, b"leads", retain=True)
         finally:
             mosquitto.process.send_signal(signal.SIGCONT)
         await leaving
@@ -256,7 +255,7 @@ def test_a_leader_that_was_cut_off_is_not_heard_and_comes_back_to_follow(
             await until(lambda: told and told[-1] == b"bert again", "the node hears bert")
             assert told == [b"anna", b"bert", b"bert again"]
             assert bert.begun[0][1] is not None and bert.begun[0][1].state == b"anna"
-            assert anna.seat.machine.leader == bert.seat.machine.leader
+            assert anna.leadership.machine.leader == bert.leadership.machine.leader
             await asyncio.gather(anna.end(), bert.end())
         await proxy.close()
 
@@ -287,11 +286,11 @@ def test_a_coordinator_of_another_version_is_named_with_the_remedy(
     broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[dict[str, Any]] = []
-    monkeypatch.setattr("ftd.coordinator.watch._log.warning", lambda event, **words: said.append(words))
+    monkeypatch.setattr("ftd.coordinator.leadership._log.warning", lambda event, **words: said.append(words))
 
     async def play() -> None:
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
-        bert.seat._watch._version = "0.0.1"
+        bert.leadership._follower_session._version = "0.0.1"
         anna.start()
         await until(lambda: anna.connections == 1, "anna leads")
         bert.start()
@@ -314,9 +313,9 @@ def test_many_that_come_at_once_agree(
             one.start()
 
         def agreed() -> bool:
-            leading = [one for one in all_of_them if one.seat.connected]
+            leading = [one for one in all_of_them if one.leadership.connected]
             return len(leading) == 1 and all(
-                one.seat.machine.leader == leading[0].seat.machine.leader for one in all_of_them
+                one.leadership.machine.leader == leading[0].leadership.machine.leader for one in all_of_them
             )
 
         await until(agreed, "one leads, and all know it")

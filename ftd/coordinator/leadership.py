@@ -1,0 +1,777 @@
+"""Leadership of one coordinator: its two sessions at the broker, and what it begins to lead with.
+
+``Leadership`` drives ``statemachine.election``, which decides who leads. For as long as the process lives it keeps a
+``FollowerSession``, under a client id of its own, which reads who leads and who is there. While this coordinator leads
+or tries to, it also keeps a ``LeaderSession`` under the one client id of the cluster's leader. The broker ends the
+session of the previous holder, so only one coordinator is heard. ``Takeover`` decides from which journal a new leader
+begins, and whether this program can read it.
+
+To the rest of the coordinator ``Leadership`` looks like one session: ``publish`` while it leads, and the callbacks
+``on_connected`` and ``on_lost``.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, assert_never, cast
+
+import msgspec
+import structlog
+
+from ftd.config.address import BrokerAddress
+from ftd.coordinator.journal import SAME_CLOCK_S, Journal
+from ftd.driver import Driver
+from ftd.errors import JournalError, WireError
+from ftd.mqtt.session import MAX_KEPT, Kept, MqttSession, Will
+from ftd.wire.checking import encode_event
+from ftd.wire.coordinators import (
+    JournalCopy,
+    PeerMessage,
+    decode_copy,
+    decode_leader,
+    encode_copy,
+    encode_leader,
+    encode_peer,
+    encode_unreachable,
+    is_packed,
+    unpack,
+)
+from ftd.wire.public import CoordinatorSaid, decode_json, event_message
+from ftd.wire.topics import Topics
+from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.outbox import OUTBOX
+from statemachine.cluster.durable.promises import beyond
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.effects import Effect, EmitEvent, PublishCluster
+from statemachine.election.leadership import (
+    AcquireLeadership,
+    AnnouncePeer,
+    ClaimTerm,
+    FollowerSessionLost,
+    FollowerSessionOpened,
+    JournalChecked,
+    Lead,
+    Leader,
+    LeaderHeartbeatSeen,
+    LeaderSeen,
+    LeaderSessionLost,
+    LeaderSessionOpened,
+    LeaderVanished,
+    Peer,
+    PeerSeen,
+    PeerVanished,
+    RefuseTakeover,
+    ReleaseLeadership,
+    Role,
+    SendLeaderHeartbeat,
+    StepDown,
+    Suspend,
+)
+from statemachine.election.machine import ElectionMachine
+from statemachine.events import Event
+from statemachine.timing import Timing
+from statemachine.values import PROTOCOL
+
+_log = structlog.get_logger("ftd.leadership")
+
+
+# --- what a leader begins with ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The state that a coordinator begins to lead with."""
+
+    machine: ClusterMachine
+    effects: list[Effect]
+    outbox: tuple[tuple[str, str], ...] = ()
+    """Events that the last leader decided and may not have published: identifiers, and events as they are kept."""
+
+
+def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, now: float) -> Restored:
+    """Restore the newer one of this host's journal and the copy at the broker.
+
+    :param now: on this host's monotonic clock.
+    :raises JournalError: it is damaged, or of another version.
+    """
+    saved, where, moved_s = journal.load(), str(journal.path), journal.ahead_s
+    if copy is not None and copy.position > journal.position:
+        saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
+        ahead_s = (now - time.time()) + (copy.wall_s - copy.monotonic_s)
+        moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
+    if saved is None:
+        return Restored(machine=ClusterMachine(timing), effects=[])
+    try:
+        state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
+        if journal.shared and (copy is None or copy.position < journal.position):
+            state = durable.unseen(state)  # The broker lost the newest, or came back with what it once saved.
+        state = beyond(state, journal.floor)
+        machine, effects = ClusterMachine.restore(timing, state, now, "restored")
+        untold = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
+        return Restored(machine=machine, effects=effects, outbox=untold)
+    except (ValueError, RecursionError, WireError) as error:  # It is no msgpack, or no state of ftd.
+        raise JournalError(
+            f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
+            "ftd coordinator --anew)"
+        ) from None
+
+
+def _unreadable(schema: int, protocol: int, theirs: str) -> str:
+    """Return why this program cannot read a journal, with the remedy; empty where it can.
+
+    :param theirs: version of ftd that wrote it.
+    """
+    why = durable.unreadable(schema, protocol)
+    if not why:
+        return ""
+    mine = version("ftd")
+    there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"
+    return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same on this host"
+
+
+class Takeover:
+    """The journals from which this coordinator could begin to lead."""
+
+    def __init__(self, timing: Timing, journal: Journal, *, anew: bool) -> None:
+        """:param anew: begin the first lead with an empty state, whatever is in the journals.
+
+        :raises JournalError: the own journal cannot be read.
+        """
+        self._timing, self._journal, self._anew = timing, journal, anew
+        if not anew:
+            restored(timing, journal, None, time.monotonic())
+
+    @property
+    def ineligible(self) -> str:
+        """Reason why this coordinator must not lead, as far as its journal remembers; empty: it may."""
+        known = self._journal.foreign
+        return "" if self._anew or known is None else _unreadable(*known)
+
+    def keep(self, copy: JournalCopy) -> str:
+        """Keep the leader's journal, as a standby, so that it is not lost with the broker's memory.
+
+        Of a journal that this program cannot read only its position is remembered: a coordinator that began from an
+        older one would begin too early.
+
+        :returns: why this coordinator could not begin from it; empty where it could.
+        :raises JournalError: it cannot be written. :raises WireError: it cannot be unpacked.
+        """
+        if copy.position <= self._journal.position:
+            return ""
+        if problem := _unreadable(copy.schema, copy.protocol, copy.version):
+            self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
+            return "" if self._anew else problem
+        unpack(copy.state)
+        self._journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
+        return ""
+
+    def check(self, copy: JournalCopy | None) -> str:
+        """Return why this coordinator could not begin from what is at the broker; empty where it could."""
+        if self._anew or copy is None or copy.position <= self._journal.position:
+            return ""
+        if problem := _unreadable(copy.schema, copy.protocol, copy.version):
+            return problem
+        try:
+            restored(self._timing, self._journal, copy, time.monotonic())
+        except JournalError as error:
+            return str(error)
+        return ""
+
+    def begin(self, copy: JournalCopy | None, now: float) -> Restored:
+        """Return the state to lead with.
+
+        :raises JournalError: as ``restored``.
+        """
+        anew, self._anew = self._anew, False
+        if anew:
+            return Restored(machine=ClusterMachine(self._timing), effects=[])
+        return restored(self._timing, self._journal, copy, now)
+
+
+# --- the sessions ----------------------------------------------------------------------------------
+
+
+class LeaderSession:
+    """One session under the client id of the cluster's leader. It never comes back by itself.
+
+    It first reads what the last leader left at the broker. Other messages wait until this coordinator leads.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerAddress,
+        topics: Topics,
+        me: Peer,
+        *,
+        subscriptions: Sequence[str],
+        unacknowledged: Sequence[str],
+        on_read: Callable[["LeaderSession"], None],
+        on_message: Callable[[str, bytes, bool], None],
+        on_acknowledged: Callable[[float], None],
+        on_over: Callable[["LeaderSession"], None],
+    ) -> None:
+        """Connect.
+
+        :param on_read: all retained messages have been read.
+        :param on_message: called for messages once ``leads`` is set.
+        :param on_over: the session ended, and ``leave`` was not called.
+        """
+        self.found: Leader | None = None
+        """Record of the last leader, as it is retained."""
+        self.copy: JournalCopy | None = None
+        """Journal of the last leader, as it is retained."""
+        self.leads = False
+        """The record and the journal of this coordinator have been sent, so everything else may follow."""
+        self._read = False
+        self._left = False
+        self._early: list[tuple[str, bytes, bool]] = []
+        self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
+        self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
+        gone = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
+        presence = encode_peer(me, version("ftd"))
+        self.session = MqttSession(
+            broker,
+            client_id=leader_client_id(topics.cluster, broker),
+            subscriptions=(*subscriptions, topics.leader, topics.journal, self._own),
+            unacknowledged=unacknowledged,
+            will=Will(topic=topics.cluster_state, payload=gone),
+            on_message=self._receive,
+            on_connected=lambda: self.session.publish(self._own, presence, retain=True),
+            on_acknowledged=on_acknowledged,
+        )
+        self._task = asyncio.ensure_future(self._hold())
+
+    async def _hold(self) -> None:
+        await self.session.run_once()
+        if not self._left:
+            self._on_over(self)
+
+    def leave(self) -> "asyncio.Task[None]":
+        """End the session without waiting: the next holder ends it anyway."""
+        self._left = True
+        self._task.cancel()
+        return self._task
+
+    def deliver_early(self) -> None:
+        """Deliver the messages that came before this coordinator led."""
+        early, self._early = self._early, []
+        for message in early:
+            self._on_message(*message)
+
+    def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
+        if self._left:
+            return
+        if topic == self._own:
+            if not retained and not self._read:
+                self._read = True
+                self._on_read(self)
+        elif topic in (self._topics.leader, self._topics.journal):
+            if payload and not self._read:
+                self._read_retained(topic, payload)
+        elif self.leads:
+            self._on_message(topic, payload, retained)
+        else:
+            self._early.append((topic, payload, retained))
+
+    def _read_retained(self, topic: str, payload: bytes) -> None:
+        try:
+            if topic == self._topics.leader:
+                self.found = decode_leader(payload)
+            else:
+                copy = decode_copy(payload)
+                unpack(copy.state)
+                self.copy = copy
+        except WireError as error:
+            _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
+
+
+def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
+    """Return the leader's client id. A client that connects with it ends the leader's session, so where the broker
+    has a password nobody without it can guess the id."""
+    if not broker.password:
+        return f"ftd-{cluster}-coordinator"
+    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
+    return f"ftd-{cluster}-coordinator-{known[:16]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerCallbacks:
+    """The reactions of a coordinator to what its follower session receives."""
+
+    position: Callable[[], tuple[int, int]]
+    """Returns the position of the newest state in its journal."""
+    met: Callable[[], None]
+    """Another coordinator is there, whoever leads."""
+    alive: Callable[[], None]
+    """The broker sent something, whoever leads: with a healthy leader twice in a second."""
+    keep: Callable[[JournalCopy], str]
+    """Takes the leader's journal while this one follows; returns why it could not begin from it, or an empty string."""
+    heard: Callable[[bytes], None]
+    """Takes an event while this one follows."""
+    seen: Callable[[dict[str, Any]], None]
+    """Takes the cluster's state while this one follows."""
+
+
+class FollowerSession:
+    """The session that receives the coordinators' topics and feeds the election."""
+
+    def __init__(
+        self,
+        broker: BrokerAddress,
+        topics: Topics,
+        me: Peer,
+        *,
+        feed: Callable[[Event], None],
+        stamp: Callable[[], dict[str, Any]],
+        leading: Callable[[], bool],
+        callbacks: FollowerCallbacks,
+        forget: Callable[[str], None],
+    ) -> None:
+        """:param forget: delete what is retained on the topic of a peer that is gone; called while this one leads."""
+        self._topics, self._me = topics, me
+        self._feed, self._stamp, self._leading = feed, stamp, leading
+        self._callbacks, self._forget = callbacks, forget
+        self._version = version("ftd")
+        self._began = False
+        self._retained: list[tuple[str, bytes]] = []
+        self._own = topics.coordinator_peer(me.incarnation)
+        self.session = MqttSession(
+            broker,
+            client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
+            subscriptions=(
+                topics.leader,
+                topics.leader_beat,
+                topics.journal,
+                topics.coordinator_peer(),
+                topics.cluster_state,
+            ),
+            unacknowledged=(topics.events,),
+            will=Will(topic=self._own, payload=encode_peer(me, self._version, gone=True)),
+            on_message=self._receive,
+            on_connected=self._connected,
+            on_lost=self._lost,
+        )
+
+    async def leave(self, timeout_s: float) -> None:
+        """Report that this coordinator is gone."""
+        self.session.publish(self._own, b"", retain=True)
+        await self.session.flush(timeout_s)
+
+    def announce(self, me: Peer) -> None:
+        """Publish that this coordinator became ineligible, or is eligible again."""
+        self._me = me
+        if me.ineligible:
+            _log.warning("ineligible", why=me.ineligible)
+        if self._began:
+            self.session.publish(self._own, encode_peer(me, self._version), retain=True)
+
+    def refuse(self, event: EmitEvent, state: bytes) -> None:
+        """Publish that nobody leads and that this coordinator must not. A leader that comes after all publishes its
+        own state over this one."""
+        _log.error(event.name, reason=event.reason)
+        message = event_message(event, monotonic=self._stamp()["at"], source="coordinator")
+        self.session.publish(self._topics.cluster_state, state, retain=True)
+        self.session.publish(self._topics.events, encode_event(message))
+
+    def _connected(self) -> None:
+        """Publish that this coordinator is there. When that message comes back, all retained ones have been read."""
+        self._began = False
+        self._retained.clear()
+        me = dataclasses.replace(self._me, position=self._callbacks.position())
+        self._feed(PeerSeen(**self._stamp(), peer=me))
+        self.session.publish(self._own, encode_peer(me, self._version), retain=True)
+
+    def _lost(self) -> None:
+        self._began = False
+        self._feed(FollowerSessionLost(**self._stamp()))
+
+    def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
+        self._callbacks.alive()
+        if not self._began and topic == self._own and not retained:
+            self._began = True
+            # The record of who leads comes before the last will of that leader.
+            self._retained.sort(key=lambda message: message[0] == self._topics.cluster_state)
+            for message in self._retained:
+                self._take(*message)
+            self._feed(FollowerSessionOpened(**self._stamp()))
+        elif not self._began:
+            self._retained.append((topic, payload))
+        else:
+            self._take(topic, payload)
+
+    def _take(self, topic: str, payload: bytes) -> None:
+        try:
+            self._route(topic, payload)
+        except WireError as error:
+            _log.warning("refused", topic=topic, problem=str(error))
+
+    def _route(self, topic: str, payload: bytes) -> None:
+        """:raises WireError: it is not what this topic is for."""
+        topics, feed = self._topics, self._feed
+        if topic == topics.events:
+            if not self._leading():
+                self._callbacks.heard(payload)
+        elif topic == topics.cluster_state:
+            said = decode_json(payload, CoordinatorSaid)
+            if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
+                graceful = said.graceful is True
+                feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
+            if not self._leading():
+                self._callbacks.seen(decode_json(payload, dict[str, Any]))
+        elif topic == topics.journal:
+            if payload and not self._leading():
+                self._check(decode_copy(payload))
+        elif topic == topics.leader:
+            if payload:
+                feed(LeaderSeen(**self._stamp(), leader=decode_leader(payload)))
+        elif topic == topics.leader_beat:
+            feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
+        elif payload:
+            self._see_peer(topic, decode_json(payload, PeerMessage))
+        elif (last := topic.rpartition("/")[2]).isdecimal():
+            feed(PeerVanished(**self._stamp(), incarnation=int(last)))
+
+    def _check(self, copy: JournalCopy) -> None:
+        problem = self._callbacks.keep(copy)
+        if problem != self._me.ineligible:
+            self._feed(JournalChecked(**self._stamp(), problem=problem))
+
+    def _see_peer(self, topic: str, seen: PeerMessage) -> None:
+        if topic != self._topics.coordinator_peer(seen.incarnation):
+            raise WireError(f"it claims to be of {seen.incarnation}")
+        if seen.name != self._me.name:  # Otherwise an earlier process of this coordinator left it.
+            self._callbacks.met()
+        if seen.gone:
+            self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))
+            if self._leading():
+                self._forget(topic)
+            return
+        if seen.version != self._version:
+            remedy = "the same version of ftd on all coordinators' hosts"
+            _log.warning("version", peer=seen.name, here=self._version, there=seen.version, remedy=remedy)
+        peer = Peer(
+            name=seen.name,
+            incarnation=seen.incarnation,
+            priority=seen.priority,
+            position=seen.position,
+            ineligible=seen.barred,
+        )
+        self._feed(PeerSeen(**self._stamp(), peer=peer))
+
+
+# --- both of them, driven by the election ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderCallbacks:
+    """The reactions of a coordinator to a change of who leads; called on the event loop."""
+
+    begin: Callable[[Leader, JournalCopy | None], None]
+    """Lead from now on, from what the last leader left at the broker, or from the own journal."""
+    check: Callable[[JournalCopy | None], str]
+    """Returns why this coordinator could not begin from what is at the broker; empty: it could."""
+    state: Callable[[], bytes]
+    """Returns the durable state, as it is kept."""
+    end: Callable[[Leader], None]
+    """Another coordinator leads: forget the cluster."""
+    emit: Callable[[EmitEvent], None]
+    publish_state: Callable[[], None]
+    """Publish the cluster's state: the coordinators that are in it have changed."""
+
+
+class Leadership:
+    """The leadership of one coordinator. See the module."""
+
+    def __init__(
+        self,
+        broker: BrokerAddress,
+        topics: Topics,
+        me: Peer,
+        timing: Timing,
+        *,
+        subscriptions: Sequence[str],
+        unacknowledged: Sequence[str],
+        leader: LeaderCallbacks,
+        follower: FollowerCallbacks,
+        shared: bool,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_acknowledged: Callable[[float], None],
+    ) -> None:
+        """``subscriptions``, ``unacknowledged`` and ``on_…`` are those of an ``MqttSession`` while this one leads.
+
+        :param shared: there has been another coordinator beside this one.
+        """
+        self.machine = ElectionMachine(me, timing, shared=shared)
+        self.serial = 0
+        """Number of states written under the present term."""
+        self._broker, self._topics, self._me = broker, topics, me
+        self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
+        self._leader, self._follower = leader, follower
+        self._on_message, self._on_connected = on_message, on_connected
+        self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
+        self._version = version("ftd")
+        self._driver = Driver(self.machine, self._perform)
+        self._leader_session: LeaderSession | None = None
+        self._leading = False
+        self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
+        self._leaving: set[asyncio.Task[Any]] = set()
+        self._follower_session = FollowerSession(
+            broker,
+            topics,
+            me,
+            feed=self._driver.feed,
+            stamp=self._stamp,
+            leading=lambda: self._leading,
+            callbacks=follower,
+            forget=lambda topic: self.publish(topic, b"", retain=True),
+        )
+
+    # --- as one session ------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether this coordinator leads and is heard."""
+        session = self._leader_session
+        return self._leading and session is not None and session.leads and session.session.connected
+
+    @property
+    def online(self) -> bool:
+        """Whether it has a session with the broker, leading or not."""
+        return self._follower_session.session.connected
+
+    @property
+    def leading(self) -> bool:
+        """Whether this coordinator leads, as far as it knows."""
+        return self._leading
+
+    async def run(self) -> None:
+        """Follow, and lead when the election says so, until cancelled."""
+        tasks = [
+            asyncio.ensure_future(self._follower_session.session.run()),
+            asyncio.ensure_future(self._driver.run()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._driver.stop_timers()
+            self._release()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, *self._leaving, return_exceptions=True)
+
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Publish as the leader, in the order of the calls.
+
+        :param keep: send it after the next connection where there is none now.
+        :param there: called once the broker has acknowledged it.
+        """
+        if self.connected and self._leader_session is not None:
+            self._leader_session.session.publish(
+                topic, payload, retain=retain, qos=qos, keep=keep, there=there
+            )
+        elif keep:
+            self._kept.append((topic, payload, retain, there))
+
+    async def say_goodbye(self, state: bytes, timeout_s: float) -> None:
+        """Leave on purpose, so that the next leader need not wait.
+
+        :param state: the cluster's state to publish, if this coordinator leads.
+        """
+        leader = self._leader_session
+        if self.connected and leader is not None:
+            leader.session.publish(self._topics.cluster_state, state, retain=True)
+            leader.leads = False  # A heartbeat or a state after it would say that somebody leads.
+            await leader.session.flush(timeout_s)
+        await self._follower_session.leave(timeout_s)
+
+    def replicate(self, state: bytes, at: float) -> tuple[int, int]:
+        """Publish the durable state, before what follows from it, and return its position."""
+        self.serial += 1
+        copy = JournalCopy(
+            term=self.machine.term,
+            serial=self.serial,
+            wall_s=time.time(),
+            monotonic_s=at,
+            version=self._version,
+            schema=durable.SCHEMA,
+            protocol=PROTOCOL,
+            state=state,
+            packed=is_packed(state),
+        )
+        if self.connected:
+            try:
+                self.publish(self._topics.journal, encode_copy(copy), retain=True)
+            except WireError as error:
+                # No standby must begin from an older one. The journal on this host has it.
+                _log.error("replicate", problem=str(error), remedy="no standby can take over now")
+                self.publish(self._topics.journal, b"", retain=True)
+        return copy.position
+
+    def public_state(self) -> dict[str, Any]:
+        """Return who leads, who would lead next, and who is there and must not lead."""
+        machine = self.machine
+        others = sorted(
+            (peer for peer in machine.peers.values() if peer.incarnation != self._me.incarnation),
+            key=lambda peer: peer.order,
+        )
+        return {
+            "leader": self._me.name,
+            "term": machine.term,
+            "standbys": [peer.name for peer in others if not peer.ineligible],
+            "barred": {peer.name: peer.ineligible for peer in others if peer.ineligible},
+        }
+
+    def unreachable(self, reason: str, *, graceful: bool, whose: int | None = None) -> bytes:
+        """Return the cluster's state for the time in which nobody leads.
+
+        :param whose: incarnation of the last leader, where that was another coordinator.
+        """
+        incarnation = self._me.incarnation if whose is None else whose
+        return encode_unreachable(reason, incarnation=incarnation, graceful=graceful)
+
+    def role_in_words(self) -> str:
+        """Return what this coordinator does, for systemd's status line."""
+        machine = self.machine
+        if self._leading:
+            return "coordinating"
+        if machine.me.ineligible:
+            return f"standing aside: {machine.me.ineligible}"
+        if machine.leader is not None and machine.role is Role.FOLLOWER:
+            return f"standing by for {machine.leader.name}"
+        return "waiting for the broker"
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": self._driver.now(), "cause": self._driver.cause()}
+
+    # --- effects of the election -----------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        wanted = cast(
+            EmitEvent
+            | PublishCluster
+            | AcquireLeadership
+            | ReleaseLeadership
+            | ClaimTerm
+            | Lead
+            | Suspend
+            | StepDown
+            | SendLeaderHeartbeat
+            | AnnouncePeer
+            | RefuseTakeover,
+            effect,
+        )  # The driver handles timers.
+        match wanted:
+            case AcquireLeadership():
+                self._acquire()
+            case ReleaseLeadership():
+                self._release()
+            case ClaimTerm():
+                self._claim(wanted.leader)
+            case Lead():
+                self._lead(wanted)
+            case Suspend():
+                if self._leading:
+                    self._on_lost()
+            case StepDown():
+                self._step_down(wanted.leader)
+            case SendLeaderHeartbeat():
+                heartbeat = encode_leader(wanted.leader, self._version)
+                self.publish(self._topics.leader_beat, heartbeat, qos=0)
+            case EmitEvent():
+                self._leader.emit(wanted)
+            case PublishCluster():
+                self._leader.publish_state()
+            case AnnouncePeer():
+                self._follower_session.announce(wanted.peer)
+            case RefuseTakeover():
+                event, before = wanted.event, self.machine.leader
+                whose = before.incarnation if before is not None else None  # As its last will says.
+                self._follower_session.refuse(
+                    event, self.unreachable(event.reason, graceful=False, whose=whose)
+                )
+            case _:
+                assert_never(wanted)
+
+    def _acquire(self) -> None:
+        self._release()
+        self._leader_session = LeaderSession(
+            self._broker,
+            self._topics,
+            self._me,
+            subscriptions=self._subscriptions,
+            unacknowledged=self._unacknowledged,
+            on_read=self._opened,
+            on_message=self._on_message,
+            on_acknowledged=self._on_acknowledged,
+            on_over=self._lost,
+        )
+
+    def _opened(self, session: LeaderSession) -> None:
+        copy = session.copy
+        newest = max(self._follower.position(), copy.position if copy is not None else (0, 0))
+        problem = self._leader.check(copy)
+        self._driver.feed(
+            LeaderSessionOpened(
+                **self._stamp(), found=session.found, newest=newest, kept=copy is not None, problem=problem
+            )
+        )
+
+    def _claim(self, leader: Leader) -> None:
+        if self._leader_session is not None:  # Otherwise it was lost again, and the election is told so.
+            record = encode_leader(leader, self._version)
+            self._leader_session.session.publish(self._topics.leader, record, retain=True)
+
+    def _lost(self, session: LeaderSession) -> None:
+        self._kept.extend(session.session.take_kept())
+        self._leader_session = None
+        self._driver.feed(LeaderSessionLost(**self._stamp(), why=session.session.problem))
+
+    def _release(self) -> None:
+        session, self._leader_session = self._leader_session, None
+        if session is not None:
+            task = session.leave()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    def _lead(self, order: Lead) -> None:
+        """Send the journal, then everything else: they reach the broker in this order."""
+        session = self._leader_session
+        if session is None:
+            return  # It was lost again, and the election is told so.
+        if not order.again or not self._leading:
+            self._kept.clear()
+            self.serial = 0
+            self._leader.begin(order.leader, session.copy)
+        _log.info("lead", cluster=self._topics.cluster, term=order.leader.term, again=order.again)
+        self._leading = session.leads = True
+        self.replicate(self._leader.state(), self._driver.now())
+        while self._kept:
+            topic, payload, retain, there = self._kept.popleft()
+            self.publish(topic, payload, retain=retain, keep=True, there=there)
+        self._on_connected()
+        session.deliver_early()
+
+    def _step_down(self, leader: Leader) -> None:
+        self._kept.clear()
+        if self._leading:
+            self._leading = False
+            _log.warning("step_down", leader=leader.name, term=leader.term)
+            self._leader.end(leader)

@@ -1,0 +1,56 @@
+"""Events that were decided, and that the broker has not acknowledged yet.
+
+They are kept with the durable state from the write that decides them until the broker has them. So they outlive a
+coordinator that is killed in between, and the next leader publishes them, each under its identifier. A subscriber
+recognises an event that is published twice by that identifier.
+"""
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+REPEATED = frozenset({"MessageIgnored", "MessageRefused", "PeerSuspected", "NodeRejected"})
+"""Events about what others say, and may say again and again: published now and then, and not kept."""
+OF_THE_MOMENT = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
+"""Events about the process that publishes them, with which nothing was decided."""
+OUTBOX = "untold_events"
+"""Key of the outbox in the durable state, whose other keys are the machine's."""
+MOST = 2_000
+"""Most events that are kept, the newest; so many come together when a thousand nodes do."""
+
+
+def is_kept(name: str) -> bool:
+    """Return whether an event of this name is in the journal before it is published."""
+    return name not in REPEATED and name not in OF_THE_MOMENT
+
+
+class EventOutbox(Generic[T]):
+    """The events that wait for the broker's acknowledgement. ``T`` is an event, as it is kept."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, T] = {}
+        self._entries: tuple[tuple[str, T], ...] = ()
+
+    def add(self, number: str, event: T) -> None:
+        """Add an event that was decided, under its identifier."""
+        self._events[number] = event
+        if len(self._events) > MOST:
+            del self._events[next(iter(self._events))]
+        self._entries = ()
+
+    def acknowledge(self, number: str) -> None:
+        """Remove an event: the broker has it."""
+        if self._events.pop(number, None) is not None:
+            self._entries = ()
+
+    def clear(self) -> None:
+        """Forget all events: another coordinator leads and publishes its own."""
+        self._events.clear()
+        self._entries = ()
+
+    @property
+    def entries(self) -> tuple[tuple[str, T], ...]:
+        """Identifiers and events, the oldest first; the same object until one is added or removed."""
+        if len(self._entries) != len(self._events):
+            self._entries = tuple(self._events.items())
+        return self._entries
