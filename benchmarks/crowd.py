@@ -38,10 +38,10 @@ from ftd.wire.codec import decode_to_node, decode_to_nodes
 from ftd.wire.public import NodeStateMessage, encode_json, timestamp
 from ftd.wire.topics import Topics
 from planner.values import Device
-from statemachine import messages as m
 from statemachine.cluster.rules import owned_layers
-from statemachine.envelopes import ToNodes
-from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+from statemachine.messages import cluster as m
+from statemachine.messages.cluster import ToNodes
+from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
 MOST_BODIES = 1000
 HEARTBEAT_S = 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.packets import Splitter
-from statemachine.values import NodeState
+from statemachine.messages.values import NodeState
 
 
 class Envelope(msgspec.Struct, frozen=True):

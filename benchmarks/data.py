@@ -21,7 +21,7 @@ from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.engines import enter_alone
 from runtime.engine.engine import Engine
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 STEPS = 6
 """Steps of a round; the first is not counted, as the queue is full after a pause."""

@@ -26,8 +26,8 @@ from statemachine.cluster.durable import durable
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.state import Attempt, Cluster, Recovery
+from statemachine.messages.values import CommittedStep, Job, NodeFacts, NodeState, Vote
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, Job, NodeFacts, NodeState, Vote
 
 LAYERS = 24
 LIMIT_MS = 2.0

@@ -23,20 +23,14 @@ import torch
 
 from benchmarks.linear import SCRIPT
 from ftd.node.rendezvous import RendezvousServer
+from planner.values import Recompute
 from runtime.engine.engine import Engine
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import SoloCommunicator
 from runtime.groups.store import Rendezvous
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.wire.protocol import (
-    PipelineData,
-    Recompute,
-    Resume,
-    SnapshotReport,
-    StageData,
-    WorldData,
-)
 from runtime.zero.parts import everything
+from statemachine.messages.trainer import PipelineData, Resume, SnapshotReport, StageData, WorldData
 
 WIDTH = 1024
 """Of the linear layers that groups of processes train."""

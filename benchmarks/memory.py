@@ -27,7 +27,7 @@ from planner.values import ModelProfile, Policy
 from runtime.layers.model import Model
 from runtime.measuring.profile import measure as measure_model
 from runtime.training import load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 JOBS = REPOSITORY / "benchmarks/jobs"
 HIDDEN, LAYERS, VOCABULARY = 1024, 11, 32000

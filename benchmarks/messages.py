@@ -28,13 +28,13 @@ from ftd.wire.codec import decode_from_node, encode_from_node
 from ftd.wire.public import event_message
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile, Policy
-from statemachine import messages as m
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent
-from statemachine.envelopes import FromNode
 from statemachine.events import BrokerConnected, JobSubmitted, SignalArrived, TemplatesReady
+from statemachine.messages import cluster as m
+from statemachine.messages.cluster import FromNode
+from statemachine.messages.values import CommittedStep, DeviceReport, Job, NodeFacts, Vote
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, DeviceReport, Job, NodeFacts, Vote
 
 NODES = [f"node-{number:04d}" for number in range(1000)]
 ROUNDS = 9

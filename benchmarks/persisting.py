@@ -32,8 +32,8 @@ from ftd.node.shards.server import ShardServer
 from ftd.node.snapshots.persist import Persister
 from statemachine.agent.events import LayersWritten
 from statemachine.events import Event
-from statemachine.messages import Persist
-from statemachine.values import Snapshot, SnapshotGroup, Vote
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import Snapshot, SnapshotGroup, Vote
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage

@@ -45,8 +45,8 @@ from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.streaming import streaming_environment
 from runtime.training import load_training
-from runtime.wire.protocol import TrainingData
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import Part
 
 LAYER_MIB = 12.01

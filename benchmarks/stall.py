@@ -32,11 +32,7 @@ from runtime.snapshots.pieces import Bucket, source_of, units_of
 from runtime.snapshots.schedule import Schedule
 from runtime.streaming import streaming_environment
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import (
-    Snapped,
-    SnapshotReport,
-    TrainingData,
-)
+from statemachine.messages.trainer import Snapped, SnapshotReport, TrainingData
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.pages import put_together

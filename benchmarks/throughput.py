@@ -43,7 +43,7 @@ from ftd.config.job import load_job
 from runtime.engine.engine import Engine
 from runtime.measuring.profile import measure
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 PARTS = ("steps", "service", "ddp", "precision")

@@ -21,7 +21,7 @@ from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.engines import PARAMETER_BYTES, STEPS, enter_group, ratios, take_turns, work
 from runtime.engine.engine import Engine
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import PipelineData, StageData, TrainingData
+from statemachine.messages.trainer import PipelineData, StageData, TrainingData
 
 MIB = 1024 * 1024
 WAYS = ("whole", "zero1", "aor")

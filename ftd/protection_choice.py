@@ -17,7 +17,7 @@ from ftd.protection import code_for, stated_guarantee
 from planner.values import LayerProfile, Plan
 from statemachine.cluster.snapshots.buddies import buddies_of
 from statemachine.cluster.snapshots.snapshots import groups_of
-from statemachine.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionWish
 from storage.arena import SLOTS
 from storage.shards import ShardLayout
 

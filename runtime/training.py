@@ -28,8 +28,8 @@ from torch.optim.optimizer import Optimizer
 from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError, WithWeights
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
-from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import RECIPE
+from statemachine.messages.trainer import TrainingData
 
 OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 

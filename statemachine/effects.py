@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.values import Plan, Situation
-from statemachine.envelopes import ToNode, ToNodes
-from statemachine.messages import Command, Persist, Resume, Signal
-from statemachine.values import (
+from statemachine.messages.cluster import Command, Persist, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.values import (
     Buddy,
     Job,
     LayerOnDisk,

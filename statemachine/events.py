@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.values import ModelProfile, Plan
-from statemachine.envelopes import FromNode
-from statemachine.values import Checkpoint, Job, PassedOver, ProtectionChoice
+from statemachine.messages.cluster import FromNode
+from statemachine.messages.values import Checkpoint, Job, PassedOver, ProtectionChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

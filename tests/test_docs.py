@@ -23,7 +23,7 @@ from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
 from ftd.config.reference import markdown
 from runtime.training import StepInfo, load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from statemachine.timing import Timing
 
 ROOT = Path(__file__).parents[1]

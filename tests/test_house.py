@@ -1,6 +1,8 @@
 """The house rules of ARCHITECTURE.md, where a machine can check them."""
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +24,9 @@ WRITTEN = sorted(
 )
 VOCABULARY = [
     ROOT / "planner" / "values.py",
-    *(ROOT / "statemachine" / f"{name}.py" for name in ("values", "messages", "events", "effects")),
+    *(ROOT / "statemachine" / f"{name}.py" for name in ("events", "effects")),
 ]
+MESSAGES = sorted((ROOT / "statemachine" / "messages").glob("[a-z]*.py"))
 
 SHORT_LINES = 20
 """A public function up to this long may speak for itself; so may a value that is a name and its fields."""
@@ -73,6 +77,19 @@ def test_values_are_frozen_slotted_and_named(path: Path) -> None:
     assert len(found) > 5
     wanted = {"frozen": True, "slots": True, "kw_only": True}
     assert [name for name, keywords in found if not wanted.items() <= keywords.items()] == []
+
+
+@pytest.mark.parametrize("path", MESSAGES, ids=where)
+def test_messages_are_frozen_and_named(path: Path) -> None:
+    """Structs of numbers in bulk are arrays; all others name their fields."""
+    module = importlib.import_module(dotted(path))
+    here = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+    structs = [kind for kind in here if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    assert structs
+    assert [kind for kind in structs if not kind.__struct_config__.frozen] == []
+    named = [kind for kind in structs if not kind.__struct_config__.array_like]
+    parameters = [parameter for kind in named for parameter in inspect.signature(kind).parameters.values()]
+    assert {parameter.kind for parameter in parameters} <= {inspect.Parameter.KEYWORD_ONLY}
 
 
 def undocumented(path: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
 from runtime.training import load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
 from runtime.training import load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from ftd.chaos import values as v
 from ftd.config.reading import require_name, require_one_of
 from ftd.errors import ConfigurationError
 from ftd.wire.catalogue import EVENTS
-from statemachine.values import ClusterPhase, NodeState
+from statemachine.messages.values import ClusterPhase, NodeState
 
 TIERS = ("none", "live_replica", "replica", "memory", "decoded", "buddy", "persistent")
 CAUSES = (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from planner.errors import PlanningError
     from planner.preview import Preview
     from planner.values import ModelProfile, Policy
-    from statemachine.values import Job
+    from statemachine.messages.values import Job
 
 MOST_NODES = 100_000
 MOST_DEVICES_PER_NODE = 128

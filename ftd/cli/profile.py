@@ -10,7 +10,7 @@ from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ftd.config.profile_document import ProfileDocument
-    from statemachine.values import Job
+    from statemachine.messages.values import Job
 
 
 def register(app: typer.Typer) -> None:

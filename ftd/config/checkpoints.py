@@ -7,7 +7,7 @@ import msgspec
 from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
 from ftd.wire.public import CheckpointData
-from statemachine.values import CheckpointPolicy, SnapshotPolicy
+from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 
 
 class CheckpointTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,7 +32,6 @@ from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import facts_of
-from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import (
     RECIPE,
     DataTable,
@@ -45,7 +44,8 @@ from runtime.wire.recipe import (
     Recipe,
     ScheduleTable,
 )
-from statemachine.values import Job
+from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import Job
 
 DEFAULT_CLIP = 1.0
 """With ``[model]``."""

@@ -9,7 +9,7 @@ from ftd.errors import ConfigurationError
 from ftd.wire.public import SnapshotData
 from statemachine.cluster.snapshots.intervals import FIRST_EVERY_STEPS
 from statemachine.cluster.snapshots.protections import AUTO
-from statemachine.values import SnapshotPolicy
+from statemachine.messages.values import SnapshotPolicy
 from storage.codes import parse_scheme
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ftd.errors import ConfigurationError
 from ftd.wire.public import LoggingData, MlflowData, WandbData
-from statemachine.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 
 _PACKAGES = {
     "tensorboard": ("tensorboard",),

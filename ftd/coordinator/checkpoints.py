@@ -30,7 +30,7 @@ from statemachine.events import (
     CheckpointWritten,
     Event,
 )
-from statemachine.values import Checkpoint, Job, PassedOver, Vote
+from statemachine.messages.values import Checkpoint, Job, PassedOver, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.errors import StorageError
 from storage.layerfile import LayerFile

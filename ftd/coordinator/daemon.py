@@ -61,8 +61,8 @@ from statemachine.effects import (
 )
 from statemachine.election.leadership import Leader, Peer
 from statemachine.events import BrokerConnected, BrokerLost, Event, StepsMissed
-from statemachine.messages import Prepare
-from statemachine.values import ClusterPhase
+from statemachine.messages.cluster import Prepare
+from statemachine.messages.values import ClusterPhase
 
 _log = structlog.get_logger("ftd.coordinator")
 

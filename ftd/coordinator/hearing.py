@@ -17,7 +17,7 @@ from ftd.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.effects import EmitEvent
 from statemachine.events import NodeVanished, SignalArrived
-from statemachine.values import NodeState
+from statemachine.messages.values import NodeState
 
 _MOST_WAYS = 10_000
 """Topics that are known again. Whoever may say something as a node may make up names."""

@@ -74,8 +74,8 @@ from statemachine.election.leadership import (
 )
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import Event
+from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL
 
 _log = structlog.get_logger("ftd.leadership")
 

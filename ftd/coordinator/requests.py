@@ -34,7 +34,7 @@ from ftd.wire.public import (
 from ftd.wire.topics import Topics
 from planner.values import ModelProfile
 from statemachine.events import DrainRequested, JobSubmitted, SnapshotRequested, StopRequested
-from statemachine.values import Checkpoint, Job
+from statemachine.messages.values import Checkpoint, Job
 
 _log = structlog.get_logger("ftd.requests")
 

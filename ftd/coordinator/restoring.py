@@ -2,7 +2,7 @@
 
 from statemachine.effects import CheckRestore
 from statemachine.events import RestoreChecked
-from statemachine.values import SnapshotGroup
+from statemachine.messages.values import SnapshotGroup
 from storage.codes import make_code, recipe
 
 

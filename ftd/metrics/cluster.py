@@ -15,7 +15,7 @@ from ftd.metrics.goodput import Goodput
 from ftd.metrics.state import state_metrics
 from ftd.wire.public import EventMessage
 from statemachine.effects import EmitEvent
-from statemachine.values import FailureCause
+from statemachine.messages.values import FailureCause
 
 PHASES = ("quiesce", "plan", "state", "resume")
 JOB_ENDS = frozenset({"JobFinished", "JobFailed", "JobStopped"})

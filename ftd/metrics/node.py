@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
 from statemachine import effects, events
 from statemachine.agent import events as agent_events
-from statemachine.messages import TrainerLost
-from statemachine.values import FailureCause, NodeState
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.values import FailureCause, NodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from statemachine.values import ClusterPhase, NodeState
+from statemachine.messages.values import ClusterPhase, NodeState
 
 
 def _gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:

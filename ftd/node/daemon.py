@@ -33,9 +33,7 @@ from ftd.node.voice import Voice
 from ftd.wire.public import Answer, NodeStateMessage
 from ftd.wire.topics import Topics
 from planner.values import Device
-from runtime.wire import protocol
 from runtime.wire.store_protocol import mark_of
-from runtime.wire.trace_protocol import Traced
 from statemachine import effects
 from statemachine.agent.events import (
     AgentStarted,
@@ -46,9 +44,11 @@ from statemachine.agent.events import (
     TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
-from statemachine.envelopes import ToNode
 from statemachine.events import BrokerConnected, BrokerLost, Event
-from statemachine.values import NodeFacts
+from statemachine.messages import trainer as protocol
+from statemachine.messages.cluster import ToNode
+from statemachine.messages.trace import Traced
+from statemachine.messages.values import NodeFacts
 
 log = structlog.get_logger("ftd.node")
 

@@ -7,7 +7,7 @@ from ftd.errors import WireError
 from ftd.wire.codec import check_not_retained, decode_to_node, decode_to_nodes
 from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
-from statemachine.envelopes import ToNode
+from statemachine.messages.cluster import ToNode
 
 
 class Ears(Protocol):

@@ -24,11 +24,12 @@ import structlog
 from ftd.node.processes import bury, kill_group
 from ftd.node.translation import cause_of, event_of
 from ftd.node.zygote import Zygote
-from runtime.wire import protocol, zygote_protocol
+from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from statemachine.agent.events import TrainerFailed
 from statemachine.events import Event
-from statemachine.values import FailureCause
+from statemachine.messages import trainer as protocol
+from statemachine.messages.values import FailureCause
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ import structlog
 
 from ftd.wire.public import Answer, TraceData, TraceRequest, decode_json
 from runtime.watch.tracing import MOST_STEPS
-from runtime.wire.trace_protocol import Trace, Traced
+from statemachine.messages.trace import Trace, Traced
 
 log = structlog.get_logger()
 

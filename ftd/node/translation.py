@@ -9,9 +9,7 @@ from typing import Any, assert_never
 import msgspec
 
 from ftd.wire.profiles import problem_of_profile
-from planner.values import Device, LayerProfile, ModelProfile, Plan, Recomputation, SplitTime, StatePart
-from runtime.wire import protocol
-from statemachine import messages
+from planner.values import Device, Plan
 from statemachine.agent.events import (
     TrainerBeat,
     TrainerDone,
@@ -28,7 +26,9 @@ from statemachine.agent.events import (
     TrainerUp,
 )
 from statemachine.events import Event
-from statemachine.values import DeviceReport, Evaluation, FailureCause, HeldPart, Job, Vote
+from statemachine.messages import cluster as messages
+from statemachine.messages import trainer as protocol
+from statemachine.messages.values import DeviceReport, FailureCause, HeldPart, Job
 
 
 def world_data(
@@ -94,7 +94,7 @@ def resume_frame(resume: messages.Resume, device: Device, token: str, restore: s
     return protocol.Resume(
         generation=resume.generation,
         step=resume.step,
-        vote=None if resume.vote is None else vote_data(resume.vote),
+        vote=resume.vote,
         rank=rank_of(resume.plan, device),
         world=world_data(resume.plan, resume.hosts, resume.held_parts),
         rendezvous_host=host,
@@ -140,47 +140,6 @@ def prepare_frame(
         arena=arena,
         arena_limit_bytes=arena_limit_bytes,
         describe=describe,
-    )
-
-
-def vote_data(vote: Vote) -> protocol.VoteData:
-    return protocol.VoteData(
-        loss=vote.loss,
-        gradient_norm=vote.gradient_norm,
-        skipped=vote.skipped,
-        weight=vote.weight,
-        loss_scale=vote.loss_scale,
-        learning_rate=vote.learning_rate,
-        metrics=dict(vote.metrics),
-        evaluation=None if vote.evaluation is None else evaluation_data(vote.evaluation),
-    )
-
-
-def evaluation_data(evaluation: Evaluation) -> protocol.EvaluationData:
-    return protocol.EvaluationData(
-        loss=evaluation.loss,
-        weight=evaluation.weight,
-        metrics=dict(evaluation.metrics),
-        took_s=evaluation.took_s,
-    )
-
-
-def evaluation_of(data: protocol.EvaluationData | None) -> Evaluation | None:
-    if data is None:
-        return None
-    return Evaluation(loss=data.loss, weight=data.weight, metrics=dict(data.metrics), took_s=data.took_s)
-
-
-def vote_of(data: protocol.VoteData) -> Vote:
-    return Vote(
-        loss=data.loss,
-        gradient_norm=data.gradient_norm,
-        skipped=data.skipped,
-        weight=data.weight,
-        loss_scale=data.loss_scale,
-        learning_rate=data.learning_rate,
-        metrics=dict(data.metrics),
-        evaluation=evaluation_of(data.evaluation),
     )
 
 
@@ -240,7 +199,7 @@ def event_of(report: protocol.MachineReport, *, device: int, pid: int, at: float
 
 def _prepared(report: protocol.Prepared, device: int, pid: int, base: dict[str, Any]) -> Event:
     """A profile that cannot be is no preparation: its trainer failed, and the job says why."""
-    profile = _profile(report.profile)
+    profile = report.profile
     problem = problem_of_profile(profile) if profile is not None else None
     if problem is not None:
         return TrainerFailed(
@@ -266,7 +225,7 @@ def _training_event(report: protocol.TrainingReport, base: dict[str, Any]) -> Ev
             return TrainerStepped(
                 **base,
                 step=report.step,
-                vote=vote_of(report.vote),
+                vote=report.vote,
                 step_s=report.step_s,
                 microbatch_ms=report.microbatch_ms,
             )
@@ -282,7 +241,7 @@ def _training_event(report: protocol.TrainingReport, base: dict[str, Any]) -> Ev
                 **base,
                 step=report.step,
                 digests=dict(report.digests),
-                evaluation=evaluation_of(report.evaluation),
+                evaluation=report.evaluation,
             )
         case _:
             assert_never(report)
@@ -314,53 +273,9 @@ def _device_report(device: int, report: protocol.Quiesced) -> DeviceReport:
         device=device,
         committed_step=report.committed_step,
         ready_step=report.ready_step,
-        vote=None if report.vote is None else vote_of(report.vote),
+        vote=report.vote,
         held=report.held,
         lineage=report.lineage,
-        parts=tuple(
-            StatePart(layer=part.layer, start=part.start, end=part.end, of=part.of, replica=part.replica)
-            for part in report.parts
-        ),
-        evaluation=evaluation_of(report.evaluation),
-    )
-
-
-def _recomputation(data: protocol.RecomputationData | None) -> Recomputation | None:
-    if data is None:
-        return None
-    return Recomputation(activation_bytes=data.activation_bytes, recompute_ms=data.recompute_ms)
-
-
-def _profile(data: protocol.ProfileData | None) -> ModelProfile | None:
-    if data is None:
-        return None
-    return ModelProfile(
-        layers=tuple(
-            LayerProfile(
-                forward_ms=layer.forward_ms,
-                backward_ms=layer.backward_ms,
-                parameter_bytes=layer.parameter_bytes,
-                gradient_bytes=layer.gradient_bytes,
-                optimizer_bytes=layer.optimizer_bytes,
-                activation_bytes=layer.activation_bytes,
-                output_bytes=layer.output_bytes,
-                full=_recomputation(layer.full),
-                selective=_recomputation(layer.selective),
-                split=tuple(
-                    SplitTime(
-                        devices=split.devices,
-                        forward_ms=split.forward_ms,
-                        backward_ms=split.backward_ms,
-                        activation_bytes=split.activation_bytes,
-                    )
-                    for split in layer.split
-                ),
-            )
-            for layer in data.layers
-        ),
-        microbatch_rows=data.microbatch_rows,
-        device_memory_bytes=data.device_memory_bytes,
-        flops=data.flops,
-        device_peak_flops=data.device_peak_flops,
-        shard_problem=data.shard_problem,
+        parts=report.parts,
+        evaluation=report.evaluation,
     )

@@ -14,10 +14,10 @@ from ftd.wire.checking import encode_event
 from ftd.wire.codec import encode_from_node
 from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
 from ftd.wire.topics import Topics
-from statemachine import messages
 from statemachine.effects import EmitEvent, PublishNode
-from statemachine.envelopes import FromNode
-from statemachine.values import NodeState
+from statemachine.messages import cluster as messages
+from statemachine.messages.cluster import FromNode
+from statemachine.messages.values import NodeState
 
 log = structlog.get_logger("ftd.node")
 

@@ -10,7 +10,7 @@ from ftd.profiling.process import Told, ask
 if TYPE_CHECKING:
     from planner.values import ModelProfile
     from runtime.wire.measurement import LayersMeasured
-    from statemachine.values import Job
+    from statemachine.messages.values import Job
 
 
 def measured_profile(

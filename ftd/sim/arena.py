@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from statemachine.cluster.snapshots.buddies import copy_of
-from statemachine.values import HeldSnapshot, Restore, SnapshotGroup
+from statemachine.messages.values import HeldSnapshot, Restore, SnapshotGroup
 from storage.codes import make_code, recipe
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ from statemachine.effects import (
     SetTimer,
     WeighPlan,
 )
-from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.events import (
     BrokerConnected,
     BrokerLost,
@@ -55,7 +54,8 @@ from statemachine.events import (
     StopRequested,
     TimerFired,
 )
-from statemachine.values import Checkpoint, Job
+from statemachine.messages.cluster import FromNode, ToNode, ToNodes
+from statemachine.messages.values import Checkpoint, Job
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

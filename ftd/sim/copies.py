@@ -6,7 +6,7 @@ from ftd.sim.arena import Copy
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed
 from statemachine.cluster.snapshots.buddies import copy_of
 from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
-from statemachine.values import HeldSnapshot
+from statemachine.messages.values import HeldSnapshot
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode

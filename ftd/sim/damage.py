@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftd.sim.arena import lacking
 from statemachine.agent.events import SnapshotSpoiled
-from statemachine.values import HeldSnapshot, Restore
+from statemachine.messages.values import HeldSnapshot, Restore
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode

@@ -8,7 +8,7 @@ import msgspec
 
 from statemachine.cluster.durable.durable import moved
 from statemachine.cluster.durable.promises import RESERVED, beyond, promised
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 if TYPE_CHECKING:
     from ftd.sim.run import Simulation

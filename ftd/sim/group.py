@@ -10,7 +10,7 @@ from ftd.sim.world import Violation, World
 from planner.stages.layers import expected_ms
 from statemachine.agent.events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
 from statemachine.cluster.rules import owned_layers
-from statemachine.messages import Resume
+from statemachine.messages.cluster import Resume
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

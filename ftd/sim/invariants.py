@@ -19,9 +19,8 @@ from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
-from statemachine.envelopes import ToNodes
-from statemachine.messages import Command, KeepSnapshot, Quiesce, Resume
-from statemachine.values import Checkpoint, Job, Vote
+from statemachine.messages.cluster import Command, KeepSnapshot, Quiesce, Resume, ToNodes
+from statemachine.messages.values import Checkpoint, Job, Vote
 
 _OF_A_VOTE = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")
 

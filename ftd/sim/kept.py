@@ -5,7 +5,7 @@ from ftd.sim.place import SimPlace
 from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from statemachine.cluster.snapshots.buddies import copy_of
-from statemachine.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup
+from statemachine.messages.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 
 class SnapshotTruth:

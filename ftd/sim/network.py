@@ -14,7 +14,7 @@ from ftd.sim.retained import Retained
 from ftd.sim.sessions import COORDINATOR, Client, Line, Session, Vacant
 from ftd.sim.world import World
 from statemachine.election.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen, PeerVanished
-from statemachine.envelopes import FromNode, ToNode, ToNodes
+from statemachine.messages.cluster import FromNode, ToNode, ToNodes
 
 if TYPE_CHECKING:
     from ftd.sim.seat import SimSeat

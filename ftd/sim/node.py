@@ -47,10 +47,9 @@ from statemachine.effects import (
     TrainerResume,
     TrainerSnap,
 )
-from statemachine.envelopes import FromNode, ToNode, ToNodes
 from statemachine.events import BrokerConnected, BrokerLost, TimerFired
-from statemachine.messages import Fence
-from statemachine.values import FailureCause, NodeFacts, NodeState
+from statemachine.messages.cluster import Fence, FromNode, ToNode, ToNodes
+from statemachine.messages.values import FailureCause, NodeFacts, NodeState
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

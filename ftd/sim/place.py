@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from ftd.sim.arena import restored
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, EmitEvent, FindCheckpoint
 from statemachine.events import CheckpointFound
-from statemachine.messages import Persist
-from statemachine.values import Checkpoint, HeldSnapshot, LayerOnDisk, PassedOver, Restore, Vote
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import Checkpoint, HeldSnapshot, LayerOnDisk, PassedOver, Restore, Vote
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants

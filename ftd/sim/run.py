@@ -15,8 +15,8 @@ from ftd.sim.plans import MOST_NODES
 from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from planner.values import LayerProfile, ModelProfile, Policy
-from statemachine.envelopes import ToNode, ToNodes
-from statemachine.values import CheckpointPolicy, Job, SnapshotPolicy
+from statemachine.messages.cluster import ToNode, ToNodes
+from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy
 
 CHAOS_S = 16.0
 """Faults begin in this time; each lasts as long as it lasts, until the healing."""

@@ -5,8 +5,9 @@ The machines and the planner are the real ones, with the periods and limits of p
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ftd.chaos.conductor import Cues
 from ftd.chaos.ending import Ending
@@ -28,8 +29,8 @@ from ftd.sim.versions import Versions
 from ftd.sim.world import Violation, World
 from ftd.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishCluster, PublishNode
-from statemachine.envelopes import ToNode, ToNodes
-from statemachine.values import CheckpointPolicy, Job
+from statemachine.messages.cluster import ToNode, ToNodes
+from statemachine.messages.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
 """The nodes and their trainers are up by then."""

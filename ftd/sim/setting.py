@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from ftd.chaos.values import AfterFault, Fault, Role, Scenario
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.errors import ConfigurationError
 from ftd.sim.scripted import why_unsupported
 from planner.values import LayerProfile, ModelProfile
+from statemachine.messages.values import Job
 from statemachine.timing import Timing
-from statemachine.values import Job
 
 STEP_S = 0.1
 LEAST_LAYERS = 6
@@ -60,7 +62,7 @@ def setting_of(scenario: Scenario, job: Path | None, nodes: int | None, origin: 
     profile = profile_from_data(data)
     if profile is None:
         profile = _stand_in(scenario, made)
-        made = replace(made, policy=replace(made.policy, device_memory_bytes=None))
+        made = msgspec.structs.replace(made, policy=replace(made.policy, device_memory_bytes=None))
     return Setting(
         job=made,
         profile=profile,

@@ -6,7 +6,7 @@ from planner.changes.parts import incomplete
 from planner.values import Device, StatePart
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.sharding import owned_parts
-from statemachine.messages import Resume
+from statemachine.messages.cluster import Resume
 
 Parts = Mapping[StatePart, int]
 """Version of each part."""

@@ -8,7 +8,7 @@ from planner.values import Device
 from statemachine.agent.events import RestoringFailed
 from statemachine.cluster.rules import owned_layers
 from statemachine.effects import TrainerResume
-from statemachine.values import Restore
+from statemachine.messages.values import Restore
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode

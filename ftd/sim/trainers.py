@@ -22,8 +22,8 @@ from statemachine.agent.events import (
     TrainerSnapshotFailed,
     TrainerStepped,
 )
-from statemachine.messages import Resume
-from statemachine.values import DeviceReport, Evaluation, HeldSnapshot, QuiesceMode
+from statemachine.messages.cluster import Resume
+from statemachine.messages.values import DeviceReport, Evaluation, HeldSnapshot, QuiesceMode
 
 if TYPE_CHECKING:
     from ftd.sim.group import Group

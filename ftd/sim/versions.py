@@ -1,8 +1,8 @@
 """All states that there ever were, in the simulated world: which step each is, and of which it is made."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
-from statemachine.values import Evaluation, Vote
+from statemachine.messages.values import Evaluation, Vote
 
 
 class Versions:

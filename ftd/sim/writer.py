@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.messages import Persist
-from statemachine.values import LayerOnDisk
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import LayerOnDisk
 
 if TYPE_CHECKING:
     from ftd.sim.node import SimNode

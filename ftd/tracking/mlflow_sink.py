@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from ftd.tracking.record import Cursor
 from ftd.tracking.rows import Row
-from statemachine.values import MlflowPolicy
+from statemachine.messages.values import MlflowPolicy
 
 _MOST_METRICS = 1000
 _MOST_PARAMETERS = 100

@@ -13,7 +13,7 @@ import structlog
 from ftd.node.processes import module_command
 from ftd.tracking.protocol import Assignment, Failed, FromWriter, Missing, Over, Restored, Skipped
 from ftd.tracking.writer import FINISH_S, INCOMPLETE, OVER_S
-from statemachine.values import Job
+from statemachine.messages.values import Job
 
 _log = structlog.get_logger("ftd.tracking")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from statemachine.values import LoggingPolicy
+from statemachine.messages.values import LoggingPolicy
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):

@@ -17,7 +17,7 @@ from wandb.proto import wandb_internal_pb2 as protocol
 
 from ftd.tracking.record import Cursor
 from ftd.tracking.rows import Row
-from statemachine.values import WandbPolicy
+from statemachine.messages.values import WandbPolicy
 
 _BLOCK = 32768
 _MAGIC = 7

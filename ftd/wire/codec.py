@@ -14,19 +14,18 @@ and a registry maps it to the class. A Resume's body is packed (``plans``). Noth
 payload can only become these values.
 """
 
-from dataclasses import fields, replace
 from typing import Any, get_args
 
 import msgspec
+from msgspec.structs import fields, replace
 
 from ftd.config.reading import NAME
 from ftd.errors import WireError
 from ftd.wire.folding import fold, unfold
 from ftd.wire.plans import pack, unpack
 from ftd.wire.profiles import problem_of_profile
-from statemachine.envelopes import FromNode, ToNode, ToNodes
-from statemachine.messages import Command, Hello, Prepared, Resume, Signal
-from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, Vote
+from statemachine.messages.cluster import Command, FromNode, Hello, Prepared, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from statemachine.values import FailureCause
+from statemachine.messages.values import FailureCause
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

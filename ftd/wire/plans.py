@@ -22,8 +22,8 @@ from planner.values import (
     Transfer,
     Within,
 )
-from statemachine.messages import Resume
-from statemachine.values import Buddy, HeldPart, Restore, Vote
+from statemachine.messages.cluster import Resume
+from statemachine.messages.values import Buddy, HeldPart, Restore, Vote
 
 T = TypeVar("T")
 

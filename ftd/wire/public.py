@@ -14,7 +14,7 @@ from ftd.errors import WireError
 from ftd.wire.catalogue import Severity, severity_of
 from ftd.wire.codec import check_size
 from statemachine.effects import EmitEvent
-from statemachine.values import NodeState
+from statemachine.messages.values import NodeState
 
 SCHEMA = 1
 
@@ -89,7 +89,7 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.values.SnapshotPolicy``."""
+    """``statemachine.messages.values.SnapshotPolicy``."""
 
     every_steps: int | Literal["auto"] = 0
     protection: str = "aec"
@@ -97,7 +97,7 @@ class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.values.CheckpointPolicy``."""
+    """``statemachine.messages.values.CheckpointPolicy``."""
 
     url: str = ""
     every_steps: int = 0
@@ -108,7 +108,7 @@ class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class WandbData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.values.WandbPolicy``."""
+    """``statemachine.messages.values.WandbPolicy``."""
 
     project: str
     entity: str = ""
@@ -117,14 +117,14 @@ class WandbData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MlflowData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.values.MlflowPolicy``."""
+    """``statemachine.messages.values.MlflowPolicy``."""
 
     tracking_uri: str
     experiment: str
 
 
 class LoggingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.values.LoggingPolicy``."""
+    """``statemachine.messages.values.LoggingPolicy``."""
 
     directory: str = ""
     tensorboard: str = ""
@@ -133,7 +133,7 @@ class LoggingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as submitted; ``training`` is runtime.wire.protocol.TrainingData."""
+    """A job as submitted; ``training`` is statemachine.messages.trainer.TrainingData."""
 
     name: str
     steps: int

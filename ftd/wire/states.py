@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from ftd.wire.event_details import PipelineData
-from statemachine.values import ClusterPhase, NodeState
+from statemachine.messages.values import ClusterPhase, NodeState
 
 
 class StateData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

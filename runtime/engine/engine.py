@@ -49,10 +49,11 @@ from runtime.snapshots.schedule import Elapsed
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.training import Training, TrainingError, load_training
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import EvaluationData, Resume, TrainingData, VoteData, WorldData
 from runtime.zero.cells import common_cells, stage_of
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Diverged, Sharding
+from statemachine.messages.trainer import Resume, TrainingData, WorldData
+from statemachine.messages.values import Evaluation, Vote
 from storage.buckets import Bucket, derive_buckets
 
 
@@ -71,7 +72,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    vote: VoteData
+    vote: Vote
     stop: bool
     """Somebody wants everybody to stop behind this step."""
     snap: bool
@@ -149,9 +150,9 @@ class Engine:
             self._nominal_weight = 2.0 ** round(math.log2(self._nominal_weight))
         self.committed_step = 0
         self.ready_step: int | None = None
-        self.vote: VoteData | None = None
+        self.vote: Vote | None = None
         """Of ``committed_step``."""
-        self.evaluation: EvaluationData | None = None
+        self.evaluation: Evaluation | None = None
         """Of the state after ``committed_step``, if the present group evaluated it."""
         self._evaluated = 0
         """The newest step whose evaluation is known."""
@@ -190,7 +191,7 @@ class Engine:
     # --- between generations ---------------------------------------------------------------------
 
     def settle(
-        self, step: int, vote: VoteData | None, lineage: int = 0, again: frozenset[int] = frozenset()
+        self, step: int, vote: Vote | None, lineage: int = 0, again: frozenset[int] = frozenset()
     ) -> None:
         """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
 
@@ -476,7 +477,7 @@ class Engine:
         assert self._communicator is not None
         loss, weight, *metrics = sums
         pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
-        self.evaluation = EvaluationData(
+        self.evaluation = Evaluation(
             loss=loss / weight if weight else math.nan,
             weight=weight,
             metrics={name: total / number for name, total, number in pairs if number},
@@ -572,7 +573,7 @@ class Engine:
                 digests[layer] = self.states.digest(layer)
         return digests
 
-    def _ask(self, totals: StageTotals, scale: float, stop: bool, snap: bool) -> tuple[VoteData, bool, bool]:
+    def _ask(self, totals: StageTotals, scale: float, stop: bool, snap: bool) -> tuple[Vote, bool, bool]:
         """VOTE: passing it proves that every rank of the world holds complete gradients.
 
         Losses and metrics are sums over sums of weights. Gradients are of the sum of losses, times
@@ -584,7 +585,7 @@ class Engine:
         sums = self._summed([squared, broken, stop, snap, *totals.numbers(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
         pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
-        vote = VoteData(
+        vote = Vote(
             loss=loss / weight if weight else 0.0,
             gradient_norm=math.sqrt(total_squared) / self._divisor(weight, scale),
             skipped=total_broken > 0 or not math.isfinite(total_squared) or weight == 0,
@@ -600,7 +601,7 @@ class Engine:
         """What the summed gradients are to be divided by; exactly 1 for a mean over rows."""
         return (weight or 1.0) / self._nominal_weight * scale
 
-    def _apply(self, vote: VoteData, *, gather: bool = True) -> None:
+    def _apply(self, vote: Vote, *, gather: bool = True) -> None:
         """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this.
 
         Under ZeRO-1 the parameters of other owners come behind the commit, where they can be gathered.
@@ -652,7 +653,7 @@ class Engine:
             if tensor.kind == "buffer"
         ]
 
-    def _start_anew(self, step: int, vote: VoteData | None, again: frozenset[int] = frozenset()) -> None:
+    def _start_anew(self, step: int, vote: Vote | None, again: frozenset[int] = frozenset()) -> None:
         """Hold nothing, at ``step``; the memory of layers that come ``again`` stays.
 
         Under ZeRO-1 none does: who gathered parameters in place may be stuck, and write into them yet.

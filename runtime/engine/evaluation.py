@@ -25,7 +25,7 @@ from runtime.layers.model import Model
 from runtime.layers.world import Seat, seat_of
 from runtime.watch.pace import Pace
 from runtime.watch.stopwatch import Stopwatch
-from runtime.wire.protocol import WorldData
+from statemachine.messages.trainer import WorldData
 
 
 class EvaluationExecutor:

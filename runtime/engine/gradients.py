@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending
 from runtime.layers.model import Model
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import WorldData
 from runtime.zero.cells import common_cells
 from runtime.zero.parts import Shape
 from runtime.zero.shards import StageShards
+from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
 PIECE_BYTES = 8 * 1024 * 1024

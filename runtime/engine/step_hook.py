@@ -9,7 +9,7 @@ from collections.abc import Callable
 from runtime.tracebacks import describe_error
 from runtime.training import StepInfo, TrainingError
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import VoteData
+from statemachine.messages.values import Vote
 
 
 class StepHook:
@@ -21,7 +21,7 @@ class StepHook:
         self.called_step = 0
         """The newest step that needs no call: this rank made it, or the state came from a snapshot."""
 
-    def call(self, step: int, vote: VoteData, step_s: float | None) -> None:
+    def call(self, step: int, vote: Vote, step_s: float | None) -> None:
         """Call the hook for a committed step.
 
         :param step_s: duration of the step; ``None``: it is unknown.

@@ -17,7 +17,7 @@ from runtime.data.batches import leaves_of, map_leaves, slice_rows
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.training import Batch, Training, TrainingError
-from runtime.wire.protocol import MOST_METRIC_CHARACTERS, MOST_METRICS
+from statemachine.messages.values import MOST_METRIC_CHARACTERS, MOST_METRICS
 
 IGNORED = -100
 _PROBED = 3

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from planner.values import Recompute
 from runtime.data.batches import (
     cast_floating,
     checked_batch,
@@ -38,7 +39,7 @@ from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import Scopes, WindowedModule, caller
 from runtime.precision import PRECISIONS, lacking
 from runtime.training import Batch, Training, TrainingError
-from runtime.wire.protocol import Recompute, TrainingData
+from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from runtime.wire.protocol import Recompute
+from planner.values import Recompute
 
 _KEPT = frozenset(
     getattr(torch.ops.aten, name).default

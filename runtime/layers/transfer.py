@@ -19,7 +19,7 @@ from runtime.groups.communicator import Communicator, Pending
 from runtime.layers.parked import ParkedLayers, StoredPayload
 from runtime.layers.state import LayerStates, LayerWriter
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import TransferData
+from statemachine.messages.trainer import TransferData
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Of one message. A payload is copied a chunk at a time, out of the tensors and into them, so that what moves takes

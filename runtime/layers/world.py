@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from planner.values import Recompute
 from runtime.groups.communicator import Channel, Talk
-from runtime.wire.protocol import Recompute, StageData, WorldData
+from statemachine.messages.trainer import StageData, WorldData
 
 Peers = dict[int, tuple[int, int]]
 """Rows ``[start, end)`` of some ranks."""

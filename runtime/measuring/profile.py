@@ -26,6 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from planner.values import (
+    ActivationCheckpointing,
+    LayerProfile,
+    ModelProfile,
+    Recomputation,
+    Recompute,
+    SplitTime,
+)
 from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model, first_batch
@@ -41,16 +49,8 @@ from runtime.wire.measurement import (
     answers_on_stdout,
     spread_of,
 )
-from runtime.wire.protocol import (
-    ActivationCheckpointing,
-    LayerProfileData,
-    ProfileData,
-    RecomputationData,
-    Recompute,
-    SplitTimeData,
-    TrainingData,
-)
 from runtime.zero.sharded_optimizer import is_elementwise
+from statemachine.messages.trainer import TrainingData
 
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
@@ -154,7 +154,7 @@ def measure(
     batch = to_device(batch, model.device)
     activation: Activation | None = None
     optimizer_bytes = _optimizer_bytes(training, model)
-    sizes: list[LayerProfileData] = []
+    sizes: list[LayerProfile] = []
     cases: list[dict[_Case, _Measured]] = []
     looks: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
@@ -190,7 +190,7 @@ def measure(
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
     return LayersMeasured(
-        profile=ProfileData(
+        profile=ModelProfile(
             layers=tuple(
                 _with_measurements(size, found, rows, fullest)
                 for size, found in zip(sizes, cases, strict=True)
@@ -231,11 +231,11 @@ def _look(given: _Given) -> Hashable:
     return model.layer_kind(layer), tensors, inputs, ends
 
 
-def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfileData:
+def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfile:
     """Return the layer's bytes that do not depend on the case; its times are not known yet."""
     tensors = model.tensors_of(layer)
     sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
-    return LayerProfileData(
+    return LayerProfile(
         forward_ms=0.0,
         backward_ms=0.0,
         parameter_bytes=sum(sizes.values()),
@@ -247,23 +247,21 @@ def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_byt
 
 
 def _with_measurements(
-    sizes: LayerProfileData, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
-) -> LayerProfileData:
+    sizes: LayerProfile, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
+) -> LayerProfile:
     """Return the profile of a layer once all layers that share its times are measured."""
     times = {case: measured.times.measured() for case, measured in found.items()}
     whole = times[rows, "none"]
     whole_ms = whole.forward.median_ms + whole.backward.median_ms
 
-    def recomputation(way: Recompute) -> RecomputationData | None:
+    def recomputation(way: Recompute) -> Recomputation | None:
         if (rows, way) not in found:
             return None
         again = times[rows, way]
         longer_ms = again.forward.median_ms + again.backward.median_ms - whole_ms
-        return RecomputationData(
-            activation_bytes=found[rows, way].kept_bytes, recompute_ms=max(longer_ms, 0.0)
-        )
+        return Recomputation(activation_bytes=found[rows, way].kept_bytes, recompute_ms=max(longer_ms, 0.0))
 
-    return msgspec.structs.replace(
+    return replace(
         sizes,
         forward_ms=whole.forward.median_ms,
         backward_ms=whole.backward.median_ms,
@@ -271,7 +269,7 @@ def _with_measurements(
         full=recomputation("full"),
         selective=recomputation("selective"),
         split=tuple(
-            SplitTimeData(
+            SplitTime(
                 devices=devices,
                 forward_ms=times[count, "none"].forward.median_ms,
                 backward_ms=times[count, "none"].backward.median_ms,

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 _TERA = 1e12
 _PEAK_TFLOPS: tuple[tuple[str, Mapping[str, float]], ...] = (

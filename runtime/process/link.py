@@ -15,7 +15,8 @@ from collections.abc import Callable
 from runtime.groups.communicator import Aborted, Communicator
 from runtime.watch.pace import Pace
 from runtime.wire.frames import Decoder, encode
-from runtime.wire.protocol import (
+from statemachine.messages.trace import Trace
+from statemachine.messages.trainer import (
     Attached,
     Beat,
     Exit,
@@ -31,7 +32,6 @@ from runtime.wire.protocol import (
     Slow,
     Snap,
 )
-from runtime.wire.trace_protocol import Trace
 
 BEAT_S = 0.05
 

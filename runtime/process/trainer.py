@@ -1,6 +1,6 @@
 """The trainer: the process that trains on one device, and what its main thread does all its life.
 
-It is forked by the zygote (``run_trainer``) and told by its node what to do (``runtime.wire.protocol``).
+It is forked by the zygote (``run_trainer``) and told by its node what to do (``statemachine.messages.trainer``).
 Being stopped by a failure elsewhere is normal here: the main thread comes back from wherever it was, keeps
 its state, reports, and waits for the next generation in the same process.
 """
@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from planner.values import ModelProfile
 from runtime.allocator import bound_memory, give_back_memory
 from runtime.description import describe
 from runtime.engine.engine import Engine, StepResult
@@ -27,13 +28,12 @@ from runtime.snapshots.writer import SnapshotWriter
 from runtime.tracebacks import users_traceback
 from runtime.training import TrainingError, torch_device
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import (
+from statemachine.messages.trainer import (
     Described,
     Done,
     PeerSuspected,
     Prepare,
     Prepared,
-    ProfileData,
     Quiesce,
     Quiesced,
     Raised,
@@ -153,7 +153,7 @@ class Trainer:
         )
         self._mailbox.keep, self._mailbox.mend = engine.snapshots.keep, engine.snapshots.put
 
-    def _profile(self, engine: Engine, prepare: Prepare) -> ProfileData:
+    def _profile(self, engine: Engine, prepare: Prepare) -> ModelProfile:
         self._pace.show("measuring its layers")
         measured = measure(
             engine.model,

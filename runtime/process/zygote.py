@@ -28,8 +28,8 @@ from typing import NoReturn
 
 from runtime.parent import die_with_parent
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from runtime.wire.protocol import Output
 from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, Warm, ZygoteNotice
+from statemachine.messages.trainer import Output
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
     # Their pools would start threads at import. A trainer gets its parallelism from the stages.

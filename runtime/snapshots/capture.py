@@ -13,7 +13,7 @@ from runtime.layers.state import LayerStates
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import Bytes, Mover
 from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
-from runtime.wire.protocol import VoteData
+from statemachine.messages.values import Vote
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import ALIGNMENT_BYTES
 from storage.manifest import BLOCK_BYTES, Digests, Part
@@ -30,7 +30,7 @@ class Capture:
 
     generation: int
     step: int
-    vote: VoteData
+    vote: Vote
     unit_bytes: int
     """Read for one unit, at most."""
     units: list[Unit] = field(default_factory=list)

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from runtime.layers.model import Model
 from runtime.layers.world import is_sharded, stages_of_layer
-from runtime.wire.protocol import StageData, WorldData
 from runtime.zero.cells import keeps_replicas
+from statemachine.messages.trainer import StageData, WorldData
 from storage.codes import Code, make_code
 
 

@@ -24,8 +24,9 @@ from runtime.snapshots.movers import DeviceMover, HostMover, Mover
 from runtime.snapshots.parts import add_parts
 from runtime.snapshots.schedule import Elapsed, Schedule
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import Mend, Snapped, SnapshotFailed, SnapshotReport, VoteData
 from runtime.zero.sharding import Sharding
+from statemachine.messages.trainer import Mend, Snapped, SnapshotFailed, SnapshotReport
+from statemachine.messages.values import Vote
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
 from storage.manifest import Manifest, Part
@@ -127,7 +128,7 @@ class SnapshotWriter:
         self._groups, self._reserved = groups, False
         self.put(_Forget(after_step=step))
 
-    def begin(self, generation: int, step: int, vote: VoteData) -> None:
+    def begin(self, generation: int, step: int, vote: Vote) -> None:
         """``step`` is committed: copy the state as it is now. Small things are copied at once."""
         started = time.monotonic()
         self._settle()
@@ -161,7 +162,7 @@ class SnapshotWriter:
         if self._groups and not self._reserved:
             self._reserved = True
             with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
-                sized = self._made(0, 0, VoteData(loss=0.0, gradient_norm=0.0))
+                sized = self._made(0, 0, Vote(loss=0.0, gradient_norm=0.0))
                 size_bytes = sized.size_bytes + _SLACK_BYTES
                 self.put(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
 
@@ -220,7 +221,7 @@ class SnapshotWriter:
 
     # --- both threads ----------------------------------------------------------------------------
 
-    def _made(self, generation: int, step: int, vote: VoteData) -> Capture:
+    def _made(self, generation: int, step: int, vote: Vote) -> Capture:
         unit_bytes = self._schedule.unit_bytes
         capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:

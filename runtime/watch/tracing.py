@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runtime.wire.trace_protocol import SpanData, Trace, Traced
+from statemachine.messages.trace import SpanData, Trace, Traced
 
 MOST_SPANS = 10_000
 """Of one request: half a MiB as JSON. Those behind are counted, not kept."""

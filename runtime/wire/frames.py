@@ -4,17 +4,19 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from statemachine.messages.base import Message
+
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of all frames; the tag field ``type`` holds the class name."""
+class Frame(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Message between processes of the same installation: a field that the receiver does not know is an error."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Message) -> bytes:
     """One frame as bytes, length first."""
     body = _ENCODER.encode(frame)
     return len(body).to_bytes(4, "big") + body

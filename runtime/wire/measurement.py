@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from runtime.wire.protocol import ProfileData
+from planner.values import ModelProfile
 
 INVALID_EXIT = 2
 """Exit code when the user has to change something; the last line of stderr says what."""
@@ -44,7 +44,7 @@ class RowsMeasured(msgspec.Struct, frozen=True, kw_only=True):
 class LayersMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A model measured layer by layer."""
 
-    profile: ProfileData
+    profile: ModelProfile
     names: tuple[str, ...]
     rows: tuple[tuple[RowsMeasured, ...], ...]
     """Of each layer, the whole microbatch first."""

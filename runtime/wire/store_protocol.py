@@ -1,7 +1,7 @@
 """What trainers and the rendezvous server say to each other. No torch in here.
 
 A key–value store, one name space per generation, that the process groups of a generation are formed
-through. Plain TCP with frames as in ``runtime.wire.protocol``; the first must be a StoreHello with the proof
+through. Plain TCP with frames as in ``runtime.wire.frames``; the first must be a StoreHello with the proof
 that whoever says it knows the secret. It is good for one generation: heard on the wire, or told to a server
 that is not ours, it opens no other.
 """

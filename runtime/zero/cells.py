@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import lcm
 
 from runtime.layers.world import WorldError, is_sharded, stages_of_layer
-from runtime.wire.protocol import StageData, WorldData
+from statemachine.messages.trainer import StageData, WorldData
 
 Fractions = tuple[int, int, int]
 """``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of n."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from runtime.groups.communicator import Communicator, Members, Pending
 from runtime.layers.model import Model
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import WorldData
 from runtime.zero.cells import common_cells
 from runtime.zero.parts import Range, Shape, Slice, cell_contributions, contributions
+from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
 PIECE_BYTES = 2 * 1024 * 1024

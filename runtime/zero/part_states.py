@@ -13,10 +13,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from planner.values import StatePart
 from runtime.layers.model import Model
 from runtime.layers.optimizer import ParameterState, Scalar
 from runtime.layers.state import DTYPES, StateError
-from runtime.wire.protocol import StatePartData
 from runtime.zero.cells import Fractions
 from runtime.zero.parts import Move, Shape, Slice, Vector
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
@@ -42,10 +42,8 @@ class PartState:
     def fractions(self) -> Fractions:
         return self.start, self.end, self.of
 
-    def said(self) -> StatePartData:
-        return StatePartData(
-            layer=self.layer, start=self.start, end=self.end, of=self.of, replica=self.replica
-        )
+    def said(self) -> StatePart:
+        return StatePart(layer=self.layer, start=self.start, end=self.end, of=self.of, replica=self.replica)
 
 
 class PartStates:

@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Literal
 
 from runtime.layers.world import is_sharded, owners_of_layer, stages_of_layer
-from runtime.wire.protocol import PartData, WorldData
 from runtime.zero.cells import Cell, owned_parts, replica_parts, share_of
+from statemachine.messages.trainer import PartData, WorldData
 from storage.buckets import Bucket, ParameterSize
 from storage.layerstate import DTYPE_BYTES
 

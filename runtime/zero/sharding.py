@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.values import StatePart
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.state import StateError
 from runtime.layers.transfer import Exchange, WholePayloads
 from runtime.layers.world import has_shards, is_sharded
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import Resume, StageData, StatePartData, WorldData
 from runtime.zero.cells import Fractions, copied_parts, owned_parts, replica_parts, share_of, stage_of
 from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates
@@ -28,6 +28,7 @@ from runtime.zero.parts import Move, Shape, Slice, Vector, everything, moves_of
 from runtime.zero.replica import CHECK_STEPS, Replica
 from runtime.zero.sharded_optimizer import ShardedOptimization
 from runtime.zero.shards import StageShards
+from statemachine.messages.trainer import Resume, StageData, WorldData
 from storage.buckets import Bucket
 
 _DIGEST_BYTES = 16
@@ -71,7 +72,7 @@ class Sharding:
 
     # --- between generations ---------------------------------------------------------------------
 
-    def parts(self) -> tuple[StatePartData, ...]:
+    def parts(self) -> tuple[StatePart, ...]:
         """What is kept at the committed step."""
         self._finish()
         return tuple(part.said() for part in self.states.kept)

@@ -6,7 +6,7 @@ from statemachine.agent import persisting as agent_persisting
 from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent.state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     CancelPersist,
     Command,
     Fence,
@@ -30,7 +30,7 @@ from statemachine.messages import (
     StepsWanted,
     Stop,
 )
-from statemachine.values import CommittedStep, NodeState
+from statemachine.messages.values import CommittedStep, NodeState
 
 STEPS_PER_MESSAGE = 50
 """With as many metrics as a step and an evaluation may have, of the longest names, so many fit into one signal."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from planner.values import ModelProfile
-from statemachine.envelopes import ToNode
 from statemachine.events import Event
-from statemachine.values import (
+from statemachine.messages.cluster import ToNode
+from statemachine.messages.values import (
     DeviceReport,
     Evaluation,
     FailureCause,

@@ -62,7 +62,7 @@ from statemachine.agent.state import (
 from statemachine.agent.watch import hear, look
 from statemachine.effects import Effect
 from statemachine.events import BrokerConnected, BrokerLost, TimerFired
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Leaving,
     PeerSuspected,
     Prepared,
@@ -70,8 +70,8 @@ from statemachine.messages import (
     RestoreFailed,
     TrainerLost,
 )
+from statemachine.messages.values import CommittedStep, FailureCause, NodeState
 from statemachine.timing import Timing
-from statemachine.values import CommittedStep, FailureCause, NodeState
 
 AgentEvent = (
     AgentStarted

@@ -6,7 +6,7 @@ The daemon writes while its trainers train, or die: the bytes are those of a kep
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.agent.state import Agent
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.messages import CancelPersist, LayersPersisted, Persist, PersistFailed
+from statemachine.messages.cluster import CancelPersist, LayersPersisted, Persist, PersistFailed
 
 
 def persist(a: Agent, command: Persist) -> None:

@@ -4,7 +4,7 @@ What the node's memory holds outlives trainers and daemons. Of what is not the k
 is reckoned with: a new one may be written over an older (``storage.arena``).
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from statemachine.agent.events import (
     CopiesHeld,
@@ -24,8 +24,8 @@ from statemachine.effects import (
     TrainerKeepSnapshot,
     TrainerSnap,
 )
-from statemachine.messages import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
-from statemachine.values import HeldSnapshot, NodeState, Restore
+from statemachine.messages.cluster import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
+from statemachine.messages.values import HeldSnapshot, NodeState, Restore
 
 
 def snap(a: Agent, command: Snap) -> None:

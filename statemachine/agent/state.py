@@ -18,7 +18,7 @@ from statemachine.effects import (
     SetTimer,
     StartTrainer,
 )
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     LayersPersisted,
     PeerSuspected,
     Persist,
@@ -29,8 +29,7 @@ from statemachine.messages import (
     SnapshotCompleted,
     TrainerLost,
 )
-from statemachine.timing import Timing
-from statemachine.values import (
+from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
     Evaluation,
@@ -39,6 +38,7 @@ from statemachine.values import (
     NodeFacts,
     NodeState,
 )
+from statemachine.timing import Timing
 
 HEARTBEAT = "heartbeat"
 HELLO = "hello"

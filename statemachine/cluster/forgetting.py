@@ -13,7 +13,7 @@ nothing where no decision counted them (``rules.trusted``).
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster
 from statemachine.effects import ForgetNode
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 OFFLINE_KEPT = 100
 """So many are listed at least, for who looks what became of them."""

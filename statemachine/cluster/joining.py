@@ -5,7 +5,7 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.snapshots.buddies import present_buddies
 from statemachine.cluster.state import JOIN, Cluster
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 
 def newcomers(c: Cluster) -> list[NodeMachine]:

@@ -6,15 +6,16 @@ every rank knows the vote of every step.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from statemachine.cluster import raising
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import STEPS, Cluster
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.events import StepsMissed
-from statemachine.messages import Heartbeat, Stepped, StepsWanted
-from statemachine.values import ClusterPhase, CommittedStep, Evaluation, Job, Vote
+from statemachine.messages.cluster import Heartbeat, Stepped, StepsWanted
+from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, Job, Vote
 
 
 def _is_news(c: Cluster, generation: int) -> bool:

@@ -62,8 +62,8 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
+from statemachine.messages.values import Checkpoint, ClusterPhase, Job, Snapshot
 from statemachine.timing import Timing
-from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 ClusterEvent = (
     TimerFired

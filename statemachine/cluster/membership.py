@@ -10,7 +10,7 @@ from planner.values import Policy
 from statemachine.cluster.node import RETIRED_KEPT, NodeEvent, NodeMachine
 from statemachine.cluster.state import Cluster
 from statemachine.cluster.words import counted
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Fence,
     Finished,
     Heartbeat,
@@ -33,7 +33,7 @@ from statemachine.messages import (
     Stepped,
     TrainerLost,
 )
-from statemachine.values import PROTOCOL, NodeFacts, NodeState
+from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
 
 
 class Standing(StrEnum):

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from statemachine.values import HeldSnapshot, NodeFacts, NodeState
+from statemachine.messages.values import HeldSnapshot, NodeFacts, NodeState
 
 RETIRED_KEPT = 16
 """Incarnations of one name that are remembered as over; older ones are strangers, who must say Hello."""

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 
 class PhaseEvent(StrEnum):

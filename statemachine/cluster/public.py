@@ -8,7 +8,7 @@ from planner.values import PipelinePlacement, Plan
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.state import Cluster
 from statemachine.cluster.words import who
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:

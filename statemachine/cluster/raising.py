@@ -10,8 +10,8 @@ rollback, until it is. The same error is the same words (the exception of the tr
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster
 from statemachine.cluster.words import counted
-from statemachine.messages import TrainerLost
-from statemachine.values import Raising
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.values import Raising
 
 
 def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | None:

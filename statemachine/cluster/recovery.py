@@ -39,8 +39,8 @@ from statemachine.cluster.state import (
 )
 from statemachine.effects import ComputePlan
 from statemachine.events import PlanImpossible, PlanReady
-from statemachine.messages import Prepare, Quiesce, Quiesced
-from statemachine.values import ClusterPhase, CommittedStep, QuiesceMode
+from statemachine.messages.cluster import Prepare, Quiesce, Quiesced
+from statemachine.messages.values import ClusterPhase, CommittedStep, QuiesceMode
 
 T = TypeVar("T")
 

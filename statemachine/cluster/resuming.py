@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from statemachine.cluster.state import Attempt, Cluster
-from statemachine.messages import Resume
-from statemachine.values import Buddy, NodeFacts, Restore
+from statemachine.messages.cluster import Resume
+from statemachine.messages.values import Buddy, NodeFacts, Restore
 
 
 def restore_of(c: Cluster, attempt: Attempt) -> Restore | None:

@@ -26,8 +26,8 @@ from statemachine.cluster.state import FIND, GIVE_UP, Attempt, Cluster
 from statemachine.cluster.words import who
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
-from statemachine.messages import RestoreFailed, TrainerLost
-from statemachine.values import ClusterPhase, Snapshot, Vote
+from statemachine.messages.cluster import RestoreFailed, TrainerLost
+from statemachine.messages.values import ClusterPhase, Snapshot, Vote
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""

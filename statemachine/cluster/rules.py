@@ -30,7 +30,15 @@ from typing import Literal
 
 from planner.values import Device, Plan, StatePart
 from statemachine.cluster.sharding import owned_parts
-from statemachine.values import CommittedStep, DeviceReport, Evaluation, HeldPart, QuiesceMode, Restore, Vote
+from statemachine.messages.values import (
+    CommittedStep,
+    DeviceReport,
+    Evaluation,
+    HeldPart,
+    QuiesceMode,
+    Restore,
+    Vote,
+)
 
 Outcome = Literal["start", "boundary", "redo", "roll_forward"]
 Reports = Mapping[str, tuple[DeviceReport, ...]]

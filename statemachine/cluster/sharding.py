@@ -6,12 +6,13 @@ what they have in common of the optimizer's state: of m pipelines the i-th one's
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from math import lcm
+
+from msgspec.structs import replace
 
 from planner.changes.parts import Run, incomplete, kept_parts, stages_by_layer
 from planner.values import Device, Plan, StatePart
-from statemachine.values import HeldPart
+from statemachine.messages.values import HeldPart
 
 Parts = Mapping[Device, Iterable[StatePart]]
 

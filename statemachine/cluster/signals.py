@@ -29,7 +29,7 @@ from statemachine.cluster.state import SUSPICION, SUSPICIOUS, Cluster
 from statemachine.cluster.stragglers import take_times
 from statemachine.cluster.timeouts import node_lost
 from statemachine.events import NodeVanished, SignalArrived
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Finished,
     Heartbeat,
     Hello,
@@ -52,7 +52,7 @@ from statemachine.messages import (
     Stepped,
     TrainerLost,
 )
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 _BLANK = 3
 """Heartbeats: the first ones may be from before the first commit."""

@@ -26,9 +26,8 @@ from statemachine.effects import (
     WeighPlan,
 )
 from statemachine.events import RestoreChecked
-from statemachine.messages import Command, Finished, Resumed
-from statemachine.timing import Timing
-from statemachine.values import (
+from statemachine.messages.cluster import Command, Finished, Resumed
+from statemachine.messages.values import (
     Checkpoint,
     ClusterPhase,
     CommittedStep,
@@ -40,6 +39,7 @@ from statemachine.values import (
     Raising,
     Vote,
 )
+from statemachine.timing import Timing
 
 TICK = "tick"
 QUIESCE = "quiesce"

@@ -22,8 +22,8 @@ from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.state import JOIN, Cluster
 from statemachine.effects import WeighPlan
 from statemachine.events import PlanWeighed
-from statemachine.messages import Heartbeat
-from statemachine.values import ClusterPhase
+from statemachine.messages.cluster import Heartbeat
+from statemachine.messages.values import ClusterPhase
 
 
 def take_times(node: NodeMachine, signal: Heartbeat) -> None:

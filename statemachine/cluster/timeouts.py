@@ -7,7 +7,7 @@ from statemachine.cluster.membership import fence, lose, remind, silent
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.recovery import after_loss, note_cause, reconfigure
 from statemachine.cluster.state import QUIESCE, RESUME, SUSPICION, SUSPICIOUS, TICK, Attempt, Cluster
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 
 def tick(c: Cluster, late_s: float) -> None:

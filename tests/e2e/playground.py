@@ -29,7 +29,7 @@ from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 
 LIMIT_S = 100.0

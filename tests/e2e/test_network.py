@@ -22,7 +22,7 @@ from ftd.local.fleet import private_directory
 from ftd.local.namespaces import Network, why_not
 from ftd.mqtt.mosquitto import find_mosquitto
 from ftd.node.processes import module_command
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.e2e.hosts import Programs, programs
 from tests.runtime.reference import load, reference_losses
 

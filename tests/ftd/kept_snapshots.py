@@ -19,7 +19,7 @@ from ftd.node.shards.copies import Copies
 from ftd.node.shards.protocol import bearer_token
 from ftd.node.shards.server import ShardServer
 from ftd.node.shards.sources import Source
-from statemachine.values import SnapshotGroup
+from statemachine.messages.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage

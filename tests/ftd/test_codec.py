@@ -55,9 +55,9 @@ from planner.values import (
 )
 from statemachine.agent.commands import STEPS_PER_MESSAGE
 from statemachine.effects import EmitEvent
-from statemachine.envelopes import FromNode, ToNode, ToNodes
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Command,
+    FromNode,
     Heartbeat,
     Hello,
     Prepare,
@@ -67,8 +67,10 @@ from statemachine.messages import (
     Resume,
     Signal,
     Stepped,
+    ToNode,
+    ToNodes,
 )
-from statemachine.values import (
+from statemachine.messages.values import (
     MOST_METRIC_CHARACTERS,
     MOST_METRICS,
     Buddy,
@@ -308,7 +310,7 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.sampled_from(choices)
         return BY_TYPE[field.type]
 
-    return st.builds(kind, **{field.name: of(field) for field in dataclasses.fields(kind)})
+    return st.builds(kind, **{field.name: of(field) for field in msgspec.structs.fields(kind)})
 
 
 @pytest.mark.parametrize("kind", get_args(Signal), ids=lambda kind: kind.__name__)
@@ -333,7 +335,7 @@ def test_what_nodes_say_word_for_word_is_read_once() -> None:
     for generation in range(2000):
         heard("a", Quiesced(generation=generation, reports=()))
     assert len(codec._ALIKE["Quiesced"]) <= codec._MOST_ALIKE
-    large = Quiesced(generation=3, reports=(dataclasses.replace(report, held=tuple(range(2000))),))
+    large = Quiesced(generation=3, reports=(msgspec.structs.replace(report, held=tuple(range(2000))),))
     assert heard("a", large) == large
     assert heard("a", large) is not heard("b", large)
 
@@ -485,7 +487,7 @@ def test_a_malformed_signal_is_a_wire_error(payload: bytes, says: str) -> None:
 def test_a_hello_with_impossible_facts_is_refused(change: dict[str, int]) -> None:
     good = NodeFacts(devices=1, host="h", rendezvous_port=1)
     hello = Hello(
-        facts=dataclasses.replace(good, **change),
+        facts=msgspec.structs.replace(good, **change),
         job_id=None,
         prepared=False,
         generation=0,

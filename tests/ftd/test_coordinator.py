@@ -35,9 +35,9 @@ from ftd.wire.public import (
 from ftd.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile
 from statemachine.effects import BroadcastCommand
-from statemachine.envelopes import FromNode, ToNode
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Command,
+    FromNode,
     Heartbeat,
     Hello,
     Inquiry,
@@ -51,8 +51,9 @@ from statemachine.messages import (
     Stepped,
     StepsWanted,
     Stop,
+    ToNode,
 )
-from statemachine.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]

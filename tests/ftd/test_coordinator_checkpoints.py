@@ -2,11 +2,11 @@
 
 import asyncio
 import queue
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, export, find, first_checkpoint
 from ftd.errors import ConfigurationError
@@ -20,7 +20,7 @@ from statemachine.events import (
     CheckpointWritten,
     Event,
 )
-from statemachine.values import CheckpointPolicy, Job, LayerOnDisk, Vote
+from statemachine.messages.values import CheckpointPolicy, Job, LayerOnDisk, Vote
 from storage.checkpoint import CheckpointStore
 from tests.storage.kept import LAYERS, holds, layer_state, write
 

@@ -23,8 +23,8 @@ from ftd.wire.coordinators import JournalCopy
 from ftd.wire.public import StatusRequest
 from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
+from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL
 from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).resolve().parents[2]

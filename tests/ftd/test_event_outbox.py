@@ -15,8 +15,17 @@ from ftd.client import ClusterClient
 from ftd.mqtt.session import MqttSession
 from ftd.wire.public import StopRequest, SubmitRequest
 from ftd.wire.topics import Topics
-from statemachine.messages import Command, Inquiry, Prepare, Prepared, Quiesce, Quiesced, Resume, Resumed
-from statemachine.values import DeviceReport
+from statemachine.messages.cluster import (
+    Command,
+    Inquiry,
+    Prepare,
+    Prepared,
+    Quiesce,
+    Quiesced,
+    Resume,
+    Resumed,
+)
+from statemachine.messages.values import DeviceReport
 from tests.ftd.conftest import RunningBroker
 from tests.ftd.test_coordinator import (
     LAYERS,

@@ -15,8 +15,8 @@ from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
 from ftd.wire.public import JobData, LoggingData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
-from runtime.wire.protocol import TrainingData
-from statemachine.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.ftd.job_tables import write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ import pytest
 from ftd.config.job import load_job, load_job_data
 from ftd.config.models import task_of
 from ftd.errors import ConfigurationError
-from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import (
     RECIPE,
     DataTable,
@@ -22,6 +21,7 @@ from runtime.wire.recipe import (
     Recipe,
     ScheduleTable,
 )
+from statemachine.messages.trainer import TrainingData
 from tests.ftd.job_tables import write
 
 SMALLEST: dict[str, Any] = {

@@ -36,8 +36,8 @@ from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import RESERVED
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster, Exposure
+from statemachine.messages.values import PROTOCOL, NodeFacts
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL, NodeFacts
 
 
 def event(name: str, step: int | None = None, **details: object) -> EventMessage:

@@ -34,9 +34,9 @@ from statemachine.agent.events import TrainerSnapped, TrainerStepped, TrainerUp
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, PublishNode, SendSignal
 from statemachine.events import BrokerLost
-from statemachine.messages import TrainerLost
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.values import NodeState, Vote
 from statemachine.timing import Timing
-from statemachine.values import NodeState, Vote
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "examples" / "monitoring"

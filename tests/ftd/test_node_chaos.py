@@ -17,7 +17,7 @@ from ftd.node.faults.chaos import Chaos
 from ftd.node.faults.disturbance import Weather, Wire
 from ftd.node.faults.full_disk import Filler
 from ftd.wire.public import Answer, encode_json
-from runtime.wire.protocol import Raise, Sleep, Slow
+from statemachine.messages.trainer import Raise, Sleep, Slow
 
 
 class Hands:

@@ -19,8 +19,7 @@ from ftd.node import processes
 from ftd.node.processes import alive, compile_cache, descendants, trainer_environment
 from ftd.wire.codec import decode_from_node, encode_to_nodes
 from ftd.wire.topics import Topics
-from statemachine.envelopes import FromNode, ToNodes
-from statemachine.messages import Stepped, StepsWanted
+from statemachine.messages.cluster import FromNode, Stepped, StepsWanted, ToNodes
 from tests.ftd.conftest import RunningBroker
 
 LIMIT_S = 60.0

@@ -7,7 +7,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from kept_snapshots import (
     shared_directory,
     write_group,
 )
+from msgspec.structs import asdict, replace
 
 from ftd.node.restoring.restore import RestoreError
 from ftd.node.restoring.staging import Stage
@@ -29,8 +30,8 @@ from ftd.node.shards.arenas import Arenas
 from ftd.node.snapshots.persist import Persister, read_checkpoint
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
-from statemachine.messages import Persist
-from statemachine.values import Restore, Snapshot, SnapshotGroup, Vote
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import Restore, Snapshot, SnapshotGroup, Vote
 from storage.checkpoint import CheckpointStore, LayerFile
 from storage.description import ModelDescription, encode_description
 from storage.layerfile import PIECE_BYTES

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kept_snapshots import JOB, Node, flip, make_layer, payload_of, shared_directory, write_group
+from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, daemon_config
 from ftd.node.restoring.staging import Found, Stage
@@ -17,12 +17,12 @@ from ftd.node.shards.protocol import Rate, bearer_token
 from ftd.node.shards.sources import Source
 from ftd.node.snapshots.service import Snapshots
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from runtime.wire.protocol import Instruction, StagingSpoiled
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
 from statemachine.events import Event
-from statemachine.messages import Resume
-from statemachine.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
+from statemachine.messages.cluster import Resume
+from statemachine.messages.trainer import Instruction, StagingSpoiled
+from statemachine.messages.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
 from storage.checkpoint import CheckpointStore
 from storage.shards import Bytes
 from storage.staged import read_staged

@@ -1,13 +1,22 @@
 """A plan becomes ranks, frames become events."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from ftd.node.translation import event_of, layers_of, prepare_frame, rank_of, resume_frame, world_data
-from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement, StatePart, Transfer
-from runtime.wire import protocol
+from planner.values import (
+    Device,
+    LayerProfile,
+    ModelProfile,
+    PipelinePlacement,
+    Plan,
+    Policy,
+    StagePlacement,
+    StatePart,
+    Transfer,
+)
 from statemachine.agent.events import (
     TrainerDone,
     TrainerFailed,
@@ -18,8 +27,9 @@ from statemachine.agent.events import (
     TrainerSnapshotFailed,
     TrainerStepped,
 )
-from statemachine.messages import Resume
-from statemachine.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, HeldPart, Job, Vote
+from statemachine.messages import trainer as protocol
+from statemachine.messages.cluster import Resume
+from statemachine.messages.values import Evaluation, HeldPart, Job, Vote
 
 
 def device(node: str, index: int = 0) -> Device:
@@ -76,11 +86,6 @@ VOTE = Vote(
     metrics={"accuracy": 0.25},
     evaluation=Evaluation(loss=0.75, weight=37.0, metrics={"accuracy": 0.125}, took_s=2.0),
 )
-VOTED = msgspec.convert(asdict(VOTE), protocol.VoteData)
-
-
-def test_both_sides_agree_on_the_limits_of_metrics() -> None:
-    assert (protocol.MOST_METRICS, protocol.MOST_METRIC_CHARACTERS) == (MOST_METRICS, MOST_METRIC_CHARACTERS)
 
 
 def test_a_resume_for_one_device() -> None:
@@ -100,7 +105,7 @@ def test_a_resume_for_one_device() -> None:
     frame = resume_frame(resume, device("a"), "secret")
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
-    assert frame.vote == VOTED
+    assert frame.vote == VOTE
     assert frame.evaluated == 10
     assert (frame.nodes, frame.protection) == (("b", "b", "a", "c"), "aec")
     assert (frame.restore, frame.lineage) == ("", 3)
@@ -125,7 +130,7 @@ def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
 
 
 def test_reports_keep_all_they_say() -> None:
-    vote = msgspec.structs.replace(VOTED, skipped=True)
+    vote = msgspec.structs.replace(VOTE, skipped=True)
     quiesced = event_of(
         protocol.Quiesced(generation=3, committed_step=8, ready_step=9, vote=vote, held=(0, 2)),
         device=1,
@@ -136,7 +141,7 @@ def test_reports_keep_all_they_say() -> None:
     assert isinstance(quiesced, TrainerQuiesced)
     assert quiesced.report.device == 1
     assert (quiesced.report.committed_step, quiesced.report.ready_step) == (8, 9)
-    assert quiesced.report.vote == replace(VOTE, skipped=True)
+    assert quiesced.report.vote == vote
     assert quiesced.report.held == (0, 2)
     stepped = event_of(
         protocol.Stepped(generation=3, step=9, vote=vote, step_s=0.2, bubble_s=0.1),
@@ -193,7 +198,7 @@ def test_parts_of_layers_go_both_ways() -> None:
         for part in world_data(PLAN, HOSTS, held).held_parts
     ]
     assert told == [(2, 2, 1, 2, 2, False, True), (2, 3, 1, 2, 2, False, True), (3, 4, 0, 1, 2, True, False)]
-    part = protocol.StatePartData(layer=2, start=2, end=4, of=4, replica=True)
+    part = StatePart(layer=2, start=2, end=4, of=4, replica=True)
     quiesced = protocol.Quiesced(
         generation=1, committed_step=3, ready_step=None, vote=None, held=(), parts=(part,)
     )
@@ -210,11 +215,11 @@ def test_a_replica_that_differed_becomes_an_event() -> None:
 
 
 def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
-    layer = protocol.LayerProfileData(
+    layer = LayerProfile(
         forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
         activation_bytes=1, output_bytes=1,
     )  # fmt: skip
-    profile = protocol.ProfileData(layers=(layer,), microbatch_rows=1, device_memory_bytes=None)
+    profile = ModelProfile(layers=(layer,), microbatch_rows=1, device_memory_bytes=None)
     event = event_of(protocol.Prepared(job_id="j", profile=profile), device=0, pid=7, at=1.0, cause="c")
     assert isinstance(event, TrainerFailed) and event.cause_of_failure == "unprepared"
     assert "layers[0].forward_ms is nan" in event.detail
@@ -222,7 +227,7 @@ def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
 
 def test_an_evaluation_comes_with_a_report_and_with_the_end() -> None:
     base = {"device": 1, "pid": 9, "at": 1.0, "cause": "c"}
-    found = VOTED.evaluation
+    found = VOTE.evaluation
     done = event_of(protocol.Done(generation=3, step=8, digests={0: "aa"}, evaluation=found), **base)
     assert isinstance(done, TrainerDone) and done.evaluation == VOTE.evaluation
     quiesced = protocol.Quiesced(

@@ -37,7 +37,7 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
-from statemachine.values import Job, Profiled
+from statemachine.messages.values import Job, Profiled
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0

@@ -18,7 +18,7 @@ from ftd.profiling.network import fit_link, fit_ring
 from ftd.profiling.process import ask
 from ftd.view.profile import render_profile, spread
 from planner.stages.costs import StageCosts
-from planner.values import Link, Policy
+from planner.values import LayerProfile, Link, ModelProfile, Policy, SplitTime
 from runtime.wire.measurement import (
     LayersMeasured,
     LinksMeasured,
@@ -28,7 +28,6 @@ from runtime.wire.measurement import (
     Spread,
     spread_of,
 )
-from runtime.wire.protocol import LayerProfileData, ProfileData, SplitTimeData
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
@@ -62,7 +61,7 @@ def layers_of(rows: int = 4) -> LayersMeasured:
     def part(count: int, time_ms: float) -> RowsMeasured:
         return RowsMeasured(rows=count, forward=always(time_ms), backward=always(2 * time_ms))
 
-    layer = LayerProfileData(
+    layer = LayerProfile(
         forward_ms=always(1.25).median_ms,
         backward_ms=always(2.5).median_ms,
         parameter_bytes=4096,
@@ -70,10 +69,10 @@ def layers_of(rows: int = 4) -> LayersMeasured:
         optimizer_bytes=8192,
         activation_bytes=512,
         output_bytes=64,
-        split=(SplitTimeData(devices=2, forward_ms=0.75, backward_ms=1.5),),
+        split=(SplitTime(devices=2, forward_ms=0.75, backward_ms=1.5),),
     )
     return LayersMeasured(
-        profile=ProfileData(layers=(layer, layer), microbatch_rows=rows, device_memory_bytes=None),
+        profile=ModelProfile(layers=(layer, layer), microbatch_rows=rows, device_memory_bytes=None),
         names=("Linear", "Head"),
         rows=((part(4, 1.25), part(2, 0.75)),) * 2,
         unmeasured=("layer 1 raised ValueError on 1 rows: too few",),

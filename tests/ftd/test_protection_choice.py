@@ -6,7 +6,7 @@ from ftd.protection import code_for, stated_guarantee
 from ftd.protection_choice import choose, protect
 from planner.planner import Planner
 from planner.values import LayerProfile, ModelProfile, Plan, Policy
-from statemachine.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionWish
 from storage.codes import parse_scheme
 
 ALL = ["none", *(f"arc:{k}" for k in range(1, 5)), "aec", "aec2"]

@@ -26,7 +26,7 @@ from ftd.node.restoring.restore import Restored, RestoreError, Restorer
 from ftd.node.restoring.staging import OneByOne, Stage
 from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import BLOCK_BYTES
 from storage.shards import Bytes
 

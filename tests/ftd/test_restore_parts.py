@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from shutil import rmtree
@@ -14,14 +13,15 @@ import numpy as np
 import pytest
 from kept_snapshots import JOB as KEPT_JOB
 from kept_snapshots import TOKEN, Node, flip, shared_directory, write
+from msgspec.structs import replace
 
 from ftd.node.restoring.restore import Restored, RestoreError, Restorer
 from ftd.node.restoring.staging import OneByOne
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.snapshots.scrub import Scrubber
-from runtime.wire.protocol import PipelineData, Snapped
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.trainer import PipelineData, Snapped
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header
 from storage.manifest import Part
 from storage.partimage import PartImage, ShardedImage, assemble

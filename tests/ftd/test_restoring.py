@@ -4,7 +4,7 @@ import pytest
 
 from ftd.coordinator.restoring import check_restore
 from statemachine.effects import CheckRestore
-from statemachine.values import Snapshot, SnapshotGroup, Vote
+from statemachine.messages.values import Snapshot, SnapshotGroup, Vote
 
 OWNERS = ("a", "b", "c", "d")
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_snapshots import JOB, TOKEN, Node, copy_to_buddy, flip, make_layer, shared_directory, write_group
+from msgspec.structs import replace
 
 from ftd.node.shards.arenas import Held
 from ftd.node.snapshots.mend import Mender
 from ftd.node.snapshots.scrub import Scrubber
-from runtime.wire.protocol import Instruction, Mend
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.trainer import Instruction, Mend
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, Part
 

@@ -19,7 +19,7 @@ from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor
 from ftd.node.translation import prepare_frame
 from planner.values import Policy
-from runtime.wire import frames, protocol
+from runtime.wire import frames
 from statemachine.agent.events import (
     TrainerBeat,
     TrainerDone,
@@ -31,7 +31,8 @@ from statemachine.agent.events import (
     TrainerUp,
 )
 from statemachine.events import Event
-from statemachine.values import Job
+from statemachine.messages import trainer as protocol
+from statemachine.messages.values import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 60.0

@@ -14,7 +14,7 @@ from ftd.node.faults.disturbance import Disturbance
 from ftd.wire.public import NodeStateMessage, decode_json
 from ftd.wire.topics import Topics
 from statemachine.effects import PublishNode
-from statemachine.values import NodeState
+from statemachine.messages.values import NodeState
 from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 30.0

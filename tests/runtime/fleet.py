@@ -14,7 +14,8 @@ from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import Aborted, Communicator
 from runtime.groups.store import Rendezvous
 from runtime.watch.pace import Pace
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Evaluation, Vote
 from tests.runtime.harness import PATIENCE_S, TOKEN, ServerThread
 from tests.runtime.zero import Pipelines, held_of
 
@@ -30,14 +31,14 @@ class Fleet:
         self.engines: list[Engine] = []
         self.pipelines: Pipelines = ()
         self.generation = 0
-        self.votes: dict[int, p.VoteData] = {}
+        self.votes: dict[int, Vote] = {}
         """By step."""
         self.restore = ""
         """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
         self.restore_step = 0
         self.evaluated = 0
         """The newest step whose evaluation is known, for the next ``enter``."""
-        self.evaluations: dict[int, p.EvaluationData] = {}
+        self.evaluations: dict[int, Evaluation] = {}
         """By the step whose state was evaluated."""
         self.parked: dict[int, tuple[int, ...]] = {}
         self.dropped: dict[int, tuple[int, ...]] = {}
@@ -64,7 +65,7 @@ class Fleet:
         reports = [report_of(engine) for engine in engines]
         best = max(reports, key=lambda report: report.committed_step)
         if self.restore:
-            vote = p.VoteData(loss=0.0, gradient_norm=0.0)
+            vote = Vote(loss=0.0, gradient_norm=0.0)
             best = msgspec.structs.replace(best, committed_step=self.restore_step, vote=vote)
         ranks = {engine: rank for rank, engine in enumerate(self.engines)}
         held: list[p.PartData] = []
@@ -101,9 +102,7 @@ class Fleet:
             self.votes[best.committed_step] = best.vote
         return best.committed_step
 
-    def _enter(
-        self, rank: int, engine: Engine, world: p.WorldData, step: int, vote: p.VoteData | None
-    ) -> None:
+    def _enter(self, rank: int, engine: Engine, world: p.WorldData, step: int, vote: Vote | None) -> None:
         rendezvous = Rendezvous(
             host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
         )

@@ -1,6 +1,6 @@
 """A node and a coordinator for tests: real trainers out of a real zygote, driven frame by frame.
 
-``Cluster`` speaks ``runtime.wire.protocol`` over unix sockets as a node daemon does, runs the rendezvous
+``Cluster`` speaks ``statemachine.messages.trainer`` over unix sockets as a node daemon does, runs the rendezvous
 server, and offers what the tests need: fork, prepare, quiesce, resume, wait for steps, kill.
 """
 
@@ -27,8 +27,9 @@ from ftd.node.rendezvous import RendezvousServer
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.store import Rendezvous
 from runtime.wire import frames
-from runtime.wire import protocol as p
 from runtime.wire import zygote_protocol as z
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Vote
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -252,7 +253,7 @@ class Cluster:
         ranks: Sequence[TrainerHandle],
         pipelines: Sequence[p.PipelineData],
         step: int,
-        vote: p.VoteData | None = None,
+        vote: Vote | None = None,
         transfers: Sequence[p.TransferData] = (),
         **snapshots: Any,
     ) -> None:
@@ -267,7 +268,7 @@ class Cluster:
         size: int,
         pipelines: Sequence[p.PipelineData],
         step: int,
-        vote: p.VoteData | None = None,
+        vote: Vote | None = None,
         transfers: Sequence[p.TransferData] = (),
     ) -> p.Resume:
         return p.Resume(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runtime.data.sampling import Sampler
 from runtime.training import Training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 IGNORED = -100
 

@@ -11,7 +11,7 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.precision import PRECISIONS
 from runtime.training import Training, load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 
 def reference_losses(training: Training, data: TrainingData, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from runtime.wire.protocol import VoteData
+from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, assemble
@@ -58,7 +58,7 @@ def kept(arenas: Path, step: int) -> dict[tuple[int, int], dict[int, Kept]]:
     return found
 
 
-def vote_of(arenas: Path, step: int) -> VoteData:
+def vote_of(arenas: Path, step: int) -> Vote:
     votes = {
         msgspec.json.encode(manifest.layout["vote"])
         for directory in arenas.glob("device-*")
@@ -66,7 +66,7 @@ def vote_of(arenas: Path, step: int) -> VoteData:
         if manifest.step == step
     }
     (vote,) = votes
-    return msgspec.json.decode(vote, type=VoteData)
+    return msgspec.json.decode(vote, type=Vote)
 
 
 def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layers:

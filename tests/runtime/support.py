@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.training import Training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from planner.values import Recompute
 from runtime.data.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
-from runtime.wire.protocol import Recompute, TrainingData, VoteData
+from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import Vote
 from tests.runtime.architectures import ARCHITECTURES, SAMPLES, build, build_layers, take_out_casts
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import ROOT, pipeline
@@ -59,9 +61,7 @@ def three_and_one(layers: int) -> Pipelines:
     )
 
 
-def train(
-    job: TrainingData, first: Layout, second: Layout, leaves: int, steps: int = STEPS
-) -> list[VoteData]:
+def train(job: TrainingData, first: Layout, second: Layout, leaves: int, steps: int = STEPS) -> list[Vote]:
     """Train under one layout; after half of the steps rank ``leaves`` leaves and the second is that of the others."""
     with Fleet(job, _ranks(first)) as fleet:
         layers = fleet.engines[0].model.layer_count
@@ -77,7 +77,7 @@ def _ranks(layout: Layout) -> int:
     return sum(len(stage.ranks) for pipeline in layout(6) for stage in pipeline.stages)
 
 
-def check(found: list[VoteData], expected: list[PlainStep], relative: float = 1e-9) -> None:
+def check(found: list[Vote], expected: list[PlainStep], relative: float = 1e-9) -> None:
     """Compare all that a step's vote says with what the plain loop says."""
     assert [vote.skipped for vote in found] == [step.skipped for step in expected]
     for what in ("loss", "gradient_norm"):

@@ -8,7 +8,8 @@ import torch
 from runtime.engine.engine import Engine, EngineError
 from runtime.groups.communicator import Aborted, SoloCommunicator
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import Resume, TrainingData, VoteData, WorldData
+from statemachine.messages.trainer import Resume, TrainingData, WorldData
+from statemachine.messages.values import Vote
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import data_for, gpt_data, script
@@ -21,7 +22,7 @@ def engine_of(data: TrainingData) -> Engine:
         return Engine(data, CPU, Pace())
 
 
-def enter(engine: Engine, step: int, vote: VoteData | None = None) -> None:
+def enter(engine: Engine, step: int, vote: Vote | None = None) -> None:
     """Resume alone, with all layers."""
     engine.settle(step, vote)
     layers = engine.model.layer_count
@@ -57,7 +58,7 @@ def stop_at_vote(engine: Engine) -> None:
         engine.step(abort)
 
 
-def votes(data: TrainingData, steps: int) -> list[VoteData]:
+def votes(data: TrainingData, steps: int) -> list[Vote]:
     engine = engine_of(data)
     enter(engine, 0)
     return [engine.step(no).vote for _ in range(steps)]
@@ -118,7 +119,7 @@ def test_gradients_in_flight_are_discarded_and_the_step_is_redone(data: Training
 
 def test_who_was_away_holds_nothing(data: TrainingData) -> None:
     engine = engine_of(data)
-    engine.settle(7, VoteData(loss=1.0, gradient_norm=1.0))
+    engine.settle(7, Vote(loss=1.0, gradient_norm=1.0))
     assert engine.committed_step == 7 and engine.complete == set() and engine.model.held == frozenset()
     with pytest.raises(EngineError, match="nobody sent them"):
         enter(engine, 7)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Vote
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import data_for, gpt_data, script
@@ -136,7 +137,7 @@ def test_losses_do_not_depend_on_the_layout(
     finish(trainers)
 
 
-def target_of(reports: Sequence[p.Quiesced]) -> tuple[int, p.VoteData | None]:
+def target_of(reports: Sequence[p.Quiesced]) -> tuple[int, Vote | None]:
     """The coordinator's rule: the newest step that anybody committed, which all the others can reach."""
     best = max(reports, key=lambda r: r.committed_step)
     for report in reports:

@@ -11,7 +11,7 @@ from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
 from runtime.training import TrainingError
 from runtime.watch.pace import Pace
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from tests.runtime.fleet import CPU, Fleet, report_of
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_evaluation, reference_run

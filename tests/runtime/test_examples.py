@@ -8,7 +8,7 @@ import pytest
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.training import load_training
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.reference import load, reference_losses, reference_run
 from tests.runtime.support import EXAMPLES, gpt_data
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from runtime.data.sampling import Sampler
 from runtime.deferred import DeferredModule
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.architectures import take_out_casts
 from tests.runtime.reference import load
 from tests.runtime.test_architectures import job_of, three_and_one, three_and_two, train

@@ -22,7 +22,7 @@ from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.watch.pace import Pace
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from storage.arena import Slot
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import pipeline

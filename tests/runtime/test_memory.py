@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from tests.runtime.harness import Cluster, pipeline
 from tests.runtime.support import data_for, script
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model
 from runtime.training import TrainingError
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, training_of
 

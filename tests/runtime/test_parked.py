@@ -10,7 +10,7 @@ import torch
 
 from runtime.engine.engine import Engine
 from runtime.layers import transfer
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.fleet import Fleet, report_of
 from tests.runtime.harness import pipeline
 from tests.runtime.reference import load, reference_losses

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.layers.world import owners_of_layer
-from runtime.wire.protocol import PartData, PipelineData, StageData, WorldData
 from runtime.zero.cells import (
     Fractions,
     common_cells,
@@ -22,6 +21,7 @@ from runtime.zero.cells import (
     stage_of,
 )
 from runtime.zero.parts import PartsError, Shape, cell_contributions, contributions, everything, moves_of
+from statemachine.messages.trainer import PartData, PipelineData, StageData, WorldData
 from storage.buckets import ParameterSize, derive_buckets
 
 LAYERS = 5

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import LossScale
 from runtime.training import TrainingError
-from runtime.wire.protocol import TrainingData
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import data_for, gpt_data, training_of
 

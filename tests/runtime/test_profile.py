@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.values import Recompute
 from runtime.layers.activations import flatten
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
@@ -25,7 +26,6 @@ from runtime.layers.state import LayerStates
 from runtime.measuring.profile import measure
 from runtime.training import TrainingError
 from runtime.wire.measurement import LayersMeasured, Progress, spread_of
-from runtime.wire.protocol import Recompute
 from tests.runtime.reference import load
 from tests.runtime.support import data_for, gpt_data, script, training_of
 

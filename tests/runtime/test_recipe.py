@@ -19,8 +19,8 @@ from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule
 from runtime.sources.tokenizer import load_tokenizer
 from runtime.sources.used_files import facts_of
 from runtime.training import Training, TrainingError, load_training
-from runtime.wire.protocol import TrainingData
 from runtime.wire.recipe import RECIPE, FileFacts, OptimizerTable, Recipe, ScheduleTable
+from statemachine.messages.trainer import TrainingData
 from tests.runtime.corpus import make_tokenizer, sentence, write_lines
 from tests.runtime.small_models import MODELS, model_of
 

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from planner.values import Recompute
 from runtime.engine.engine import Engine
 from runtime.training import TrainingError
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from storage.staged import write_whole
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import pipeline
@@ -79,7 +80,7 @@ def test_a_plan_that_shards_what_cannot_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_layers_may_recompute(expected: list[float], mode: p.Recompute) -> None:
+def test_layers_may_recompute(expected: list[float], mode: Recompute) -> None:
     pipelines = tuple(
         msgspec.structs.replace(
             one, stages=tuple(msgspec.structs.replace(s, recompute=mode) for s in one.stages)

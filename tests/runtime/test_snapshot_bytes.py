@@ -17,8 +17,9 @@ from runtime.snapshots.pieces import Bytes, Unit
 from runtime.snapshots.schedule import Elapsed
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.watch.pace import Pace
-from runtime.wire import protocol as p
 from runtime.zero.parts import everything
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.buckets import derive_buckets
 from storage.manifest import Digests
@@ -387,7 +388,7 @@ def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
     for _ in range(3):
         alone.snap()
     engine = alone.rank.engine
-    engine.settle(2, p.VoteData(loss=1.0, gradient_norm=1.0), lineage=2)
+    engine.settle(2, Vote(loss=1.0, gradient_norm=1.0), lineage=2)
     assert engine.complete == set() and engine.lineage == 2 and engine.committed_step == 2
     alone.close()
     again = Alone(gpt_data(), tmp_path)

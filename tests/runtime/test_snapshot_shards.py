@@ -19,7 +19,8 @@ from runtime.snapshots.movers import Bytes, DeviceMover, HostMover
 from runtime.snapshots.pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
 from runtime.snapshots.schedule import Elapsed, Schedule
 from runtime.streaming import streaming_environment
-from runtime.wire.protocol import VoteData, WorldData
+from statemachine.messages.trainer import WorldData
+from statemachine.messages.values import Vote
 from storage.codes import make_code
 from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
 from storage.manifest import Part
@@ -90,7 +91,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
             layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
             size_bytes = layout.shard_bytes(owner)
             capture = Capture(
-                generation=1, step=1, vote=VoteData(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
+                generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
             )
             capture.add_units(units_of(layout, owner, bucket, 0, capture.unit_bytes), 0)
             capture.shards.append(("shard", 0, size_bytes))
@@ -117,7 +118,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
 def check_digests(units: list[Unit], expected: Bytes) -> None:
     """Made beside copying, until somebody else makes a unit: the rest comes behind."""
     capture = Capture(
-        generation=1, step=1, vote=VoteData(loss=0.0, gradient_norm=0.0), unit_bytes=UNIT_BYTES, units=units
+        generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=UNIT_BYTES, units=units
     )
     capture.shards.append(("shard", 64, len(expected)))
     slot = capture.slot = np.full(64 + len(expected), 0xA5, dtype=np.uint8)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from runtime.training import TrainingError, load_training
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from storage.staged import write_whole
 from tests.runtime.fleet import Fleet
 from tests.runtime.harness import Cluster, pipeline

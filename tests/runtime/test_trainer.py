@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.training import TrainingError, torch_device
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script

@@ -11,7 +11,7 @@ from runtime.groups.communicator import Aborted
 from runtime.groups.gloo import GlooCommunicator
 from runtime.layers.transfer import Exchange, TransferError, WholeLayers
 from runtime.watch.pace import Pace
-from runtime.wire.protocol import TransferData
+from statemachine.messages.trainer import TransferData
 from tests.runtime.harness import formed_world
 from tests.runtime.support import gpt_data
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.layers.world import WorldError, check_world, owners_of_layer, rows_of, seat_of, talks_of
-from runtime.wire.protocol import PipelineData, TransferData, WorldData
+from statemachine.messages.trainer import PipelineData, TransferData, WorldData
 from tests.runtime.harness import pipeline
 
 

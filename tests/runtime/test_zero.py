@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.wire import protocol as p
+from statemachine.messages import trainer as p
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
 from tests.runtime.support import gpt_data

@@ -11,9 +11,9 @@ import torch
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
 from runtime.training import TrainingError
-from runtime.wire import protocol as p
 from runtime.zero import sharding as sharding_module
 from runtime.zero.parts import PartsError
+from statemachine.messages import trainer as p
 from storage.staged import write_whole
 from tests.runtime.fleet import Fleet, report_of
 from tests.runtime.harness import pipeline

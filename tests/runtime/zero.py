@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
+from planner.values import StatePart
 from runtime.layers.world import owners_of_layer
-from runtime.wire import protocol as p
 from runtime.zero.cells import owned_parts, replica_parts
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Vote
 from tests.runtime.harness import Cluster, TrainerHandle
 
 Pipelines = tuple[p.PipelineData, ...]
@@ -31,9 +33,7 @@ class Sharded:
         self.cluster.prepare(new, self.job)
         return new
 
-    def quiesce(
-        self, trainers: Sequence[TrainerHandle], mode: str = "abort"
-    ) -> tuple[int, p.VoteData | None]:
+    def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> tuple[int, Vote | None]:
         """The step that all are to be at, and its vote."""
         reports = self.cluster.quiesce(trainers, mode)
         self.reports = {t.device: r for t, r in zip(trainers, reports, strict=True)}
@@ -45,7 +45,7 @@ class Sharded:
         ranks: Sequence[TrainerHandle],
         pipelines: Pipelines,
         step: int,
-        vote: p.VoteData | None,
+        vote: Vote | None,
         **more: Any,
     ) -> None:
         before = {trainer.device: rank for rank, trainer in enumerate(self.ranks)}
@@ -81,7 +81,7 @@ def held_of(
         # It applies what it holds the gradients of: its layers under the last plan, as that shares them out.
         world = p.WorldData(pipelines=pipelines, transfers=(), hosts=())
         owned = {
-            p.StatePartData(layer=layer, start=start, end=end, of=of, replica=replica)
+            StatePart(layer=layer, start=start, end=end, of=of, replica=replica)
             for layer in {one.layer for one in report.parts}
             if was in owners_of_layer(world).get(layer, ())
             for parts, replica in (

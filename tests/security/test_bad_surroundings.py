@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ftd.client import ClusterClient
 from ftd.config.address import BrokerAddress, ClusterAddress
@@ -25,9 +25,8 @@ from ftd.mqtt.session import MqttSession
 from ftd.wire.codec import decode_to_node, encode_from_node
 from ftd.wire.topics import Topics
 from runtime.wire.store_protocol import mark_of
-from statemachine.envelopes import FromNode
-from statemachine.messages import Command, Hello, Inquiry, Rejection
-from statemachine.values import NodeFacts
+from statemachine.messages.cluster import Command, FromNode, Hello, Inquiry, Rejection
+from statemachine.messages.values import NodeFacts
 from tests.commands import ftd_here
 from tests.ftd.secure_broker import SecureBroker, needs_mosquitto
 

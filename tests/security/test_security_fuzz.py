@@ -29,7 +29,7 @@ from ftd.wire.public import (
     TraceRequest,
     decode_json,
 )
-from runtime.wire import protocol, store_protocol, trace_protocol, zygote_protocol
+from runtime.wire import store_protocol, zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from statemachine.agent.events import CommandArrived
 from statemachine.agent.machine import AgentMachine
@@ -37,6 +37,8 @@ from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand, SendCommand
 from statemachine.events import SignalArrived
+from statemachine.messages import trace as trace_protocol
+from statemachine.messages import trainer as protocol
 from statemachine.timing import Timing
 from storage.checkpoint import CheckpointStore
 from storage.errors import DamagedError, StorageError

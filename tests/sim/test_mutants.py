@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ftd.sim import coordinator, damage, disk, faults, plans, run
 from ftd.sim.coordinator import SimCoordinator
@@ -43,9 +44,8 @@ from statemachine.effects import Effect, PersistState
 from statemachine.election import machine as election
 from statemachine.election.leadership import LeaderSessionOpened
 from statemachine.election.machine import ElectionMachine
-from statemachine.envelopes import ToNode, ToNodes
-from statemachine.messages import Prepare, Resume
-from statemachine.values import CommittedStep, Evaluation, QuiesceMode, Snapshot
+from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
+from statemachine.messages.values import CommittedStep, Evaluation, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import BEHIND_A_SAVE
 
 SEEDS = 200
@@ -101,7 +101,7 @@ def without_gradients(
     """Who is at the VOTE with complete gradients counts for nothing."""
     blind: dict[str, Any] = {}
     for node, devices in reports.items():
-        blind[node] = tuple(replace(report, ready_step=None) for report in devices)
+        blind[node] = tuple(structs.replace(report, ready_step=None) for report in devices)
     return real_decide(blind, known, resumption, mode, zero1=zero1)
 
 
@@ -615,6 +615,8 @@ def test_a_damaged_part_that_is_asked_for_again_and_again_is_found(monkeypatch: 
 
 def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshots._parts_of
-    monkeypatch.setattr(snapshots, "_parts_of", lambda c, record: replace(real(c, record), sources={}))
+    monkeypatch.setattr(
+        snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
+    )
     strikes = (("SnapshotCompleted", damage.damage_shard, 1),)
     found("others hold what it takes", leaning=Leaning(protection="aec", zero1=False, strikes=strikes))

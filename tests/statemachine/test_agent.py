@@ -37,9 +37,8 @@ from statemachine.effects import (
     TrainerQuiesce,
     TrainerResume,
 )
-from statemachine.envelopes import ToNode
 from statemachine.events import BrokerConnected, BrokerLost
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Command,
     Fence,
     Finished,
@@ -60,10 +59,11 @@ from statemachine.messages import (
     Stepped,
     StepsWanted,
     Stop,
+    ToNode,
     TrainerLost,
 )
+from statemachine.messages.values import Evaluation, NodeState
 from statemachine.timing import Timing
-from statemachine.values import Evaluation, NodeState
 
 
 def plan(*nodes: str, devices: int = 1) -> Plan:

@@ -16,8 +16,8 @@ from statemachine.events import (
     PlanImpossible,
     TemplatesReady,
 )
-from statemachine.messages import Heartbeat, Prepared, Quiesce, Resume, Snapping, SnapshotCompleted
-from statemachine.values import Buddy, HeldSnapshot, NodeFacts, SnapshotPolicy
+from statemachine.messages.cluster import Heartbeat, Prepared, Quiesce, Resume, Snapping, SnapshotCompleted
+from statemachine.messages.values import Buddy, HeldSnapshot, NodeFacts, SnapshotPolicy
 
 
 def plan_of(*pipelines: tuple[str, ...], idle: tuple[str, ...] = ()) -> Plan:

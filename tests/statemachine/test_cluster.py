@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
 from planner.values import Device
@@ -43,7 +44,7 @@ from statemachine.events import (
     TemplatesFailed,
     TemplatesReady,
 )
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Fence,
     Finished,
     Heartbeat,
@@ -63,8 +64,8 @@ from statemachine.messages import (
     Stop,
     TrainerLost,
 )
+from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, FailureCause, Vote
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase, CommittedStep, Evaluation, FailureCause, Vote
 
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
@@ -867,7 +868,7 @@ def test_steps_that_another_coordinator_told_are_recalled_and_not_told_again() -
     held_out = Evaluation(loss=3.0, weight=8.0, took_s=0.5)
     known = (
         CommittedStep(step=2, vote=vote(2)),
-        CommittedStep(step=3, vote=replace(vote(3), evaluation=held_out)),
+        CommittedStep(step=3, vote=structs.replace(vote(3), evaluation=held_out)),
     )
     s.say("node-0", Stepped(generation=1, steps=known, step_s=0.1, wanted=2))
     recalled = [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3)]

@@ -16,8 +16,8 @@ from statemachine.cluster.durable.records import put_together
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
+from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, NodeFacts, Vote
 from statemachine.timing import Timing
-from statemachine.values import CheckpointPolicy, LoggingPolicy, NodeFacts, Vote
 
 
 def plain(state: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from transcripts import Coordination, committed, job, report, vote
 
 from planner.values import Device
@@ -12,9 +12,9 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Resumption, decide
 from statemachine.effects import EmitEvent
 from statemachine.events import JobSubmitted, NodeVanished, TemplatesReady
-from statemachine.messages import Finished, Heartbeat, Resume, Stepped, StepsWanted
+from statemachine.messages.cluster import Finished, Heartbeat, Resume, Stepped, StepsWanted
+from statemachine.messages.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
 from statemachine.timing import Timing
-from statemachine.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
 
 
 def evaluation(loss: float = 0.5) -> Evaluation:

@@ -1,8 +1,8 @@
 """Exports of checkpoints for ``from_pretrained`` in the machine: when, and that nothing waits for them in vain."""
 
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from test_persisting import NODES, Writing, all_done
 
 from statemachine.cluster.machine import ClusterMachine

@@ -16,8 +16,8 @@ from statemachine.events import (
     PlanReady,
     TemplatesReady,
 )
-from statemachine.messages import Fence, Heartbeat, Inquiry, PeerSuspected, Prepared, TrainerLost
-from statemachine.values import ClusterPhase
+from statemachine.messages.cluster import Fence, Heartbeat, Inquiry, PeerSuspected, Prepared, TrainerLost
+from statemachine.messages.values import ClusterPhase
 
 DAY_S = 86_400.0
 

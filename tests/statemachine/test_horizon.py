@@ -1,10 +1,10 @@
 """Expected time to the next failure: given, or learned; and what else a submitted job brings along."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from transcripts import PROFILE, Coordination, job, report
 
 from planner.values import Situation
@@ -18,7 +18,7 @@ from statemachine.events import (
     StopRequested,
     TemplatesReady,
 )
-from statemachine.messages import Leaving, Prepare, Prepared
+from statemachine.messages.cluster import Leaving, Prepare, Prepared
 from statemachine.timing import Timing
 
 

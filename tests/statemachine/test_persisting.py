@@ -1,9 +1,9 @@
 """Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
 
 from planner.errors import StateLostError
@@ -22,7 +22,6 @@ from statemachine.effects import (
     SendSignal,
     StopPersisting,
 )
-from statemachine.envelopes import ToNode
 from statemachine.events import (
     BrokerConnected,
     CheckpointFailed,
@@ -34,7 +33,7 @@ from statemachine.events import (
     RestoreChecked,
     TemplatesReady,
 )
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     CancelPersist,
     Command,
     Finished,
@@ -50,10 +49,10 @@ from statemachine.messages import (
     Resume,
     Snap,
     SnapshotCompleted,
+    ToNode,
     TrainerLost,
 )
-from statemachine.timing import Timing
-from statemachine.values import (
+from statemachine.messages.values import (
     Checkpoint,
     CheckpointPolicy,
     Job,
@@ -63,6 +62,7 @@ from statemachine.values import (
     SnapshotGroup,
     SnapshotPolicy,
 )
+from statemachine.timing import Timing
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 GROUPS = (

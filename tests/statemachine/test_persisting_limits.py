@@ -7,9 +7,9 @@ from transcripts import LAYERS, report, vote
 from statemachine.agent.events import TrainerDone, TrainerResumed, TrainerStepped
 from statemachine.effects import CommitCheckpoint, FindCheckpoint, KeepCopies, SetTimer, TrainerSnap
 from statemachine.events import CheckpointFound, CheckpointWritten, RestoreChecked
-from statemachine.messages import KeepSnapshot, RestoreFailed, Snap
+from statemachine.messages.cluster import KeepSnapshot, RestoreFailed, Snap
+from statemachine.messages.values import Checkpoint, ClusterPhase, Restore
 from statemachine.timing import Timing
-from statemachine.values import Checkpoint, ClusterPhase, Restore
 
 TIMING = Timing()
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
 from statemachine.cluster.rules import Resumption, decide, owned_layers, trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
-from statemachine.values import CommittedStep, DeviceReport, Vote
+from statemachine.messages.values import CommittedStep, DeviceReport, Vote
 
 
 def device(node: str) -> Device:
@@ -186,7 +187,7 @@ def test_no_committed_step_is_lost_and_all_survivors_count(
 def sharded(
     step: int, parts: tuple[StatePart, ...], *held: int, ready: bool = False
 ) -> tuple[DeviceReport, ...]:
-    return (replace(at(step, *held, ready=ready)[0], parts=parts),)
+    return (structs.replace(at(step, *held, ready=ready)[0], parts=parts),)
 
 
 def half(number: int, *layers: int, replica: bool = False) -> tuple[StatePart, ...]:
@@ -224,7 +225,7 @@ def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:
     decision = decide(reports, None, RUNNING, "abort", zero1=True)
     assert decision.parts[device("a")] == half(0, 0, 1)
     same_step = {
-        name: (replace(told[0], ready_step=None, committed_step=6),) for name, told in reports.items()
+        name: (structs.replace(told[0], ready_step=None, committed_step=6),) for name, told in reports.items()
     }
     assert decide(same_step, None, RUNNING, "abort", zero1=True).parts[device("a")][:2] == old
 

@@ -10,9 +10,17 @@ from ftd.protection_choice import protect
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
-from statemachine.messages import Heartbeat, Quiesce, Resume, Snap, Snapping, SnapshotCompleted, Stepped
+from statemachine.messages.cluster import (
+    Heartbeat,
+    Quiesce,
+    Resume,
+    Snap,
+    Snapping,
+    SnapshotCompleted,
+    Stepped,
+)
+from statemachine.messages.values import Vote
 from statemachine.timing import Timing
-from statemachine.values import Vote
 
 
 class Policies(Snapshots):

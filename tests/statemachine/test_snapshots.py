@@ -20,7 +20,7 @@ from statemachine.events import (
     SnapshotRequested,
     TemplatesReady,
 )
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Heartbeat,
     KeepSnapshot,
     Prepared,
@@ -33,8 +33,8 @@ from statemachine.messages import (
     Stepped,
     TrainerLost,
 )
+from statemachine.messages.values import HeldSnapshot, NodeState, SnapshotPolicy
 from statemachine.timing import Timing
-from statemachine.values import HeldSnapshot, NodeState, SnapshotPolicy
 
 KEY = HeldSnapshot(job_id="job-1", step=3, generation=1)
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}

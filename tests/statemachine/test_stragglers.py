@@ -9,9 +9,9 @@ from transcripts import Coordination, committed, report
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
 from statemachine.events import NodeVanished, PlanReady, PlanWeighed
-from statemachine.messages import Heartbeat, Quiesce
+from statemachine.messages.cluster import Heartbeat, Quiesce
+from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
-from statemachine.values import ClusterPhase
 
 LAYER_MS = 37.5
 """What a layer takes on an ordinary node here; 30 ms by the profile, which is wrong."""

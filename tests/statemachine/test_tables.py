@@ -9,8 +9,8 @@ from statemachine.cluster import membership, node, phases
 from statemachine.cluster.membership import Standing
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import MachineError, PhaseEvent, next_phase
-from statemachine.messages import Hello, Signal
-from statemachine.values import ClusterPhase, NodeFacts, NodeState
+from statemachine.messages.cluster import Hello, Signal
+from statemachine.messages.values import ClusterPhase, NodeFacts, NodeState
 
 FACTS = NodeFacts(devices=1, host="h", rendezvous_port=1)
 

@@ -4,18 +4,20 @@ The transcripts lie in ``golden/`` and are compared word for word; ``FTD_REWRITE
 (then read the difference).
 """
 
+import dataclasses
 import os
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand, ComputePlan, Effect, EmitEvent, SendCommand, SetTimer
-from statemachine.envelopes import FromNode, ToNode
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -24,9 +26,18 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages import Hello, Prepared, Quiesced, Resumed, Signal, Stepped, TrainerLost
-from statemachine.timing import Timing
-from statemachine.values import (
+from statemachine.messages.cluster import (
+    FromNode,
+    Hello,
+    Prepared,
+    Quiesced,
+    Resumed,
+    Signal,
+    Stepped,
+    ToNode,
+    TrainerLost,
+)
+from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
     Job,
@@ -35,6 +46,7 @@ from statemachine.values import (
     SnapshotPolicy,
     Vote,
 )
+from statemachine.timing import Timing
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
@@ -136,10 +148,10 @@ def short(value: Any) -> str:
             return "(" + " ".join(short(v) for v in value) + ")"
         case float():
             return f"{value:g}"
-        case _ if is_dataclass(value):
+        case _ if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
             inner = ", ".join(
                 f"{f.name}={short(getattr(value, f.name))}"
-                for f in fields(value)
+                for f in _fields(value)
                 if getattr(value, f.name) is not None
                 and not (f.name in PLAIN and getattr(value, f.name) in (f.default, {}))
                 and (f.name not in HIDDEN or (f.name == "cause" and isinstance(value, TrainerLost)))
@@ -147,6 +159,10 @@ def short(value: Any) -> str:
             return f"{type(value).__name__}({inner})"
         case _:
             return str(value)
+
+
+def _fields(value: Any) -> Iterable[Any]:
+    return msgspec.structs.fields(value) if isinstance(value, msgspec.Struct) else dataclasses.fields(value)
 
 
 def _event(event: EmitEvent) -> str:

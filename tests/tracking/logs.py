@@ -19,7 +19,7 @@ from ftd.tracking.protocol import Assignment, FromWriter, Over
 from ftd.tracking.rows import Row
 from ftd.tracking.writer import INCOMPLETE, Writer
 from ftd.wire.public import EventMessage
-from statemachine.values import LoggingPolicy
+from statemachine.messages.values import LoggingPolicy
 
 JOB = "gpt-1"
 LIMIT_S = 60.0

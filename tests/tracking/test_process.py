@@ -5,14 +5,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ftd.tracking.process import COMMAND, Tracking
 from planner.values import Policy
-from statemachine.values import Job, LoggingPolicy
+from statemachine.messages.values import Job, LoggingPolicy
 from tests.tracking.logs import JOB, Keeper, logged_steps, plotted, steps_of
 
 

@@ -14,7 +14,7 @@ from ftd.tracking.record import Cursor
 from ftd.tracking.rows import Row
 from ftd.tracking.tensorboard_sink import TensorBoardSink
 from ftd.tracking.wandb_sink import WandbSink
-from statemachine.values import MlflowPolicy, WandbPolicy
+from statemachine.messages.values import MlflowPolicy, WandbPolicy
 from tests.tracking.logs import JOB, evaluation, plotted, row, steps_of
 from tests.tracking.wandb_files import offline_history
 
@@ -176,7 +176,7 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "from ftd.tracking.wandb_sink import WandbSink\n"
-        "from statemachine.values import WandbPolicy\n"
+        "from statemachine.messages.values import WandbPolicy\n"
         "from tests.tracking.logs import row\n"
         "policy = WandbPolicy(project='p', mode='offline')\n"
         "sink = WandbSink(policy, Path(sys.argv[1]), 'gpt-1', {})\n"

@@ -12,7 +12,7 @@ import pytest
 
 from ftd.tracking.protocol import Failed, Missing, Restored, Skipped
 from ftd.tracking.writer import INCOMPLETE
-from statemachine.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.tracking.logs import (
     JOB,
     Keeper,

@@ -11,7 +11,7 @@ from ftd.view.plots.trace_plot import copied_line, draw_trace, plot_trace
 from ftd.view.trace import Copied, chrome_trace, copied, rows_of
 from ftd.wire.public import TraceData
 from runtime.watch.tracing import MOST_SPANS, Recorder
-from runtime.wire.trace_protocol import Trace
+from statemachine.messages.trace import Trace
 
 FAST = 1_000_000_000_000_000
 

@@ -20,7 +20,7 @@ from ftd.node.faults.disturbance import Disturbance, Weather
 from ftd.node.faults.full_disk import Filler
 from ftd.node.processes import die_with_parent, kill_group
 from ftd.wire.public import Answer, ChaosRequest, decode_json
-from runtime.wire.protocol import Raise, Sleep, Slow
+from statemachine.messages.trainer import Raise, Sleep, Slow
 
 log = structlog.get_logger()
 

@@ -1,11 +1,10 @@
 """What a manifest says of a group of layers, and which nodes have its shards."""
 
-from dataclasses import replace
-
 import msgspec
 import structlog
+from msgspec.structs import replace
 
-from statemachine.values import SnapshotGroup
+from statemachine.messages.values import SnapshotGroup
 from storage.manifest import Manifest
 
 log = structlog.get_logger("ftd.node")

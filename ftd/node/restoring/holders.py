@@ -9,7 +9,7 @@ from ftd.node.restoring.group_layout import GroupLayout, keepers_of, layouts_of
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Source
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import Manifest, Part
 
 Lose = Callable[[str, str, str], None]

@@ -22,7 +22,7 @@ from ftd.node.restoring.staging import Found, Put, Target
 from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Located, Source, Wanted
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
 from storage.image import GroupImage, LayerImage

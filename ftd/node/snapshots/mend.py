@@ -15,8 +15,8 @@ import structlog
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.copies import Copies
 from ftd.node.snapshots.repair import RepairError
-from runtime.wire.protocol import Instruction, Mend
-from statemachine.values import Restore
+from statemachine.messages.trainer import Instruction, Mend
+from statemachine.messages.values import Restore
 from storage.manifest import Part
 
 log = structlog.get_logger("ftd.node")

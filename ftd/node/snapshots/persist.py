@@ -25,8 +25,8 @@ from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
 from statemachine.agent.events import LayersFailed, LayersWritten
 from statemachine.events import Event
-from statemachine.messages import Persist
-from statemachine.values import LayerOnDisk, Restore
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import LayerOnDisk, Restore
 from storage.checkpoint import Checkpoint, CheckpointStore, Draft
 from storage.description import decode_description
 from storage.errors import DamagedError, ForeignError, MissingError, StorageError

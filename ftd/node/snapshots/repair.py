@@ -19,7 +19,7 @@ from ftd.node.restoring.group_layout import GroupLayout, layouts_of
 from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.shards.sources import Located, Source, Wanted
-from statemachine.values import Restore, SnapshotGroup
+from statemachine.messages.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import DamagedError, LostError
 from storage.manifest import Manifest, Part

@@ -20,7 +20,7 @@ from ftd.node.shards.arenas import Arenas, Held
 from ftd.node.shards.client import ShardClient
 from ftd.node.snapshots.persist import aside
 from ftd.node.snapshots.repair import Repairer, RepairError
-from statemachine.values import Restore
+from statemachine.messages.values import Restore
 from storage.flow import Flow
 from storage.manifest import Part
 

@@ -31,8 +31,8 @@ from ftd.node.snapshots.stager import Stager
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, SnapshotSpoiled
 from statemachine.effects import SendCopy
 from statemachine.events import Event
-from statemachine.messages import Persist
-from statemachine.values import HeldSnapshot, Job, Restore
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")

@@ -23,11 +23,11 @@ from ftd.node.shards.client import ShardClient
 from ftd.node.snapshots.persist import read_checkpoint
 from ftd.node.translation import layers_of
 from planner.values import Device
-from runtime.wire.protocol import StagingSpoiled
 from statemachine.agent.events import RestoringFailed
 from statemachine.events import Event
-from statemachine.messages import Resume
-from statemachine.values import Restore
+from statemachine.messages.cluster import Resume
+from statemachine.messages.trainer import StagingSpoiled
+from statemachine.messages.values import Restore
 
 log = structlog.get_logger("ftd.node")
 

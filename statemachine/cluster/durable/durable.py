@@ -4,8 +4,8 @@ Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the cl
 one, the same for a coordinator that comes back on this host.
 """
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,8 +18,8 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
 from statemachine.cluster.state import Attempt, Cluster, Exposure, Ledger, Recovery
+from statemachine.messages.values import PROTOCOL, NodeFacts
 from statemachine.timing import Timing
-from statemachine.values import PROTOCOL, NodeFacts
 
 T = TypeVar("T")
 
@@ -46,9 +46,11 @@ def unreadable(schema: int, protocol: int) -> str:
     return ""
 
 
-_FACTS = tuple(field.name for field in fields(NodeFacts))
+_FACTS = tuple(field.name for field in msgspec.structs.fields(NodeFacts))
 _STANDING = tuple(
-    field.name for field in fields(NodeRecord) if field.name not in ("incarnation", "facts", "snapshots")
+    field.name
+    for field in dataclasses.fields(NodeRecord)
+    if field.name not in ("incarnation", "facts", "snapshots")
 )
 
 
@@ -139,7 +141,11 @@ def _alike(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
 
 def _but_its_pipelines(plan: Plan) -> dict[str, Any]:
     """Which are a part of their own, as those of the plan before may be."""
-    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "pipelines"}
+    return {
+        field.name: getattr(plan, field.name)
+        for field in dataclasses.fields(plan)
+        if field.name != "pipelines"
+    }
 
 
 def _pairs(mapping: dict[Device, Any]) -> list[Any]:

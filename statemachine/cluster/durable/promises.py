@@ -8,7 +8,7 @@ a time: a journal whose end a power cut took goes on behind all that the lost en
 
 from typing import Any
 
-from statemachine.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase
 
 RESERVED = 64
 """Generations at once: more than a recovery that fails again and again goes through before there is quiet."""

@@ -7,7 +7,7 @@ import msgspec
 
 from planner.values import Device, PipelinePlacement, Plan, StatePart
 from statemachine.cluster.durable.columns import rows
-from statemachine.values import (
+from statemachine.messages.values import (
     Checkpoint,
     ClusterPhase,
     CommittedStep,

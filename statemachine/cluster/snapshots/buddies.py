@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from planner.values import Plan
 from statemachine.cluster.state import Cluster
-from statemachine.values import HeldSnapshot, Snapshot
+from statemachine.messages.values import HeldSnapshot, Snapshot
 
 BUDDY = "buddy"
 

@@ -6,15 +6,16 @@ waited, whichever is more. Every snapshot that is complete everywhere adds to wh
 is looked at again; also when a generation begins, since a failure says something about the next one.
 """
 
-from dataclasses import replace
 from statistics import median
+
+from msgspec.structs import replace
 
 from planner.intervals import SnapshotCost, choose_interval
 from statemachine.cluster.horizon import horizon_s
 from statemachine.cluster.snapshots.keeping import SnapshotCosts
 from statemachine.cluster.state import Cluster
-from statemachine.messages import Stepped
-from statemachine.values import ClusterPhase, Job
+from statemachine.messages.cluster import Stepped
+from statemachine.messages.values import ClusterPhase, Job
 
 FIRST_EVERY_STEPS = 5
 """While too little is measured."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.intervals import SnapshotCost
-from statemachine.messages import SnapshotCompleted
-from statemachine.values import Checkpoint, LayerOnDisk, Snapshot
+from statemachine.messages.cluster import SnapshotCompleted
+from statemachine.messages.values import Checkpoint, LayerOnDisk, Snapshot
 
 
 @dataclass(slots=True, kw_only=True)

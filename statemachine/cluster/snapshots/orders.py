@@ -10,8 +10,8 @@ from statemachine.cluster.snapshots.buddies import present_buddies
 from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.snapshots.snapshots import give_up, whole
 from statemachine.cluster.state import SNAPSHOT, Cluster
-from statemachine.messages import Snap
-from statemachine.values import NodeState
+from statemachine.messages.cluster import Snap
+from statemachine.messages.values import NodeState
 
 
 def pursue(c: Cluster) -> None:

@@ -18,8 +18,15 @@ from statemachine.cluster.state import FINISH, PERSIST, Cluster
 from statemachine.cluster.words import who
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint
 from statemachine.events import CheckpointFailed, CheckpointWritten
-from statemachine.messages import CancelPersist, Hello, KeepSnapshot, LayersPersisted, Persist, PersistFailed
-from statemachine.values import Checkpoint, ClusterPhase, Job, Snapshot
+from statemachine.messages.cluster import (
+    CancelPersist,
+    Hello,
+    KeepSnapshot,
+    LayersPersisted,
+    Persist,
+    PersistFailed,
+)
+from statemachine.messages.values import Checkpoint, ClusterPhase, Job, Snapshot
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:

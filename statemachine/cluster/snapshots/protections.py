@@ -7,10 +7,11 @@ met by a boundary and the same plan: nothing is computed again and nothing moves
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from statemachine.cluster.state import Cluster
-from statemachine.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionWish
 
 AUTO = "auto"
 

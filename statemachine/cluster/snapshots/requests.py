@@ -1,6 +1,6 @@
 """What users want of a running job's snapshots: one now, another interval, another protection."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from statemachine.cluster.jobs import answer
 from statemachine.cluster.snapshots.protections import AUTO

@@ -16,7 +16,7 @@ from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapsho
 from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.cluster.words import who
-from statemachine.messages import (
+from statemachine.messages.cluster import (
     Heartbeat,
     Hello,
     KeepSnapshot,
@@ -24,7 +24,7 @@ from statemachine.messages import (
     SnapshotCompleted,
     SnapshotFailed,
 )
-from statemachine.values import (
+from statemachine.messages.values import (
     ClusterPhase,
     CommittedStep,
     HeldSnapshot,

@@ -1,7 +1,6 @@
-"""What a node daemon and its trainers say to each other over a unix socket. No torch in here.
+"""Messages between a node daemon and its trainers, over a unix socket.
 
-On the wire as ``runtime.wire.frames`` says. The runtime knows neither the planner nor the state machines: a
-plan arrives as the plain data below.
+Encoded by ``runtime.wire.frames``. Devices have ranks here: ``WorldData`` is a plan as a trainer needs it.
 
 Order of a trainer's life::
 
@@ -26,52 +25,14 @@ ReplicaDiverged may come behind any Stepped where optimizer state is sharded and
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
 
-import math
 from typing import Any, Literal
 
 import msgspec
 
-from runtime.wire.frames import Frame
-from runtime.wire.trace_protocol import Trace, Traced
-
-MOST_METRICS = 32
-MOST_METRIC_CHARACTERS = 64
-"""See statemachine.values; the node's signals with more would be refused."""
-
-
-class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
-    """See statemachine.values.Evaluation: the same fields, the same meaning."""
-
-    loss: float
-    weight: float
-    metrics: dict[str, float] = {}
-    took_s: float
-
-
-class VoteData(msgspec.Struct, frozen=True, kw_only=True):
-    """See statemachine.values.Vote: the same fields, the same meaning."""
-
-    loss: float
-    gradient_norm: float
-    skipped: bool = False
-    weight: float = 1.0
-    """Total weight of the global batch's loss: rows, or tokens that are not ignored."""
-    loss_scale: float = 1.0
-    """Factor on the gradients that this vote was taken on."""
-    learning_rate: float = 0.0
-    """Used for this step, of the first parameter group."""
-    metrics: dict[str, float] = {}
-    """The training's own metrics, averaged over the global batch."""
-    evaluation: EvaluationData | None = None
-    """Of the state before this step, if it was evaluated since the group resumed."""
-
-
-Recompute = Literal["none", "selective", "full"]
-"""How a stage gets its activations in the backward pass; see planner.values."""
-ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
-Within = Literal["replicate", "shard"]
-"""How the devices of a stage share its work; see planner.values."""
-WithinNode = Literal["auto", "replicate", "shard"]
+from planner.values import ActivationCheckpointing, ModelProfile, Recompute, StatePart, Within, WithinNode
+from statemachine.messages.base import Message
+from statemachine.messages.trace import Trace, Traced
+from statemachine.messages.values import Evaluation, Vote
 
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +132,7 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 # --- node → trainer ----------------------------------------------------------------------------
 
 
-class Prepare(Frame, frozen=True, kw_only=True):
+class Prepare(Message, frozen=True, kw_only=True):
     job_id: str
     training: TrainingData
     profile: bool
@@ -185,16 +146,16 @@ class Prepare(Frame, frozen=True, kw_only=True):
     """Send a description of the model, for checkpoints, before ``Prepared``."""
 
 
-class Quiesce(Frame, frozen=True, kw_only=True):
+class Quiesce(Message, frozen=True, kw_only=True):
     generation: int
     mode: str
     """``abort`` or ``boundary``."""
 
 
-class Resume(Frame, frozen=True, kw_only=True):
+class Resume(Message, frozen=True, kw_only=True):
     generation: int
     step: int
-    vote: VoteData | None
+    vote: Vote | None
     rank: int
     """-1: this trainer is not in the plan; it keeps its state until told otherwise."""
     world: WorldData
@@ -219,7 +180,7 @@ class Resume(Frame, frozen=True, kw_only=True):
     """Layers that it drops for the same reason, before new state arrives."""
 
 
-class Snap(Frame, frozen=True, kw_only=True):
+class Snap(Message, frozen=True, kw_only=True):
     """Have everybody take a snapshot behind the next step; ignored in another generation."""
 
     generation: int
@@ -227,7 +188,7 @@ class Snap(Frame, frozen=True, kw_only=True):
     """All steps are done, and there is no next one: take it at once, as everybody is told to."""
 
 
-class KeepSnapshot(Frame, frozen=True, kw_only=True):
+class KeepSnapshot(Message, frozen=True, kw_only=True):
     """The snapshot of ``step`` is complete on all nodes: older ones are released."""
 
     step: int
@@ -235,7 +196,7 @@ class KeepSnapshot(Frame, frozen=True, kw_only=True):
     """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
 
 
-class Mend(Frame, frozen=True, kw_only=True):
+class Mend(Message, frozen=True, kw_only=True):
     """Bytes of a part of a complete snapshot in the arena changed there: these were written. Not answered."""
 
     step: int
@@ -247,25 +208,25 @@ class Mend(Frame, frozen=True, kw_only=True):
     data: bytes
 
 
-class Sleep(Frame, frozen=True, kw_only=True):
+class Sleep(Message, frozen=True, kw_only=True):
     """Chaos: the main thread sleeps for ``seconds`` at its next operation, other threads live on."""
 
     seconds: float
 
 
-class Slow(Frame, frozen=True, kw_only=True):
+class Slow(Message, frozen=True, kw_only=True):
     """Chaos: from now on computing takes ``factor`` times as long; 1 ends it."""
 
     factor: float
 
 
-class Raise(Frame, frozen=True, kw_only=True):
+class Raise(Message, frozen=True, kw_only=True):
     """Chaos: an exception comes out of the next microbatch's computing, as if it were the user's."""
 
     detail: str
 
 
-class Exit(Frame, frozen=True, kw_only=True):
+class Exit(Message, frozen=True, kw_only=True):
     pass
 
 
@@ -274,54 +235,14 @@ Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | 
 # --- trainer → node ----------------------------------------------------------------------------
 
 
-class Attached(Frame, frozen=True, kw_only=True):
+class Attached(Message, frozen=True, kw_only=True):
     """First frame on the connection: which device's trainer this is."""
 
     device: int
     pid: int
 
 
-class SplitTimeData(msgspec.Struct, frozen=True, kw_only=True):
-    """Mirrors the planner's SplitTime."""
-
-    devices: int
-    forward_ms: float
-    backward_ms: float
-    activation_bytes: int | None = None
-
-
-class RecomputationData(msgspec.Struct, frozen=True, kw_only=True):
-    """Mirrors the planner's Recomputation."""
-
-    activation_bytes: int
-    recompute_ms: float
-
-
-class LayerProfileData(msgspec.Struct, frozen=True, kw_only=True):
-    """Mirrors the planner's LayerProfile; see there for units."""
-
-    forward_ms: float
-    backward_ms: float
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    output_bytes: int
-    full: RecomputationData | None = None
-    selective: RecomputationData | None = None
-    split: tuple[SplitTimeData, ...] = ()
-
-
-class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
-    layers: tuple[LayerProfileData, ...]
-    microbatch_rows: int
-    device_memory_bytes: int | None
-    flops: float | None = None
-    device_peak_flops: float | None = None
-    shard_problem: str | None = None
-
-
-class Described(Frame, frozen=True, kw_only=True):
+class Described(Message, frozen=True, kw_only=True):
     """The description of the model that its checkpoints keep."""
 
     job_id: str
@@ -329,46 +250,29 @@ class Described(Frame, frozen=True, kw_only=True):
     """What ``storage.description.encode_description`` made."""
 
 
-class Prepared(Frame, frozen=True, kw_only=True):
+class Prepared(Message, frozen=True, kw_only=True):
     job_id: str
-    profile: ProfileData | None
+    profile: ModelProfile | None
 
 
-class StatePartData(msgspec.Struct, frozen=True, kw_only=True):
-    """Mirrors ``StatePart`` of planner.values, and is in lowest terms like it: optimizer state and parameters of
-    a range of a layer."""
-
-    layer: int
-    start: int
-    end: int
-    of: int
-    replica: bool
-
-    def __post_init__(self) -> None:
-        divisor = math.gcd(self.start, self.end, self.of)
-        if divisor > 1:
-            for name in ("start", "end", "of"):
-                msgspec.structs.force_setattr(self, name, getattr(self, name) // divisor)
-
-
-class Quiesced(Frame, frozen=True, kw_only=True):
-    """See statemachine.values.DeviceReport: the same fields, the same meaning."""
+class Quiesced(Message, frozen=True, kw_only=True):
+    """See statemachine.messages.values.DeviceReport: the same fields, the same meaning."""
 
     generation: int
     committed_step: int
     ready_step: int | None
-    vote: VoteData | None
+    vote: Vote | None
     held: tuple[int, ...]
     """Layers whose parameters and buffers are whole at ``committed_step``, and, without ZeRO-1, all else."""
     lineage: int = 0
     """Of the last Resume obeyed."""
-    parts: tuple[StatePartData, ...] = ()
+    parts: tuple[StatePart, ...] = ()
     """Under ZeRO-1, at ``committed_step``."""
-    evaluation: EvaluationData | None = None
+    evaluation: Evaluation | None = None
     """Of the state after ``committed_step``, if this group evaluated it."""
 
 
-class StagingSpoiled(Frame, frozen=True, kw_only=True):
+class StagingSpoiled(Message, frozen=True, kw_only=True):
     """What Resume's ``restore`` lends is not, or not any more, what was written. This trainer holds nothing
     and waits for the same Resume with other bytes."""
 
@@ -378,17 +282,17 @@ class StagingSpoiled(Frame, frozen=True, kw_only=True):
     detail: str
 
 
-class Resumed(Frame, frozen=True, kw_only=True):
+class Resumed(Message, frozen=True, kw_only=True):
     generation: int
     bytes_moved: int
     rendezvous_s: float
     state_s: float
 
 
-class Stepped(Frame, frozen=True, kw_only=True):
+class Stepped(Message, frozen=True, kw_only=True):
     generation: int
     step: int
-    vote: VoteData
+    vote: Vote
     step_s: float
     bubble_s: float
     """Time of this step that the main thread waited for peers."""
@@ -396,14 +300,14 @@ class Stepped(Frame, frozen=True, kw_only=True):
     """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
 
 
-class Snapping(Frame, frozen=True, kw_only=True):
+class Snapping(Message, frozen=True, kw_only=True):
     """The VOTE of ``step`` passed with a flag: its state is going to be copied. Said by every rank."""
 
     generation: int
     step: int
 
 
-class Snapped(Frame, frozen=True, kw_only=True):
+class Snapped(Message, frozen=True, kw_only=True):
     """This rank's part is in its arena, with a manifest. May come after the generation's end.
 
     Said by every rank; one that has nothing to write, as others of its stage have the same, says 0 bytes.
@@ -421,7 +325,7 @@ class Snapped(Frame, frozen=True, kw_only=True):
     """Of the state, read while the main thread waited for peers anyway."""
 
 
-class SnapshotFailed(Frame, frozen=True, kw_only=True):
+class SnapshotFailed(Message, frozen=True, kw_only=True):
     """There is no snapshot of ``step`` here; the ones before stay. Training goes on."""
 
     generation: int
@@ -429,7 +333,7 @@ class SnapshotFailed(Frame, frozen=True, kw_only=True):
     detail: str
 
 
-class ReplicaDiverged(Frame, frozen=True, kw_only=True):
+class ReplicaDiverged(Message, frozen=True, kw_only=True):
     """This rank's replica of another owner's part differed from it behind ``step``; it is made anew."""
 
     generation: int
@@ -438,7 +342,7 @@ class ReplicaDiverged(Frame, frozen=True, kw_only=True):
     detail: str
 
 
-class Beat(Frame, frozen=True, kw_only=True):
+class Beat(Message, frozen=True, kw_only=True):
     progress: int
     waiting: bool
     reading: bool = False
@@ -447,21 +351,21 @@ class Beat(Frame, frozen=True, kw_only=True):
     """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
 
 
-class PeerSuspected(Frame, frozen=True, kw_only=True):
+class PeerSuspected(Message, frozen=True, kw_only=True):
     generation: int
     detail: str
 
 
-class Done(Frame, frozen=True, kw_only=True):
+class Done(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     digests: dict[int, str]
     """Hex digest of each owned layer's parameters."""
-    evaluation: EvaluationData | None = None
+    evaluation: Evaluation | None = None
     """Of the state after the last step, if this group evaluated it."""
 
 
-class Raised(Frame, frozen=True, kw_only=True):
+class Raised(Message, frozen=True, kw_only=True):
     """The training function or a layer raised; the process exits after this."""
 
     where: Literal["prepare", "restore", "training"]
@@ -481,7 +385,7 @@ AsideReport = Traced | StagingSpoiled | Described
 Report = MachineReport | AsideReport
 
 
-class Output(Frame, frozen=True, kw_only=True):
+class Output(Message, frozen=True, kw_only=True):
     """First frame on a trainer's *second* connection: all bytes behind it are its stdout and stderr, raw.
 
     Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of

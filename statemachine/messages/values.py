@@ -5,9 +5,10 @@ start of its daemon), the *generation* of the plan (one per reconfiguration, nev
 Times named ``at`` are seconds on one monotonic clock; durations end in ``_s``.
 """
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from planner.values import Device, ModelProfile, Policy, StatePart
 
@@ -50,21 +51,19 @@ MOST_METRIC_CHARACTERS = 64
 """In the name of one of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(Struct, frozen=True, kw_only=True):
     """What the held-out data set says of the state after one committed step."""
 
     loss: float
     """Mean over the held-out samples: the sum of the loss's terms over ``weight``; NaN where that is 0."""
     weight: float
     """Total weight of the loss: rows, or the tokens that count."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     """Own metrics of the training function, averaged over the held-out samples."""
     took_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
+class Vote(Struct, frozen=True, kw_only=True):
     """What every rank knows about one step once it has passed the VOTE (design §4).
 
     A survivor that rolls forward applies the step from this alone, so whatever the update depends on is here.
@@ -82,14 +81,13 @@ class Vote:
     """float16: the factor by which the loss, and so every gradient, was multiplied in this step."""
     learning_rate: float = 0.0
     """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     """Own metrics of the training function, averaged over the global batch like the loss."""
     evaluation: Evaluation | None = None
     """Of the state before this step, if the group evaluated it: no rank gets to this VOTE without its result."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotPolicy:
+class SnapshotPolicy(Struct, frozen=True, kw_only=True):
     """In-memory checkpoints of a job (design §7)."""
 
     every_steps: int = 0
@@ -106,8 +104,7 @@ class SnapshotPolicy:
     """``protection`` is what was chosen last; every plan chooses anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPolicy:
+class CheckpointPolicy(Struct, frozen=True, kw_only=True):
     """Persistent checkpoints of a job (design §5)."""
 
     url: str = ""
@@ -124,23 +121,20 @@ class CheckpointPolicy:
     """Directory, as every coordinator reaches it, in which each export is a directory ``step-…``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbPolicy:
+class WandbPolicy(Struct, frozen=True, kw_only=True):
     project: str
     entity: str = ""
     mode: Literal["online", "offline"] = "online"
     tags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlflowPolicy:
+class MlflowPolicy(Struct, frozen=True, kw_only=True):
     tracking_uri: str
     """URL of a server, or an absolute path."""
     experiment: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggingPolicy:
+class LoggingPolicy(Struct, frozen=True, kw_only=True):
     """Where the leading coordinator logs the committed steps of a job, besides its journal."""
 
     directory: str = ""
@@ -151,35 +145,32 @@ class LoggingPolicy:
     mlflow: MlflowPolicy | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProtectionWish:
+class ProtectionWish(Struct, frozen=True, kw_only=True):
     """What a plan is asked to protect its snapshots with."""
 
     scheme: str | None
     """``None``: the cheapest that withstands ``losses``."""
     losses: int
     zero1: bool = False
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = {}
     """Bytes that snapshots may take, of each node that said so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProtectionChoice:
+class ProtectionChoice(Struct, frozen=True, kw_only=True):
     scheme: str
     reason: str
     fallback: bool = False
     """What was wished for is not to be had with this plan's owners."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """A submitted job. ``training`` is plain data for the runtime, opaque here."""
 
     job_id: str
     name: str
     steps: int
     policy: Policy
-    training: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = {}
     horizon_s: float | None = None
     """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
@@ -187,8 +178,7 @@ class Job:
     logging: LoggingPolicy = LoggingPolicy()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPart:
+class HeldPart(Struct, frozen=True, kw_only=True):
     """What a device of the new plan has at the resume step, under ZeRO-1: the range of ``StatePart`` of
     each of the layers ``[first_layer, end_layer)``."""
 
@@ -203,8 +193,7 @@ class HeldPart:
     """It holds all parameters and buffers of these layers besides."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceReport:
+class DeviceReport(Struct, frozen=True, kw_only=True):
     """What the trainer of one device says when it has quiesced.
 
     ``committed_step`` is the last step it applied. ``ready_step`` is ``committed_step + 1`` when it holds
@@ -233,8 +222,7 @@ PROTOCOL = 7
 every change that a side that does not know it would misunderstand."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
+class NodeFacts(Struct, frozen=True, kw_only=True):
     """What a node says about itself when it appears."""
 
     devices: int
@@ -251,8 +239,7 @@ class NodeFacts:
     protocol: int = PROTOCOL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Raising:
+class Raising(Struct, frozen=True, kw_only=True):
     """The job's code raised in a step that nobody has committed since."""
 
     step: int
@@ -265,22 +252,19 @@ class Raising:
     """Where it raised this error, the last one last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedStep:
+class CommittedStep(Struct, frozen=True, kw_only=True):
     step: int
     vote: Vote
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
+class Profiled(Struct, frozen=True, kw_only=True):
     """A job with its measured profile: all that templates depend on."""
 
     job: Job
     profile: ModelProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSnapshot:
+class HeldSnapshot(Struct, frozen=True, kw_only=True):
     """A snapshot of which a node holds its whole part, every device's, complete and verified."""
 
     job_id: str
@@ -291,8 +275,7 @@ class HeldSnapshot:
     """Node whose part it is, where this is a copy that its buddy keeps; empty: the node's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotGroup:
+class SnapshotGroup(Struct, frozen=True, kw_only=True):
     """Layers ``[first_layer, end_layer)``, which the same nodes own, one in each pipeline."""
 
     first_layer: int
@@ -307,8 +290,7 @@ class SnapshotGroup:
     owners share it out as ``protection`` says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, kw_only=True):
     """A globally completed snapshot, of the state behind the commit of ``step``: what a rollback goes to."""
 
     step: int
@@ -330,8 +312,7 @@ class Snapshot:
         return {group.owners[0]: group.buddy for group in self.groups if group.buddy}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buddy:
+class Buddy(Struct, frozen=True, kw_only=True):
     """Another node, as the one whose shards it is to keep reaches it."""
 
     node: str
@@ -339,8 +320,7 @@ class Buddy:
     """host:port of its snapshot server."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restore:
+class Restore(Struct, frozen=True, kw_only=True):
     """Everybody drops its state and takes that of a snapshot, or of a persistent checkpoint (``url``)."""
 
     job_id: str
@@ -356,8 +336,7 @@ class Restore:
     """Under which it was written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOnDisk:
+class LayerOnDisk(Struct, frozen=True, kw_only=True):
     """A layer's file in a draft of a checkpoint: ``storage.layerfile.LayerFile`` as plain data."""
 
     layer: int
@@ -369,8 +348,7 @@ class LayerOnDisk:
     payload_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, kw_only=True):
     """A complete persistent checkpoint, of the state behind the commit of ``step``."""
 
     step: int
@@ -380,8 +358,7 @@ class Checkpoint:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
+class PassedOver(Struct, frozen=True, kw_only=True):
     """Something at the place of the checkpoints that is none, or is not to be used."""
 
     step: int | None

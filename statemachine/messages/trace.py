@@ -3,10 +3,10 @@ here."""
 
 import msgspec
 
-from runtime.wire.frames import Frame
+from statemachine.messages.base import Message
 
 
-class Trace(Frame, frozen=True, kw_only=True):
+class Trace(Message, frozen=True, kw_only=True):
     """Record what is done in ``steps`` steps from ``first_step`` on, or from the next; then say Traced."""
 
     request: str
@@ -24,7 +24,7 @@ class SpanData(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int = 0
 
 
-class Traced(Frame, frozen=True, kw_only=True):
+class Traced(Message, frozen=True, kw_only=True):
     """What was recorded for a Trace; of fewer steps where the generation ended before."""
 
     request: str

@@ -1,12 +1,18 @@
-"""Messages between the coordinator and the nodes (nouns): signals one way, commands the other.
+"""Messages between the coordinator and the nodes: signals one way, commands the other, and their envelopes.
 
-What they travel in is in ``envelopes``; the codec and the topics are in ``ftd.wire``.
+An envelope carries the node's name and incarnation: from a node its own, to a node the one that the coordinator
+means. A node that receives a command for another incarnation ignores, counts and logs it; every node receives a
+command to several nodes (``ToNodes``), and nodes that are not listed ignore it. The codec and the topics are in
+``ftd.wire``.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+
+from msgspec import Struct, field
 
 from planner.values import ModelProfile, Plan
-from statemachine.values import (
+from statemachine.messages.base import Message
+from statemachine.messages.values import (
     Buddy,
     CommittedStep,
     DeviceReport,
@@ -26,8 +32,7 @@ from statemachine.values import (
 # --- node → coordinator: signals ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Message, frozen=True, kw_only=True):
     """The node is here: on each (re)connection to the broker and when a coordinator asks (``Inquiry``)."""
 
     facts: NodeFacts
@@ -44,8 +49,7 @@ class Hello:
     """What its memory holds complete, also of trainers and daemons that are gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True, kw_only=True):
     """I am alive; every ``heartbeat_s``. Carries the newest committed step it knows of."""
 
     generation: int
@@ -62,8 +66,7 @@ class Heartbeat:
     """What a trainer here does to build the job, in words; empty when all have built it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Message, frozen=True, kw_only=True):
     """Every trainer has built the job and is idle, ready for a Quiesce."""
 
     job_id: str
@@ -71,16 +74,14 @@ class Prepared:
     """Present when ``Prepare`` asked for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quiesced:
+class Quiesced(Message, frozen=True, kw_only=True):
     """Every trainer stopped under ``generation``; one report per device that is alive and prepared."""
 
     generation: int
     reports: tuple[DeviceReport, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class Resumed(Message, frozen=True, kw_only=True):
     """Every trainer met the others under ``generation`` and holds its layers at the resume step."""
 
     generation: int
@@ -90,8 +91,7 @@ class Resumed:
     state_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class Stepped(Message, frozen=True, kw_only=True):
     """Steps committed since the last such message, oldest first. Sent by the node of rank 0."""
 
     generation: int
@@ -104,8 +104,7 @@ class Stepped:
     """Of the last Resume obeyed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerLost:
+class TrainerLost(Message, frozen=True, kw_only=True):
     """A trainer of this node failed; the node is UNHEALTHY until it says ``Prepared`` again."""
 
     generation: int
@@ -115,16 +114,14 @@ class TrainerLost:
     """For people: exit status or exception, and the tail of its stderr."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSuspected:
+class PeerSuspected(Message, frozen=True, kw_only=True):
     """A hint: a trainer here saw a connection to a peer break."""
 
     generation: int
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaDiverged:
+class ReplicaDiverged(Message, frozen=True, kw_only=True):
     """A replica here (AOR) differed from its owner's part behind ``step``; it was made anew."""
 
     generation: int
@@ -133,8 +130,7 @@ class ReplicaDiverged:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(Message, frozen=True, kw_only=True):
     """All steps are done; checksum (hex) of each layer's parameters held here."""
 
     generation: int
@@ -144,23 +140,20 @@ class Finished:
     """Of the state after the last step, if the group evaluated it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
+class Leaving(Message, frozen=True, kw_only=True):
     """The node wants to leave gracefully (SIGTERM, a spot notice): replan without it at a boundary."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapping:
+class Snapping(Message, frozen=True, kw_only=True):
     """The trainers here began a snapshot of the state behind ``step``."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCompleted:
+class SnapshotCompleted(Message, frozen=True, kw_only=True):
     """Every shard of this node is complete in host memory, and in its buddy's where it has one."""
 
     generation: int
@@ -173,8 +166,7 @@ class SnapshotCompleted:
     """How long training waited for the copying."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotFailed:
+class SnapshotFailed(Message, frozen=True, kw_only=True):
     """A trainer here cannot finish the snapshot, or this node's buddy has no copy; training goes on."""
 
     generation: int
@@ -182,8 +174,7 @@ class SnapshotFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreFailed:
+class RestoreFailed(Message, frozen=True, kw_only=True):
     """A ``Resume.restore`` cannot be done here."""
 
     generation: int
@@ -194,8 +185,7 @@ class RestoreFailed:
     """It is the checkpoint's fault: a byte is not what was written, or a file is gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayersPersisted:
+class LayersPersisted(Message, frozen=True, kw_only=True):
     """This node's share of a checkpoint is on the disk."""
 
     job_id: str
@@ -205,8 +195,7 @@ class LayersPersisted:
     took_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistFailed:
+class PersistFailed(Message, frozen=True, kw_only=True):
     """This node's share of a checkpoint cannot be written; what it wrote counts for nothing."""
 
     job_id: str
@@ -238,13 +227,11 @@ Signal = (
 # --- coordinator → node: commands --------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inquiry:
+class Inquiry(Message, frozen=True, kw_only=True):
     """Say Hello again: a coordinator started, or does not know you."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepare:
+class Prepare(Message, frozen=True, kw_only=True):
     """Build this job in your trainers (start them where needed); answer ``Prepared``."""
 
     job: Job
@@ -252,16 +239,14 @@ class Prepare:
     """Measure the model and send the profile along."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quiesce:
+class Quiesce(Message, frozen=True, kw_only=True):
     """Enter ``generation``: stop in this mode and report, idle trainers at once. A higher one supersedes."""
 
     generation: int
     mode: QuiesceMode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Resume(Message, frozen=True, kw_only=True):
     """Train under ``plan`` from ``step`` on: roll forward to ``step`` first where a report said ready.
 
     ``vote`` is that of ``step`` (``None`` at step 0). ``hosts`` maps each planned node to the address its
@@ -290,16 +275,14 @@ class Resume:
     is due and not reported; all ranks agree on it, as all get this number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsWanted:
+class StepsWanted(Message, frozen=True, kw_only=True):
     """Send ``Stepped`` for these committed steps once more: they were missed (first … last)."""
 
     first: int
     last: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(Message, frozen=True, kw_only=True):
     """End the trainers; the job is over (finished, failed, or stopped by a user)."""
 
     job_id: str
@@ -308,27 +291,23 @@ class Stop:
     """Its snapshots stay."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
+class Fence(Message, frozen=True, kw_only=True):
     """Your incarnation is out: end your trainers at once and come back under a new incarnation."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
+class Rejection(Message, frozen=True, kw_only=True):
     """You may not join (another node of your name is alive, wrong device count); try again later."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class Released(Message, frozen=True, kw_only=True):
     """You hold nothing the job needs: a drained or leaving node may go."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snap:
+class Snap(Message, frozen=True, kw_only=True):
     """Let everybody take a snapshot behind the step in flight. To rank 0's node; behind the last to all."""
 
     generation: int
@@ -336,8 +315,7 @@ class Snap:
     """The newest committed step when this was ordered: a node obeys no order twice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepSnapshot:
+class KeepSnapshot(Message, frozen=True, kw_only=True):
     """The snapshot of ``step`` is complete everywhere: keep it, release older ones but ``pinned``."""
 
     job_id: str
@@ -347,8 +325,7 @@ class KeepSnapshot:
     restore: Restore | None = None  # Its parts, to be repaired; ``None``: as said before.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Persist:
+class Persist(Message, frozen=True, kw_only=True):
     """Write these layers of a kept snapshot into the draft ``attempt`` of a persistent checkpoint.
 
     Answered by LayersPersisted or PersistFailed, once for an attempt however often this comes.
@@ -365,8 +342,7 @@ class Persist:
     """``Restore.sources``"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelPersist:
+class CancelPersist(Message, frozen=True, kw_only=True):
     """The attempt was given up: write no more of it."""
 
     job_id: str
@@ -388,3 +364,34 @@ Command = (
     | Persist
     | CancelPersist
 )
+
+# --- envelopes ----------------------------------------------------------------------------------
+
+
+class FromNode(Struct, frozen=True, kw_only=True):
+    node: str
+    incarnation: int
+    signal: Signal
+
+
+class ToNode(Struct, frozen=True, kw_only=True):
+    node: str
+    incarnation: int
+    command: Command
+    cause: str
+    """Cause id of the event that made the coordinator say this (``ftd story``)."""
+
+
+class ToNodes(Struct, frozen=True, kw_only=True):
+    """A command that is equal for several nodes: all of the cluster hear it, those named obey it."""
+
+    receivers: Mapping[str, int]
+    """Name → the incarnation that is meant."""
+    command: Command
+    cause: str
+
+    def addressed(self, node: str, incarnation: int) -> ToNode | None:
+        """The command as this incarnation's own; ``None``: it is not for it."""
+        if self.receivers.get(node) != incarnation:
+            return None
+        return ToNode(node=node, incarnation=incarnation, command=self.command, cause=self.cause)
