@@ -93,7 +93,7 @@ class Player:
             self._news.set()
 
     def on_state(self, state: dict[str, Any]) -> None:
-        self.record.state = state
+        self.record.on_state(state)
         self._news.set()
 
     def on_node(self, node: str, state: str) -> None:

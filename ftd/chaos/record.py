@@ -1,13 +1,13 @@
 """What was seen while a scenario was played: events and states with the moments at which they came."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ftd.chaos.values import Fault
+from ftd.observe.run import Recovery, Run, StepCommitted
 
 Json = dict[str, Any]
-ENDS = ("JobFinished", "JobFailed", "JobStopped")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,67 +24,68 @@ class Struck:
     """Why it could not be done."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Record:
-    """Fed with ``on_event``, ``on_state``, ``on_struck``; times are seconds since the scenario began."""
+    """Fed with ``on_event``, ``on_state`` and ``on_struck``; times are seconds since the scenario began."""
 
-    events: list[tuple[float, Json]] = field(default_factory=list)
-    """Without ``StepCommitted``; each once."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """Of each committed step, as it was computed last."""
-    state: Mapping[str, Any] = field(default_factory=dict)
-    struck: dict[str, Struck] = field(default_factory=dict)
-    baseline: dict[int, float] = field(default_factory=dict)
-    """Losses of a run without faults, where one was made."""
-    steps: int = 0
-    """How many commits were seen."""
-    _seen: set[tuple[Any, ...]] = field(default_factory=set)
-    _started: int = 0
-    _completed: int = 0
+    def __init__(self, *, state: Json | None = None, baseline: dict[int, float] | None = None) -> None:
+        """:param baseline: the losses of a run without faults, where one was made."""
+        self._run = Run()
+        self.on_state(state or {})
+        self.baseline = baseline or {}
+        self.events: list[tuple[float, Json]] = []
+        """Without ``StepCommitted``; each once."""
+        self.struck: dict[str, Struck] = {}
 
-    def on_event(self, event: Json, at_s: float) -> None:
-        """QoS 1 may bring one twice, and the journal again."""
-        name, details = event.get("event"), event.get("details") or {}
-        identity = name, event.get("cause"), event.get("monotonic"), event.get("step")
-        if identity in self._seen:
-            return
-        self._seen.add(identity)
-        if name == "StepCommitted":
-            self.steps += 1
-            if (loss := details.get("loss")) is not None:
-                self.losses[event["step"]] = loss
-            return
-        self.events.append((at_s, event))
-        if name == "GenerationStarted":
-            self._started = max(self._started, event.get("generation") or 0)
-        elif name == "RecoveryCompleted":
-            self._completed = max(self._completed, details["recovery"]["generation"])
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The cluster's newest state."""
+        return self._run.state
 
-    def on_struck(self, fault: Fault, at_s: float, nodes: tuple[str, ...] = ()) -> Struck:
-        """It is about to happen."""
-        generation = max(self._started, int(self.state.get("generation") or 0))
-        found = Struck(
-            fault=fault,
-            at_s=at_s,
-            nodes=nodes,
-            open_generation=generation if self._started > self._completed else generation + 1,
-        )
-        self.struck[fault.id] = found
-        return found
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each committed step, as it was computed last."""
+        return {step: one.loss for step, one in self._run.steps.items() if one.loss is not None}
+
+    @property
+    def steps(self) -> int:
+        """How many commits were seen."""
+        return self._run.commits
 
     @property
     def ended(self) -> str:
         """The event that ended the job; empty while it goes on."""
-        return next((e["event"] for _, e in self.events if e["event"] in ENDS), "")
+        return self._run.ended.event if self._run.ended is not None else ""
+
+    def on_state(self, state: Mapping[str, Any]) -> None:
+        """Take the cluster's state."""
+        self._run.on_state(state)
+
+    def on_event(self, event: Json, at_s: float) -> None:
+        """Take an event, which may come twice: QoS 1 repeats it, and so does the journal."""
+        fact = self._run.on_event(event, at_s)
+        if fact is not None and not isinstance(fact, StepCommitted):
+            self.events.append((at_s, event))
+
+    def on_struck(self, fault: Fault, at_s: float, nodes: tuple[str, ...] = ()) -> Struck:
+        """It is about to happen."""
+        run = self._run
+        generation = max(run.started_generation, int(run.state.get("generation") or 0))
+        under_way = run.started_generation > run.completed_generation
+        found = Struck(
+            fault=fault, at_s=at_s, nodes=nodes, open_generation=generation if under_way else generation + 1
+        )
+        self.struck[fault.id] = found
+        return found
 
     def since(self, at_s: float, name: str) -> list[tuple[float, Json]]:
+        """Return the events of this name from a moment on."""
         return [(at, e) for at, e in self.events if at >= at_s and e["event"] == name]
 
-    def recoveries(self, struck: Iterable[Struck]) -> list[tuple[float, Json]]:
-        """Those that may come of any of these faults: moment and ``recovery``."""
-        since = min(((one.at_s, one.open_generation) for one in struck), default=(0.0, 0))
+    def recoveries(self, struck: Iterable[Struck]) -> list[tuple[float, Recovery]]:
+        """Return those that may come of any of these faults, with the moment of their completion."""
+        since_s, generation = min(((one.at_s, one.open_generation) for one in struck), default=(0.0, 0))
         return [
-            (at, e["details"]["recovery"])
-            for at, e in self.since(since[0], "RecoveryCompleted")
-            if e["details"]["recovery"]["generation"] >= since[1]
+            (one.at, one.recovery)
+            for one in self._run.recoveries.values()
+            if one.at >= since_s and one.recovery.generation >= generation
         ]

@@ -8,6 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftd.observe.run import (
+    Detection,
+    Fact,
+    GenerationStarted,
+    JobEnded,
+    Recovery,
+    RecoveryCompleted,
+    RolledBack,
+    Run,
+    StepCommitted,
+)
+
 Json = Mapping[str, Any]
 
 _ALWAYS_WRONG = {
@@ -26,6 +38,8 @@ GROWTH = 100.0
 """By rounding alone a loss differs from the undisturbed one's at most so many times as much as some loss
 before it did (13 times was seen: in float64, 1e-16 of a loss becomes 1e-9 within 800 steps of Adam, and 1
 within 2000). Work that is lost, or done twice, shows at once."""
+MOST_KEPT = 1000
+"""Of what the model of the run keeps."""
 STARVED = 4
 """So many times the limit may faults, one after the other, keep training from any step."""
 _AFTERMATH_S = 20.0
@@ -79,6 +93,7 @@ class Watch:
     unprovoked: list[str] = field(default_factory=list)
     """Losses that no strike explains and that a busy machine may have caused."""
     rollbacks: int = 0
+    run: Run = field(default_factory=lambda: Run(most=MOST_KEPT))
     losses: dict[int, float | None] = field(default_factory=dict)
     """Of each step, as it was computed first: by the undisturbed run, or else by an earlier round."""
     state: Json = field(default_factory=dict)
@@ -106,9 +121,7 @@ class Watch:
     """Losses of the round's steps, as they came."""
     _apart: float = 0.0
     """So much of itself a loss of the round differed at most."""
-    _seen: set[str] = field(default_factory=set)
     _struck: dict[str, float] = field(default_factory=dict)
-    _recovered: set[int] = field(default_factory=set)
     _last_s: float = 0.0
     """Of the last progress or disturbance."""
     _progress_s: float = 0.0
@@ -143,32 +156,27 @@ class Watch:
 
     def on_event(self, event: Json, at_s: float) -> None:
         """One event; a second delivery changes nothing."""
-        identity = str(event.get("id") or "")
-        if identity and identity in self._seen:
-            return
-        self._seen.add(identity)
-        name, details = str(event.get("event")), event.get("details") or {}
-        match name:
-            case "StepCommitted":
-                self._committed(int(event["step"]), details.get("loss"), at_s)
-            case "RolledBack":
+        match self.run.on_event(event, at_s):
+            case StepCommitted() as fact:
+                self._committed(fact)
+            case RolledBack() as fact:
                 self.rollbacks += 1
                 self._rolled_back_s = at_s
-                self.step = int(details["to_step"])
-            case "GenerationStarted":
-                self._generation_is("events", int(event["generation"]), at_s)
-            case "RecoveryCompleted":
-                self._recovery(details["recovery"], at_s)
-            case "CoordinatorStarted":
+                self.step = fact.to_step
+            case GenerationStarted(generation=int(generation)):
+                self._generation_is("events", generation, at_s)
+            case RecoveryCompleted() as fact:
+                self._recovery(fact.recovery, at_s)
+            case JobEnded() as fact:
+                self._end(fact.event, fact.reason, at_s)
+            case Detection(event="TrainerLost" | "NodeLost") as fact:
+                self._lost(fact)
+            case Fact(event="CoordinatorStarted"):
                 self._repeats = True
-            case "JobFinished" | "JobFailed" | "JobStopped":
-                self._end(name, str(event.get("reason") or ""), at_s)
-            case "TrainerLost" | "NodeLost":
-                self._lost(name, event, at_s)
-            case "ShardDamaged" if not self.flipped:
-                self.broken(at_s, "damage", f"{event.get('node')}: {event.get('reason')}")
-            case _ if name in _ALWAYS_WRONG:
-                self._wrong(name, event, at_s)
+            case Fact(event="ShardDamaged") as fact if not self.flipped:
+                self.broken(at_s, "damage", f"{fact.node}: {fact.reason}")
+            case Fact() as fact if fact.event in _ALWAYS_WRONG:
+                self._wrong(fact, event)
             case _:
                 pass
 
@@ -244,7 +252,8 @@ class Watch:
 
     # --- rules -------------------------------------------------------------------------------------
 
-    def _committed(self, step: int, loss: float | None, at_s: float) -> None:
+    def _committed(self, fact: StepCommitted) -> None:
+        step, at_s = fact.step, fact.at
         if self.job is None or self.ended:
             return
         if step <= self.step and not (self.lossy or self._repeats):
@@ -255,7 +264,7 @@ class Watch:
             self.done_again += 1
         self.step, self.best = step, max(self.best, step)
         self._last_s, self._progress_s, self._stuck = max(self._last_s, at_s), at_s, False
-        self._compare(step, loss, at_s)
+        self._compare(step, fact.loss, at_s)
 
     def _compare(self, step: int, loss: float | None, at_s: float) -> None:
         """Equal to rounding with the same step of the undisturbed run, or of whoever computed it first."""
@@ -276,19 +285,15 @@ class Watch:
             self.broken(at_s, "generation", f"{where}: generation {generation} came after {before}")
         self._generations[where] = max(before, generation)
 
-    def _recovery(self, told: Json, at_s: float) -> None:
-        generation = int(told["generation"])
-        if generation in self._recovered:
-            return
-        self._recovered.add(generation)
+    def _recovery(self, recovery: Recovery, at_s: float) -> None:
         self.recoveries.append(
             RecoverySeen(
                 at_s=round(at_s, 3),
-                cause=str(told["cause"]),
-                tier=str(told["tier"]),
-                total_ms=round(float(told["total_ms"]), 3),
-                generation=generation,
-                rolled_back_steps=int(told["rolled_back_steps"]),
+                cause=recovery.cause,
+                tier=recovery.tier,
+                total_ms=round(recovery.total_ms, 3),
+                generation=recovery.generation,
+                rolled_back_steps=recovery.rolled_back_steps,
             )
         )
 
@@ -300,19 +305,17 @@ class Watch:
         if name == "JobFailed" and not self.excused:
             self.broken(at_s, "failed", f"the job failed at step {self.step}: {reason}")
 
-    def _lost(self, name: str, event: Json, at_s: float) -> None:
-        node, details = str(event.get("node")), event.get("details") or {}
-        if at_s <= self._struck.get(node, -math.inf) + _AFTERMATH_S:
+    def _lost(self, fact: Detection) -> None:
+        if fact.at <= self._struck.get(str(fact.node), -math.inf) + _AFTERMATH_S:
             return
-        how = str(details.get("cause") or details.get("how"))
-        said = f"{name} of {node}, which nobody struck ({how}): {event.get('reason')}"
-        if name == "TrainerLost" and how in _OUR_FAULT:
-            self.broken(at_s, "unprovoked", said)
+        said = f"{fact.event} of {fact.node}, which nobody struck ({fact.how}): {fact.reason}"
+        if fact.event == "TrainerLost" and fact.how in _OUR_FAULT:
+            self.broken(fact.at, "unprovoked", said)
         else:
             self.unprovoked.append(said)
 
-    def _wrong(self, name: str, event: Json, at_s: float) -> None:
+    def _wrong(self, fact: Fact, event: Json) -> None:
         topic = str((event.get("details") or {}).get("topic", ""))
-        if name == "MessageRefused" and any(part in topic for part in _FORGIVEN_REFUSALS):
+        if fact.event == "MessageRefused" and any(part in topic for part in _FORGIVEN_REFUSALS):
             return
-        self.broken(at_s, _ALWAYS_WRONG[name], f"{name}: {event.get('node') or ''} {event.get('reason')}")
+        self.broken(fact.at, _ALWAYS_WRONG[fact.event], f"{fact.event}: {fact.node or ''} {fact.reason}")

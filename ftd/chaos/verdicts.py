@@ -89,12 +89,12 @@ def _resumed(expected: v.ResumedWithin, faults: Sequence[Struck], record: Record
 
 
 def _most(field: str, most: int, faults: Sequence[Struck], record: Record) -> Finding:
-    counted = max((recovery[field] for _, recovery in record.recoveries(faults)), default=0)
+    counted = max((getattr(recovery, field) for _, recovery in record.recoveries(faults)), default=0)
     return Finding(met=counted <= most, measured=str(counted), lasting=True)
 
 
 def _one_of(field: str, allowed: tuple[str, ...], faults: Sequence[Struck], record: Record) -> Finding:
-    found = list(dict.fromkeys(recovery[field] for _, recovery in record.recoveries(faults)))
+    found = list(dict.fromkeys(getattr(recovery, field) for _, recovery in record.recoveries(faults)))
     return Finding(
         met=any(one in allowed for one in found) or None, measured=", ".join(found) or "no recovery"
     )

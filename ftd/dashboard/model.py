@@ -9,10 +9,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from ftd.dashboard.entries import MOST_REASON, entry_of, seconds
 from ftd.dashboard.layout import buckets
-from ftd.dashboard.recovery import Recoveries
+from ftd.dashboard.recovery import DoneRecoveries, course_json
 from ftd.dashboard.trend import Trend
+from ftd.observe.run import (
+    Evaluated,
+    Fact,
+    JobSubmitted,
+    PhaseEnded,
+    RecoveryCompleted,
+    RolledBack,
+    Run,
+    StepCommitted,
+    without_leader,
+)
 from ftd.view.story import ChapterIndex
 from ftd.view.text import QUIET_EVENTS
 from ftd.wire.public import EventMessage
@@ -28,6 +41,8 @@ PAGE = 500
 MOST_MARKS = 300
 MOST_EVALUATIONS = 100
 MOST_LAYOUTS = 4
+MOST_KEPT = 1000
+"""Of what the model of the run keeps."""
 _NODE_FIELDS = ("state", "devices", "host", "in_plan", "draining", "speed")
 """Without what changes with every step of every node."""
 _UNSHOWN = frozenset({"at", "nodes", "schema"})
@@ -47,7 +62,8 @@ class Model:
 
     def __init__(self) -> None:
         self.trend = Trend()
-        self.recoveries = Recoveries()
+        self.recoveries = DoneRecoveries()
+        self._run = Run(most=MOST_KEPT)
         self._state: Json = {}
         self._nodes: dict[str, Json] = {}
         self._events: deque[Json] = deque(maxlen=MOST_EVENTS)
@@ -70,14 +86,7 @@ class Model:
         That nobody leads says nothing of the rest, which stays as it was told last.
         """
         if state.get("phase") == "UNREACHABLE":
-            why = {
-                "phase": "UNREACHABLE",
-                "reason": state["reason"],
-                "leader": "",
-                "standbys": [],
-                "barred": {},
-            }
-            self._state = {**self._state, **why}
+            self._state = without_leader(self._state, state["reason"])
             return
         before, snapshot = self._state.get("snapshot"), state["snapshot"]
         if before and snapshot and {**snapshot, "at": before["at"]} == before:
@@ -93,10 +102,10 @@ class Model:
 
     def on_event(self, message: EventMessage, *, own: bool) -> None:
         """:param own: the coordinator's; what a node says is listed, and believed of chaos alone."""
-        if own:
-            self._follow(message)
         if own or message.event == "ChaosInjected":
-            self.recoveries.on_event(message)
+            fact = self._run.on_event(msgspec.structs.asdict(message), seconds(message.at))
+            if fact is not None and own:
+                self._follow(fact, message)
         if message.event in QUIET_EVENTS:
             return
         self._number += 1
@@ -109,7 +118,7 @@ class Model:
         """
         for message in events:
             self.on_event(message, own=message.source == "coordinator")
-        self.recoveries.running = None  # Whatever was under way: the coordinator begins anew.
+        self._run.recovering = None  # Whatever was under way: the coordinator begins anew.
         for row in steps:
             details = row["details"]
             self.trend.commit(
@@ -123,37 +132,38 @@ class Model:
                 learning_rate=details.get("learning_rate"),
             )
 
-    def _follow(self, message: EventMessage) -> None:
-        details, at_s = message.details, seconds(message.at)
-        match message.event:
-            case "StepCommitted":
+    def _follow(self, fact: Fact, message: EventMessage) -> None:
+        match fact:
+            case StepCommitted():
                 self.trend.commit(
-                    message.step or 0,
-                    at_s,
-                    details.get("loss"),
-                    details.get("step_s") or 0.0,
-                    details.get("samples_per_s"),
-                    tokens_per_s=details.get("tokens_per_s"),
-                    learning_rate=details.get("learning_rate"),
+                    fact.step,
+                    fact.at,
+                    fact.loss,
+                    fact.step_s or 0.0,
+                    fact.samples_per_s,
+                    tokens_per_s=fact.tokens_per_s,
+                    learning_rate=fact.learning_rate,
                 )
-            case "Evaluated":
-                self._keep_evaluation(message.step or 0, at_s, details)
-            case "RolledBack":
-                self.trend.roll_back(details["to_step"])
-                self._evaluations = [one for one in self._evaluations if one["step"] <= details["to_step"]]
-            case "JobSubmitted":
+            case Evaluated():
+                self._keep_evaluation(fact)
+            case RolledBack():
+                self.trend.roll_back(fact.to_step)
+                self._evaluations = [one for one in self._evaluations if one["step"] <= fact.to_step]
+            case JobSubmitted():
                 self.trend.clear()
                 self._evaluations = []
-            case "PlanChosen" if message.generation is not None:
-                self._keep_layout(message.generation, details["pipelines"])
-            case "SnapshotCompleted":
-                self._buddies, self._where_of = details["buddies"], None
+            case PhaseEnded(event="PlanChosen", generation=int(generation)):
+                self._keep_layout(generation, fact.pipelines)
+            case RecoveryCompleted():
+                self.recoveries.add(fact, message.details["recovery"])
+            case Fact(event="SnapshotCompleted"):
+                self._buddies, self._where_of = message.details["buddies"], None
         if (kind := _MARKS.get(message.event)) is not None:
             self._mark_number += 1
             self._marks.append(
                 {
                     "n": self._mark_number,
-                    "at": at_s,
+                    "at": fact.at,
                     "kind": kind,
                     "event": message.event,
                     "node": message.node,
@@ -161,12 +171,12 @@ class Model:
                 }
             )
 
-    def _keep_evaluation(self, step: int, at_s: float, details: Json) -> None:
+    def _keep_evaluation(self, fact: Evaluated) -> None:
         """A step's evaluation, in a new list, so that a change is noticed; when full, every other one goes."""
-        kept = [one for one in self._evaluations if one["step"] < step]
+        kept = [one for one in self._evaluations if one["step"] < fact.step]
         if len(kept) >= MOST_EVALUATIONS:
             kept = kept[1::2]
-        shown = {"step": step, "at": at_s, "loss": details["loss"], "metrics": details["metrics"]}
+        shown = {"step": fact.step, "at": fact.at, "loss": fact.loss, "metrics": fact.metrics}
         self._evaluations = [*kept, shown]
 
     def _keep_layout(self, generation: int, pipelines: list[Json]) -> None:
@@ -187,6 +197,11 @@ class Model:
             "buckets": buckets(layout, snapshot["protection"], self._buddies) if layout else None,
         }
 
+    @property
+    def running(self) -> Json | None:
+        """The recovery that is under way, as the page shows it."""
+        return course_json(self._run.recovering)
+
     # --- what pages are told ---------------------------------------------------------------------------
 
     def document(self) -> Json:
@@ -200,7 +215,7 @@ class Model:
             "trend": [0, self.trend.points],
             "marks": list(self._marks),
             "evaluations": self._evaluations,
-            "recovery": self.recoveries.running,
+            "recovery": self.running,
             "recoveries": list(self.recoveries.done),
         }
 
@@ -232,7 +247,7 @@ class Model:
             delta["trend"] = fresh
         if (count := self._mark_number - told.marks) > 0:
             delta["marks"] = list(self._marks)[-min(count, MOST_MARKS) :]
-        running = self._shown_recovery()
+        running = self.running
         if running != told.recovery:
             delta["recovery"] = running
         if (count := self.recoveries.count - told.recoveries) > 0:
@@ -259,10 +274,6 @@ class Model:
             if old is None or any(old[field] != node[field] for field in _NODE_FIELDS):
                 other[name] = _node(node)
         return other | dict.fromkeys(before.keys() - self._nodes.keys())
-
-    def _shown_recovery(self) -> Json | None:
-        running = self.recoveries.running
-        return None if running is None else {**running, "phases": [list(p) for p in running["phases"]]}
 
 
 class _Told:

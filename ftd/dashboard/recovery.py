@@ -1,136 +1,76 @@
-"""The way from a failure back to training, phase by phase, while it happens; and those that are over.
-
-A phase begins with the event that ends the one before. So does ``RecoveryCompleted`` count them, which
-replaces what was seen on the way::
-
-    detect    the fault (where it was injected, so that its moment is known) … NodeLost, TrainerLost
-    quiesce   … Quiesced          every survivor has stopped and reported
-    plan      … PlanChosen
-    state     … TrainingResumed   all have met and hold their layers
-    resume    … RecoveryCompleted the next step is committed
-"""
+"""The recoveries that the dashboard shows, as JSON: the one that is under way, and those that are over."""
 
 from collections import deque
 from typing import Any
 
-from ftd.dashboard.entries import MOST_NODES, MOST_REASON, seconds
-from ftd.view.text import CAUSE_WORDS, is_failure
-from ftd.wire.public import EventMessage
+from ftd.dashboard.entries import MOST_NODES, MOST_REASON
+from ftd.observe.run import Detection, RecoveryCompleted, RecoveryCourse
+from ftd.view.text import CAUSE_WORDS
 
 Json = dict[str, Any]
 
-PHASES = ("detect", "quiesce", "plan", "state", "resume")
 MOST_DONE = 50
-_ENDS_OF_JOBS = frozenset({"JobFinished", "JobFailed", "JobStopped"})
-_NEXT = {"Quiesced": "plan", "PlanChosen": "state", "TrainingResumed": "resume"}
-_LOSSES = frozenset({"NodeLost", "TrainerLost"})
-_FAULT_COUNTS_S = 60.0
-"""A fault that was injected longer ago is not what was noticed now."""
 _DROPPED = ("pipelines_before", "pipelines_after")
 
 
-class Recoveries:
-    """``on_event`` sees every event of the coordinator, and the ``ChaosInjected`` of nodes."""
+def course_json(course: RecoveryCourse | None) -> Json | None:
+    """Return a recovery that is under way as the page shows it: ``phases`` are ``[name, began_s, ended_s or None]``."""
+    if course is None:
+        return None
+    return {
+        "generation": course.generation,
+        "tries": course.tries,
+        "step": course.step,
+        "mode": course.mode,
+        "why": course.why[:MOST_REASON],
+        "losses": [_loss_json(loss) for loss in course.losses],
+        "phases": [list(phase) for phase in course.phases],
+        "decision": _short(course.decision),
+        "plan": _short(course.plan),
+        "paused": _short(course.paused),
+    }
+
+
+class DoneRecoveries:
+    """The newest recoveries that are over."""
 
     def __init__(self) -> None:
-        self.running: Json | None = None
-        """As the page shows it; ``phases``: ``[name, began_s, ended_s or None]``, in seconds since 1970."""
         self.done: deque[Json] = deque(maxlen=MOST_DONE)
         self.count = 0
-        """Of all that ever were in ``done``."""
-        self._faults: dict[str, float] = {}
-        self._losses: list[Json] = []
+        """Number of all that ever were in ``done``."""
 
-    def on_event(self, message: EventMessage) -> None:
-        at_s = seconds(message.at)
-        match message.event:
-            case "ChaosInjected":
-                self._fault(message.node or "", at_s)
-            case name if name in _LOSSES:
-                self._lost(message, at_s)
-            case "GenerationStarted":
-                self._begin(message, at_s)
-            case name if name in _NEXT:
-                self._enter(_NEXT[name], message, at_s)
-            case "ClusterPaused":
-                if self.running is not None:
-                    self.running["paused"] = message.reason[:MOST_REASON]
-            case "RecoveryCompleted":
-                self._complete(message, at_s)
-            case name if name in _ENDS_OF_JOBS:
-                self.running = None
-                self._losses.clear()
-
-    def _fault(self, node: str, at_s: float) -> None:
-        while len(self._faults) >= MOST_NODES:
-            del self._faults[next(iter(self._faults))]
-        self._faults[node] = at_s
-
-    def _lost(self, message: EventMessage, at_s: float) -> None:
-        details, node = message.details, message.node or ""
-        began_s = self._faults.pop(node, None)
-        if began_s is not None and not 0 <= at_s - began_s <= _FAULT_COUNTS_S:
-            began_s = None
-        loss = {
-            "node": node,
-            "what": message.event,
-            "how": details.get("how") or details.get("cause"),
-            "at": at_s,
-            "fault_at": began_s,
-            "said": message.reason[:MOST_REASON],
-        }
-        del self._losses[: max(0, len(self._losses) + 1 - MOST_NODES)]
-        self._losses.append(loss)
-
-    def _begin(self, message: EventMessage, at_s: float) -> None:
-        """Of the first generation, or of one more because something failed on the way."""
-        before = self.running
-        losses = [*(before["losses"] if before else ()), *self._losses][-MOST_NODES:]
-        self._losses.clear()
-        detected_s = min((x["at"] for x in losses), default=at_s)
-        faults = [x["fault_at"] for x in losses if x["fault_at"] is not None]
-        began_s = min(faults, default=detected_s)
-        phases: list[list[Any]] = [["detect", began_s, detected_s]] if faults else []
-        self.running = {
-            "generation": message.generation,
-            "tries": before["tries"] + 1 if before else 1,
-            "step": message.step,
-            "mode": message.details.get("mode"),
-            "why": message.reason[:MOST_REASON],
-            "losses": losses,
-            "phases": [*phases, ["quiesce", detected_s, None]],
-            "decision": None,
-            "plan": None,
-            "paused": None,
-        }
-
-    def _enter(self, phase: str, message: EventMessage, at_s: float) -> None:
-        running = self.running
-        if running is None or message.generation != running["generation"]:
-            return
-        running["phases"][-1][2] = at_s
-        running["phases"].append([phase, at_s, None])
-        if message.event == "Quiesced":
-            running["decision"] = message.reason[:MOST_REASON]
-        elif message.event == "PlanChosen":
-            running["plan"], running["paused"] = message.reason[:MOST_REASON], None
-
-    def _complete(self, message: EventMessage, at_s: float) -> None:
-        recovery = {k: v for k, v in message.details["recovery"].items() if k not in _DROPPED}
-        running, self.running = self.running, None
-        losses = running["losses"] if running is not None else []
-        faults = [x for x in losses if x["fault_at"] is not None]
+    def add(self, fact: RecoveryCompleted, details: Json) -> None:
+        """Add one, with the details of its event."""
+        course, recovery = fact.course, fact.recovery
+        losses = course.losses if course is not None else ()
         self.count += 1
         self.done.append(
             {
-                **recovery,
-                "nodes": list(recovery["nodes"])[:MOST_NODES],
+                **{key: value for key, value in details.items() if key not in _DROPPED},
+                "nodes": list(recovery.nodes)[:MOST_NODES],
                 "n": self.count,
-                "at": at_s,
-                "detect_ms": min((1e3 * (x["at"] - x["fault_at"]) for x in faults), default=None),
-                "what": CAUSE_WORDS.get(recovery["cause"], recovery["cause"]),
-                "failure": is_failure(recovery["cause"], recovery["rolled_back_steps"]),
-                "decision": running["decision"] if running is not None else None,
-                "losses": losses,
+                "at": fact.at,
+                "detect_ms": min(
+                    (1e3 * (x.at - x.fault_at) for x in losses if x.fault_at is not None), default=None
+                ),
+                "what": CAUSE_WORDS.get(recovery.cause, recovery.cause),
+                "failure": recovery.failure,
+                "decision": _short(course.decision) if course is not None else None,
+                "losses": [_loss_json(loss) for loss in losses],
             }
         )
+
+
+def _loss_json(loss: Detection) -> Json:
+    return {
+        "node": loss.node or "",
+        "what": loss.event,
+        "how": loss.how,
+        "at": loss.at,
+        "fault_at": loss.fault_at,
+        "said": loss.reason[:MOST_REASON],
+    }
+
+
+def _short(text: str | None) -> str | None:
+    return None if text is None else text[:MOST_REASON]

@@ -29,8 +29,9 @@ from ftd.local.fleet import private_directory
 from ftd.local.inject import LocalInjector
 from ftd.local.readiness import Readiness
 from ftd.node.processes import tail
+from ftd.observe.run import Run
 from ftd.view.live.view import LiveView
-from ftd.view.report import ReportBuilder
+from ftd.view.report import build_report
 from ftd.view.summary import render_summary
 from ftd.wire.public import JobData, SubmitRequest
 from runtime.wire.recipe import RECIPE
@@ -120,7 +121,7 @@ class LocalRun:
         self._cluster = cluster
         self._announcement = announcement
         self._console = console
-        self._report = ReportBuilder()
+        self._seen = Run()
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
         self._state: dict[str, Any] = {}
@@ -144,7 +145,7 @@ class LocalRun:
             whose = "dashboard" if name == COORDINATOR else f"dashboard of {name}"
             self._console.print(f"{whose}: {page}", markup=False, highlight=False)
         for name in names:
-            self._report.on_process(name, (await self._cluster.start_node(name)).pid)
+            self._seen.on_process(name, (await self._cluster.start_node(name)).pid)
         address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
         try:
             with self._announcement.reachable(address.broker.url), self._view or contextlib.nullcontext():
@@ -167,7 +168,7 @@ class LocalRun:
         injector = LocalInjector(
             client,
             self._cluster,
-            self._report.on_process,
+            self._seen.on_process,
             layout=lambda: layout_of(self._state),
             seed=self._scenario.seed,
         )
@@ -215,13 +216,11 @@ class LocalRun:
     async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
         """Every event to everybody whom it concerns."""
         async for event in client.events():
-            self._report.on_event(event)
+            self._seen.on_event(event)
             self._ready.on_event(event)
             if self._view is not None:
                 self._view.on_event(event)
-            name, details = event.get("event"), event.get("details") or {}
-            if name == "TrainerStarted":
-                self._report.on_process(event["node"], details["pid"], details["device"])
+            name = event.get("event")
             if self._begun:
                 conductor.on_event(event)
             elif name == "RecoveryCompleted":  # The start's: the first step is committed.
@@ -270,9 +269,9 @@ class LocalRun:
         """What the broker lost (an outage), the coordinator's journal knows."""
         with contextlib.suppress(Unreachable):
             for event in await client.history():
-                self._report.on_event(event)
+                self._seen.on_event(event)
             for row in await client.history(what="steps"):
-                self._report.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
+                self._seen.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
 
     def _on_node(self, node: str, state: str) -> None:
         if self._begun and self._conductor is not None:
@@ -281,7 +280,7 @@ class LocalRun:
     def _on_state(self, state: dict[str, Any]) -> None:
         self._state = state
         self._ready.on_state(state)
-        self._report.on_state(state)
+        self._seen.on_state(state)
         if self._view is not None:
             self._view.on_state(state)
         outcome = _OUTCOME_OF_PHASE.get(str(state.get("phase")))
@@ -301,7 +300,7 @@ class LocalRun:
 
     def _conclude(self) -> int:
         """Print the summary, write the report; the exit code."""
-        report = self._report.build()
+        report = build_report(self._seen)
         self._console.print(render_summary(report))
         if self._stuck:
             self._console.print(f"given up: {self._stuck}", style="red", markup=False, highlight=False)

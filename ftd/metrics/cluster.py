@@ -4,21 +4,22 @@ Counters begin anew with each start of the coordinator, as Prometheus expects it
 (step, snapshot, nodes) is read off the state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
-from ftd.metrics.goodput import Goodput
 from ftd.metrics.state import state_metrics
+from ftd.observe.run import JobSubmitted, Recovery, RecoveryCompleted, RolledBack, Run, StepCommitted
 from ftd.wire.public import EventMessage
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import FailureCause
 
 PHASES = ("quiesce", "plan", "state", "resume")
-JOB_ENDS = frozenset({"JobFinished", "JobFailed", "JobStopped"})
+MOST_KEPT = 1000
+"""Of what the model of the run keeps."""
 _MOST_HELD_BACK = 1_000_000
 LEADING = "1: this coordinator leads the cluster. 0: it stands by, or waits for the broker."
 
@@ -41,7 +42,7 @@ class ClusterMetrics:
     ) -> None:
         self.own = Own("coordinator", connected=connected, internal_errors=internal_errors)
         self._clock = clock
-        self._goodput = Goodput()
+        self._run = Run(most=MOST_KEPT)
         self._checkpoint_at: float | None = None
         self.own.registry.register(
             AtScrape(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
@@ -54,7 +55,7 @@ class ClusterMetrics:
                 lambda: state_metrics(
                     state(),
                     now=clock(),
-                    goodput=self._goodput.ratio(clock()),
+                    goodput=self._run.goodput.ratio(clock()),
                     checkpoint_at=self._checkpoint_at,
                 )
             )
@@ -143,18 +144,25 @@ class ClusterMetrics:
         """One of our own, before any is held back."""
         self.own.said(event.name)
         details = event.details
+        envelope = {
+            "event": event.name,
+            "generation": event.generation,
+            "step": event.step,
+            "details": details,
+        }
+        match self._run.on_event(envelope, self._clock()):
+            case StepCommitted() as fact:
+                self._committed(fact)
+            case RecoveryCompleted() as fact:
+                self._recovered(fact.recovery)
+            case JobSubmitted():
+                self._checkpoint_at = None
+            case RolledBack() as fact:
+                self._undone.inc(details["undone"])
+                self._undone_s.inc(fact.undone_s)
         match event.name:
             case "LeaderElected":
                 self._takeovers.inc()
-            case "StepCommitted":
-                self._committed(event.step or 0, details)
-            case "RecoveryCompleted":
-                self._recovered(details["recovery"])
-            case "JobSubmitted":
-                self._goodput, self._checkpoint_at = Goodput(), None
-            case "RolledBack":
-                self._undone.inc(details["undone"])
-                self._undone_s.inc(self._goodput.roll_back(details["to_step"]))
             case "SnapshotCompleted":
                 self._snapshots.inc()
                 self._copy_s.observe(details["copy_s"])
@@ -174,23 +182,19 @@ class ClusterMetrics:
                 self._trainers_lost.labels(details["cause"]).inc()
             case "BrokerLost":
                 self.own.broker_losses.inc()
-            case name if name in JOB_ENDS:
-                self._goodput.end(self._clock())
 
-    def _committed(self, step: int, details: Mapping[str, Any]) -> None:
+    def _committed(self, fact: StepCommitted) -> None:
         self._steps.inc()
-        if details["skipped"]:
+        if fact.skipped:
             self._skipped.inc()
-        step_s = details["step_s"] or 0.0
-        if step_s > 0:
-            self._step_s.observe(step_s)
-        self._goodput.commit(step, step_s, self._clock())
+        if fact.step_s:
+            self._step_s.observe(fact.step_s)
 
-    def _recovered(self, recovery: Mapping[str, Any]) -> None:
-        cause = recovery["cause"]
-        self._recoveries.labels(cause, recovery["tier"]).inc()
-        self._recovery_s.labels(cause).observe(recovery["total_ms"] / 1e3)
-        for phase in PHASES:
-            self._phase_s.labels(phase).observe(recovery[f"{phase}_ms"] / 1e3)
-        self._recomputed.inc(recovery["recomputed_steps"])
-        self._moved.inc(recovery["bytes_moved"])
+    def _recovered(self, recovery: Recovery) -> None:
+        self._recoveries.labels(recovery.cause, recovery.tier).inc()
+        self._recovery_s.labels(recovery.cause).observe(recovery.total_ms / 1e3)
+        phases_ms = (recovery.quiesce_ms, recovery.plan_ms, recovery.state_ms, recovery.resume_ms)
+        for phase, took_ms in zip(PHASES, phases_ms, strict=True):
+            self._phase_s.labels(phase).observe(took_ms / 1e3)
+        self._recomputed.inc(recovery.recomputed_steps)
+        self._moved.inc(recovery.bytes_moved)

@@ -241,7 +241,7 @@ class ScenarioWorld:
     def on_state(self, state: Mapping[str, Any]) -> None:
         """The cluster's, with the nodes of which roles are made."""
         self.layout = layout_of(state)
-        self.record.state = state
+        self.record.on_state(state)
 
     def _look(self) -> None:
         """Is it over? Looked at ten times a second."""

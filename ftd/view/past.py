@@ -10,8 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from ftd.errors import FtdError
+from ftd.observe.run import Run
 from ftd.view.document import UNDER_WAY, Recovery, Report
-from ftd.view.report import ReportBuilder
+from ftd.view.report import build_report
 from ftd.view.text import JsonMap
 
 ANOTHER_CLOCK_S = 1.0
@@ -56,10 +57,10 @@ def recovery_of(generation: int, events: Sequence[JsonMap]) -> tuple[Report, Rec
 
 
 def _built(events: Iterable[JsonMap]) -> Report:
-    builder = ReportBuilder()
+    run = Run()
     for event in events:
-        builder.on_event(event)
-    report = builder.build()
+        run.on_event(event)
+    report = build_report(run)
     return report if report.outcome != "unfinished" else replace(report, outcome_reason=UNDER_WAY)
 
 

@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ftd.observe.run import is_failure
 from ftd.view.blocks import natural, pipeline_lines
 from ftd.view.document import Fault, Kept, PipelineFacts, Recovery, Report
 from ftd.view.live.chart import History, loss_chart
@@ -18,7 +19,6 @@ from ftd.view.text import (
     NodeColours,
     duration,
     how_words,
-    is_failure,
     learning_rate_words,
     metrics_words,
     milliseconds,

@@ -75,14 +75,6 @@ ROUTINE_EVENTS = frozenset(
 )
 """What comes again and again while all is well."""
 
-FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
-
-
-def is_failure(cause: str, rolled_back_steps: int) -> bool:
-    """A loss; or what ended the pause that it led to, when state had to come back from a snapshot."""
-    return cause in FAILURE_CAUSES or rolled_back_steps > 0
-
-
 TIER_WORDS = {
     "replica": "live replicas, of optimizer state also from those of lost owners",
     "memory": "a snapshot in the nodes' memory",

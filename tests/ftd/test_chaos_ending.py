@@ -76,7 +76,7 @@ def test_where_nothing_trains_no_step_is_waited_for() -> None:
     story = Story()
     story.strike(1.0)
     assert story.why(1.1) == ""
-    story.record.state = {"phase": "PAUSED"}
+    story.record.on_state({"phase": "PAUSED"})
     assert story.why(1.2) == "everything has come"
 
 
@@ -85,9 +85,9 @@ def test_behind_the_job_s_end_what_is_under_way_may_come() -> None:
     story.strike(1.0)
     story.hear("JobFinished", 2.0)
     assert story.why(2.1) == ""
-    story.record.state = {"phase": "FINISHED", "nodes": {"a": {"state": "OFFLINE"}}}
+    story.record.on_state({"phase": "FINISHED", "nodes": {"a": {"state": "OFFLINE"}}})
     assert story.why(2.2) == "the job's end (JobFinished)"
-    story.record.state = {"phase": "FINISHED", "nodes": {"a": {"state": "HEALTHY"}}}
+    story.record.on_state({"phase": "FINISHED", "nodes": {"a": {"state": "HEALTHY"}}})
     assert story.why(2.1 + GRACE_S - 0.1) == ""
     assert story.why(2.1 + GRACE_S + 0.1) == "the job's end (JobFinished)"
 

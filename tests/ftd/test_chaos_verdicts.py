@@ -150,8 +150,8 @@ def test_losses_are_held_against_an_undisturbed_run() -> None:
 
 def test_events_that_come_twice_count_once() -> None:
     seen = Record()
+    one = event("StepCommitted", step=1, details={"loss": 1.0})
     for _ in range(2):
-        one = event("StepCommitted", step=1, details={"loss": 1.0})
         seen.on_event({**one, "monotonic": 5.0}, 1.0)
     assert seen.steps == 1
 

@@ -150,7 +150,7 @@ def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
     shown = []
     for message in told:
         model.on_event(message, own=True)
-        running = model.recoveries.running
+        running = model.running
         shown.append(None if running is None else [name for name, _, _ in running["phases"]])
     quiesced = ["detect", "quiesce", "plan"]
     assert shown == [
@@ -174,7 +174,7 @@ def test_a_failure_on_the_way_keeps_the_beginning_and_counts_the_tries() -> None
         model.on_event(message, own=True)
     for message in recovery(3, ["node-2"], 11.0)[:2]:
         model.on_event(message, own=True)
-    running = model.recoveries.running
+    running = model.running
     assert running is not None and running["tries"] == 2
     assert [loss["node"] for loss in running["losses"]] == ["node-1", "node-2"]
     assert running["phases"][0][1] == model.document()["events"][0]["at"]

@@ -25,10 +25,10 @@ from ftd.config.metrics import MetricsPlace
 from ftd.errors import ConfigurationError
 from ftd.metrics.cluster import ClusterMetrics
 from ftd.metrics.common import MOST_EVENT_NAMES
-from ftd.metrics.goodput import Goodput
 from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MOST_CONNECTIONS, MetricsServer
 from ftd.mqtt.mosquitto import free_port
+from ftd.observe.goodput import Goodput
 from ftd.wire.public import EventMessage
 from statemachine.agent.events import TrainerSnapped, TrainerStepped, TrainerUp
 from statemachine.cluster.machine import ClusterMachine

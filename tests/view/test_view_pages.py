@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from ftd.observe.run import Run
 from ftd.view.document import Report
-from ftd.view.report import ReportBuilder
+from ftd.view.report import build_report
 from ftd.view.status import render_status
 from ftd.view.story import chapters, render_story
 from ftd.view.summary import render_summary
@@ -29,11 +30,11 @@ def columns(line: str) -> list[str]:
 
 @pytest.fixture
 def report(run_events: list[Json], state: Json) -> Report:
-    builder = ReportBuilder()
-    builder.on_state(state)
+    run = Run()
+    run.on_state(state)
     for event in run_events:
-        builder.on_event(event)
-    return builder.build()
+        run.on_event(event)
+    return build_report(run)
 
 
 @pytest.mark.parametrize("width", [100, 120])
@@ -79,34 +80,34 @@ def test_the_summary_begins_with_the_outcome(report: Report) -> None:
 
 
 def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
-    builder = ReportBuilder()
-    text = printed(render_summary(builder.build()))
+    run = Run()
+    text = printed(render_summary(build_report(run)))
     assert "unfinished" in text
     assert "No step was committed" in text
     assert "none: the job did not finish" in text
-    builder.on_event(event("StepCommitted", 1.0, step=1, generation=1, details={"loss": 2.0, "step_s": 0.1}))
-    assert "No failure, no join, no drain" in printed(render_summary(builder.build()))
-    builder.on_event(event("ClusterPaused", 2.0, generation=2, reason="no node is ready"))
-    paused = printed(render_summary(builder.build()))
+    run.on_event(event("StepCommitted", 1.0, step=1, generation=1, details={"loss": 2.0, "step_s": 0.1}))
+    assert "No failure, no join, no drain" in printed(render_summary(build_report(run)))
+    run.on_event(event("ClusterPaused", 2.0, generation=2, reason="no node is ready"))
+    paused = printed(render_summary(build_report(run)))
     assert "the cluster paused" in paused and "No failure" not in paused
 
 
 def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
-    builder = ReportBuilder()
-    builder.on_event(event("JobSubmitted", 1.0, details={"name": "gpt", "steps": 5}))
-    builder.on_event(event("ChaosInjected", 3.0, node="a", details={"fault": "disconnect", "at": 3.0}))
-    builder.on_event(event("ClusterPaused", 4.5, reason="1 node is left and 2 are needed"))
-    text = printed(render_summary(builder.build()))
+    run = Run()
+    run.on_event(event("JobSubmitted", 1.0, details={"name": "gpt", "steps": 5}))
+    run.on_event(event("ChaosInjected", 3.0, node="a", details={"fault": "disconnect", "at": 3.0}))
+    run.on_event(event("ClusterPaused", 4.5, reason="1 node is left and 2 are needed"))
+    text = printed(render_summary(build_report(run)))
     assert "disconnect a after 2.00 s" in text
     assert "Paused after 3.50 s: 1 node is left and 2 are needed" in text
 
 
 def test_the_roll_forward_names_the_step_that_was_saved(event: Make, recovery: Make) -> None:
     told = recovery("node_lost", 2, 41, nodes=["a"])
-    builder = ReportBuilder()
-    builder.on_event(event("Quiesced", 5.0, generation=2, details={"decision": "roll_forward"}))
-    builder.on_event(event("RecoveryCompleted", 5.2, details={"recovery": told}))
-    text = printed(render_summary(builder.build()))
+    run = Run()
+    run.on_event(event("Quiesced", 5.0, generation=2, details={"decision": "roll_forward"}))
+    run.on_event(event("RecoveryCompleted", 5.2, details={"recovery": told}))
+    text = printed(render_summary(build_report(run)))
     assert "every rank held complete gradients of step 41: all applied it" in text
 
 

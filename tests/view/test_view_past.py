@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError, FtdError
+from ftd.observe.run import Run
 from ftd.view.document import Report, StepRecord
 from ftd.view.pages.report_page import report_page
 from ftd.view.past import recovery_of, report_of
 from ftd.view.plots.report_plot import plot_report
 from ftd.view.rates import committed_at_s, goodput, throughput
-from ftd.view.report import ReportBuilder
+from ftd.view.report import build_report
 from ftd.view.sentences import told
 from ftd.view.summary import render_summary
 from tests.commands import ftd_here
@@ -44,10 +45,10 @@ def history(run_events: list[Json]) -> tuple[list[Json], list[Json]]:
 
 @pytest.fixture
 def live(run_events: list[Json]) -> Report:
-    builder = ReportBuilder()
+    run = Run()
     for event in run_events:
-        builder.on_event(event)
-    return builder.build()
+        run.on_event(event)
+    return build_report(run)
 
 
 @pytest.mark.parametrize("name", ["gpt", JOB])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ftd.observe.run import Run
 from ftd.view.document import SCHEMA_VERSION, Report, ReportError
 from ftd.view.pages.report_page import report_page
 from ftd.view.rates import counts_tokens, learning_rates, throughput
-from ftd.view.report import ReportBuilder
+from ftd.view.report import build_report
 from ftd.view.schema import schema_of
 from ftd.view.summary import render_summary
 
@@ -22,12 +23,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def built(events: Sequence[Json], state: Json | None = None) -> Report:
-    builder = ReportBuilder()
+    run = Run()
     if state is not None:
-        builder.on_state(state)
+        run.on_state(state)
     for event in events:
-        builder.on_event(event)
-    return builder.build()
+        run.on_event(event)
+    return build_report(run)
 
 
 def test_a_kill_is_measured_from_the_fault(run_events: list[Json], state: Json) -> None:
@@ -254,14 +255,14 @@ def test_a_fault_of_another_node_or_a_later_one_is_not_matched(event: Make, reco
 
 
 def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
-    builder = ReportBuilder()
-    builder.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
+    run = Run()
+    run.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
     details = {"needed": 2, "present": 1}
-    builder.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
+    run.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
     for pid in (11, 12, 11):  # the first is delivered again after the second
         details = {"device": 0, "pid": pid, "daemon_pid": 10}
-        builder.on_event(event("TrainerStarted", 6.0, node="a", details=details))
-    report = builder.build()
+        run.on_event(event("TrainerStarted", 6.0, node="a", details=details))
+    report = build_report(run)
     assert report.outcome == "unfinished"
     assert report.steps[0].loss is None and report.steps[0].skipped
     assert (report.pauses[0].at_s, report.pauses[0].needed) == (2.5, 2)

@@ -1,4 +1,4 @@
-"""All that is known of a run, and how it looks as one frame of the live view."""
+"""The model of a run as one frame of the live view."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ftd.observe.run import Evaluated, JobSubmitted, RolledBack, Run, StepCommitted
 from ftd.view.blocks import PipelineBars, node_table
 from ftd.view.lines import event_line
 from ftd.view.live.chart import EVALUATION_MARK, EVALUATION_STYLE, History, loss_chart
@@ -23,7 +24,6 @@ from ftd.view.text import (
     barred_words,
     clock,
     duration,
-    is_failure,
     leader_words,
     learning_rate_words,
     metrics_words,
@@ -38,8 +38,8 @@ QUIET_S = 5.0
 """While it trains, the coordinator says something twice in a second."""
 MOST_WORRY = 4
 """Lines of it."""
-MOST_EVALUATIONS = 1000
-"""The newest ones are drawn."""
+MOST_DRAWN = 1000
+"""Changes and evaluations that are drawn, the newest ones."""
 _TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
@@ -48,19 +48,11 @@ class Picture:
 
     def __init__(self, total_steps: int | None) -> None:
         self._total_steps = total_steps
-        self._state: JsonMap = {}
+        self._run = Run(most=MOST_DRAWN)
         self._events: deque[JsonMap] = deque(maxlen=200)
         self._losses = History()
-        self._failures: list[int] = []
-        self._changes: list[int] = []
         self._colours = NodeColours()
-        self._evaluations: deque[tuple[int, JsonMap]] = deque(maxlen=MOST_EVALUATIONS)
-        """Steps, and the details of the evaluations after them."""
         self._loss: float | None = None
-        self._newest: JsonMap = {}
-        """Details of the newest committed step."""
-        self._seen_step = 0
-        self._recorded_step = 0
         self._several = False
         """There is, or was, more than one coordinator."""
         self._away_since = ""
@@ -69,7 +61,11 @@ class Picture:
     @property
     def step(self) -> int:
         """The newest step that an event or a state told of."""
-        return max(self._seen_step, int(self._state.get("step") or 0))
+        return max(self._run.step, int(self._state.get("step") or 0))
+
+    @property
+    def _state(self) -> JsonMap:
+        return self._run.state
 
     @property
     def total_steps(self) -> int | None:
@@ -77,10 +73,7 @@ class Picture:
         return int(job["steps"]) if job else self._total_steps
 
     def see_state(self, state: JsonMap) -> None:
-        if state.get("phase") == "UNREACHABLE":  # It knows no more: what stood there is the newest there is.
-            why = {"phase": "UNREACHABLE", "reason": state.get("reason", "")}
-            state = {**self._state, **why, "waiting_for": "", "leader": "", "standbys": [], "barred": {}}
-        self._state = state
+        self._run.on_state(state)
         self._several = self._several or bool(state.get("standbys") or state.get("barred"))
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
@@ -91,25 +84,19 @@ class Picture:
 
     def see_event(self, event: JsonMap) -> None:
         """One event; steps go into the chart, everything else into the list."""
-        name = event.get("event")
-        details: JsonMap = event.get("details") or {}
-        if name == "JobSubmitted":
-            self._begin_anew()
-        if name == "StepCommitted":
-            self._see_step(int(event["step"]), details)
-        if name == "Evaluated":
-            self._see_evaluation(int(event["step"]), details)
-        if name == "LeaderElected":
-            self._several = True
-        if name == "RolledBack":
-            self._go_back(int(details.get("to_step") or 0))
-        if name == "RecoveryCompleted":
-            recovery: JsonMap = details.get("recovery") or {}
-            if is_failure(str(recovery.get("cause")), int(recovery.get("rolled_back_steps") or 0)):
-                self._failures.append(int(recovery["step"]))
-            elif recovery.get("cause") != "start":
-                self._changes.append(int(recovery.get("step") or 0))
-        if name not in QUIET_EVENTS:
+        fact = self._run.on_event(event)
+        if fact is None:
+            return
+        match fact:
+            case JobSubmitted():
+                self._losses, self._loss = History(), None
+            case StepCommitted(fresh=True, loss=loss) if loss is not None:
+                self._losses.add(fact.step, loss)
+                self._loss = loss
+            case RolledBack():
+                self._losses.cut(fact.to_step)
+        self._several = self._several or fact.event == "LeaderElected"
+        if fact.event not in QUIET_EVENTS:
             self._list(event)
 
     def _list(self, event: JsonMap) -> None:
@@ -123,36 +110,9 @@ class Picture:
                     break
         self._events.append(event)
 
-    def _begin_anew(self) -> None:
-        """Another job: what its predecessor's steps were is no part of it."""
-        self._losses = History()
-        self._failures, self._changes = [], []
-        self._evaluations.clear()
-        self._loss, self._newest, self._seen_step, self._recorded_step = None, {}, 0, 0
-
-    def _see_step(self, step: int, details: JsonMap) -> None:
-        if step >= self._seen_step:
-            self._seen_step, self._newest = step, details
-        loss = details.get("loss")
-        if loss is None or step <= self._recorded_step:
-            return
-        self._recorded_step = step
-        self._loss = loss
-        self._losses.add(step, loss)
-
-    def _go_back(self, step: int) -> None:
-        """Later steps were undone, and are done again."""
-        self._seen_step = min(self._seen_step, step)
-        if int(self._state.get("step") or 0) > step:
-            self._state = {**self._state, "step": step}
-        self._recorded_step = min(self._recorded_step, step)
-        self._losses.cut(step)
-        while self._evaluations and self._evaluations[-1][0] > step:
-            self._evaluations.pop()
-
-    def _see_evaluation(self, step: int, details: JsonMap) -> None:
-        if not self._evaluations or step > self._evaluations[-1][0]:
-            self._evaluations.append((step, details))
+    @property
+    def _evaluations(self) -> list[Evaluated]:
+        return self._run.lasting(self._run.evaluations)
 
     def progress_line(self) -> str:
         """Where the run stands, for a log."""
@@ -281,8 +241,10 @@ class Picture:
 
     def _throughput(self) -> str:
         """Tokens per second where the loss has some; empty while nothing is computed."""
-        samples_per_s = self._state.get("samples_per_s")
-        return throughput_words(self._newest.get("tokens_per_s"), samples_per_s) if samples_per_s else ""
+        samples_per_s, newest = self._state.get("samples_per_s"), self._run.newest
+        return (
+            throughput_words(newest.tokens_per_s if newest else None, samples_per_s) if samples_per_s else ""
+        )
 
     def _speed(self) -> Text:
         throughput, step_s = self._throughput(), self._state.get("step_s")
@@ -292,21 +254,21 @@ class Picture:
         return _one_line(Text.assemble((value, "bold"), (f" {unit}, ", "dim"), duration(step_s)))
 
     def _learning_rate(self, name: str = "lr") -> str:
-        value = learning_rate_words(self._newest.get("learning_rate"))
+        newest = self._run.newest
+        value = learning_rate_words(newest.learning_rate if newest else None)
         return f"{name} {value}" if value else ""
 
     def _learning(self, *, wide: bool) -> tuple[Text, ...]:
         """The newest evaluation, and the learning rate; nothing while neither is known."""
         rate = self._learning_rate("learning rate" if wide else "lr")
         loss = where = Text("")
-        if self._evaluations:
-            step, details = self._evaluations[-1]
-            loss = Text.assemble(("held out ", "dim"), (number(details.get("loss")), "bold"))
-            said = filter(
-                None, [f"{'after ' if wide else ''}step {step}", metrics_words(details.get("metrics"))]
-            )
+        if evaluations := self._evaluations:
+            newest = evaluations[-1]
+            loss = Text.assemble(("held out ", "dim"), (number(newest.loss), "bold"))
+            where_said = f"{'after ' if wide else ''}step {newest.step}"
+            said = filter(None, [where_said, metrics_words(newest.metrics)])
             where = _one_line(Text(", ".join(said), style="dim"))
-        return (loss, where, Text(rate, style="dim")) if rate or self._evaluations else ()
+        return (loss, where, Text(rate, style="dim")) if rate or evaluations else ()
 
     def _left(self, total: int | None) -> str:
         step_s = self._state.get("step_s")
@@ -315,26 +277,28 @@ class Picture:
         return f"{duration((total - self.step) * step_s)} left"
 
     def _chart_box(self, width: int, rows: int, height: int | None = None) -> RenderableType:
+        changes = [one.recovery for one in self._run.recoveries.values() if one.recovery.cause != "start"]
+        failed = [recovery.step for recovery in changes if recovery.failure]
+        others = [recovery.step for recovery in changes if not recovery.failure]
+        evaluations = self._evaluations
         chart = loss_chart(
             self._losses,
             width=width - 4,
             height=rows,
-            failures=self._failures,
-            changes=self._changes,
-            evaluations=[(step, details.get("loss")) for step, details in self._evaluations],
+            failures=failed,
+            changes=others,
+            evaluations=[(one.step, one.loss) for one in evaluations],
         )
         legend = Text(no_wrap=True, overflow="ellipsis")
         values = self._losses.values
         if values:
             legend.append(f"{number(values[0], 2)} → {number(values[-1], 2)}", style="dim")
-            legend.append("   █", style="red").append(
-                f" {plural(len(self._failures), 'failure')}", style="dim"
-            )
+            legend.append("   █", style="red").append(f" {plural(len(failed), 'failure')}", style="dim")
             legend.append("   █", style="green").append(
-                f" {plural(len(self._changes), 'other change')}", style="dim"
+                f" {plural(len(others), 'other change')}", style="dim"
             )
-            if self._evaluations:
-                held_out = f" held out {number(self._evaluations[-1][1].get('loss'), 2)}"
+            if evaluations:
+                held_out = f" held out {number(evaluations[-1].loss, 2)}"
                 legend.append(f"   {EVALUATION_MARK}", style=EVALUATION_STYLE).append(held_out, style="dim")
         return _box(Group(chart, legend), "loss", height)
 

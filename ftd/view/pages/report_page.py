@@ -3,6 +3,7 @@
 from datetime import datetime, timedelta
 from html import escape
 
+from ftd.observe.run import is_failure
 from ftd.view.blocks import natural
 from ftd.view.document import Kept, Recovery, Report
 from ftd.view.pages.page import figures, page, table, themed
@@ -13,7 +14,6 @@ from ftd.view.sentences import told, uneventful, what_happened
 from ftd.view.text import (
     duration,
     how_words,
-    is_failure,
     learning_rate_words,
     milliseconds,
     number,

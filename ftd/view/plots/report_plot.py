@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.errors import ConfigurationError
+from ftd.observe.run import is_failure
 from ftd.view.document import Report
 from ftd.view.files import require_format, write
 from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
@@ -17,7 +18,6 @@ from ftd.view.rates import (
     learning_rates,
     throughput,
 )
-from ftd.view.text import is_failure
 
 FORMATS = (".png", ".svg")
 MOST_POINTS = 2_000
