@@ -33,6 +33,30 @@ Together = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
 """A machine's ``steps``: several events, and whom to tell of one in which it has a bug."""
 
 
+class Clock(Protocol):
+    """The clocks of a process."""
+
+    def monotonic_s(self) -> float:
+        """Return seconds on the monotonic clock that all processes of this host share."""
+        ...
+
+    def wall_s(self) -> float:
+        """Return seconds since 1970."""
+        ...
+
+    def cpu_s(self) -> float:
+        """Return the time for which this thread has computed."""
+        ...
+
+
+class SystemClock:
+    """The clocks of the operating system."""
+
+    monotonic_s = staticmethod(time.monotonic)
+    wall_s = staticmethod(time.time)
+    cpu_s = staticmethod(time.thread_time)
+
+
 class Machine(Protocol):
     """What ``statemachine``'s machines have in common."""
 
@@ -59,11 +83,12 @@ class Driver:
         watch: Callable[[Event | Effect], None] | None = None,
         together: Together | None = None,
         carried_out: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
         ``watch`` sees every event before it is fed, and every effect before it is carried out. ``together``
         takes events that wait in the queue in one go, up to the next timer. ``carried_out`` is called when a
-        step's effects are.
+        step's effects are. ``clock`` is the system's where it is not given.
 
         A ``JournalError`` from either ends ``run``: what follows a ``PersistState`` must not happen without
         it. Anything else is logged as a bug.
@@ -74,6 +99,7 @@ class Driver:
         self._perform = perform
         self._watch = watch
         self._together, self._carried_out = together, carried_out
+        self.clock: Clock = clock or SystemClock()
         self._queue: deque[Event | _Due] = deque()
         self._fed = asyncio.Event()
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
@@ -83,7 +109,7 @@ class Driver:
 
     def now(self) -> float:
         """Seconds on the monotonic clock that all processes of this host share."""
-        return time.monotonic()
+        return self.clock.monotonic_s()
 
     def cause(self) -> str:
         """A fresh cause id: unique in the cluster, short enough to read aloud (``c-00042-a1b2``)."""

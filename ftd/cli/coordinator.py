@@ -34,7 +34,7 @@ def coordinator(
     import uvloop
 
     from ftd.config.daemon import load_daemon_config
-    from ftd.coordinator.daemon import Coordinator
+    from ftd.coordinator.daemon import CoordinatorDaemon
     from ftd.logs import configure_logs
 
     loaded = load_daemon_config(config)
@@ -46,6 +46,6 @@ def coordinator(
     sys.setswitchinterval(0.001)
 
     async def run() -> None:
-        await Coordinator(loaded, anew=anew).run()
+        await CoordinatorDaemon(loaded, anew=anew).run()
 
     uvloop.run(run())

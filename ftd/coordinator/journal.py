@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ftd.coordinator.ports import Disk
+from ftd.driver import Clock, SystemClock
 from ftd.errors import JournalError
 from ftd.wire.public import EventMessage, encode_json
 from ftd.wire.repeats import Repeats
@@ -68,20 +70,19 @@ SAME_CLOCK_S = 2.0
 class Journal:
     """One file, one writer (a lock says so), one thread."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open or create the journal in ``directory``.
+    def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Clock | None = None) -> None:
+        """Open or create the journal in ``directory``, on this host's disk if no other one is given.
 
         :raises JournalError: it cannot be created, is damaged or of a newer version, or another coordinator
             has it open.
         """
         self.path = directory / "journal.sqlite"
+        self._disk, self._system_clock = disk or LocalDisk(), clock or SystemClock()
         self._buffer: list[tuple[EventMessage, bool]] = []
         self._repeats = Repeats()
         self._writes = self._commits = 0
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory / "journal.lock")
-            self._db = sqlite3.connect(self.path, isolation_level=None)
+            self._db = self._disk.open(directory)
         except (OSError, sqlite3.Error) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise JournalError(
@@ -100,7 +101,7 @@ class Journal:
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_VERSION}")
             known = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
-            self._boot = _boot()
+            self._boot = self._disk.boot_id
             self.reserved, self.floor = self._generations(known)
             newest = "SELECT json_extract(message, '$.id') FROM events ORDER BY id DESC LIMIT ?"
             for row in self._db.execute(newest, (MOST,)).fetchall()[::-1]:
@@ -139,8 +140,12 @@ class Journal:
         """Of the monotonic clock that the saved state's times are of, this host's is so much ahead: the state
         may be another host's, or from before this one's last start."""
         boot, offset_s = self._clock
-        ahead_s = 0.0 if boot == self._boot else time.monotonic() - time.time() + offset_s
+        ahead_s = 0.0 if boot == self._boot else offset_s - self._offset_s()
         return ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
+
+    def _offset_s(self) -> float:
+        """Return the wall clock less the monotonic clock of this host."""
+        return self._system_clock.wall_s() - self._system_clock.monotonic_s()
 
     def load(self) -> bytes | None:
         """The last state saved, or None at the very first start."""
@@ -169,7 +174,7 @@ class Journal:
                 text = "{} {}".format(*position)
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('position', ?)", (text,))
             if theirs_s is None:
-                self._on_clock(self._boot, time.time() - time.monotonic())
+                self._on_clock(self._boot, self._offset_s())
             else:
                 self._on_clock("", theirs_s)
         self.position = position or self.position
@@ -288,7 +293,7 @@ class Journal:
             self.flush()
         finally:
             self._db.close()
-            os.close(self._lock)
+            self._disk.close()
 
     def _page(self, query: str, after: int, limit: int, newest: bool) -> list[tuple[int, str]]:
         self.flush()
@@ -372,30 +377,42 @@ def _foreign(text: str) -> tuple[Position, Foreign]:
     return (int(term), int(serial)), (int(schema), int(protocol), version)
 
 
-def _boot() -> str:
-    """Of this start of the host: as long as it lasts, what was written is there. Where nobody tells, each is
-    another."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return str(time.time_ns())
-
-
 def _text(value: Any) -> str:
     return encode_json(value).decode()
 
 
-def _lock(path: Path) -> int:
-    """Hold ``path`` for as long as this process lives.
+class LocalDisk:
+    """This host's disk, with a lock beside the database."""
 
-    :raises JournalError: another process holds it.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise JournalError(
-            f"another coordinator uses {path.parent} (stop it, or set coordinator.state_dir to another one)"
-        ) from None
-    return handle
+    def __init__(self) -> None:
+        self._lock: int | None = None
+
+    @property
+    def boot_id(self) -> str:
+        """Identifier of this start of the host; another one each time where the system does not give one."""
+        try:
+            return _BOOT_ID.read_text().strip()
+        except OSError:
+            return str(time.time_ns())
+
+    def open(self, directory: Path) -> sqlite3.Connection:
+        """Open the database and hold the lock for as long as this process lives.
+
+        :raises JournalError: another process holds it.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(directory / "journal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise JournalError(
+                f"another coordinator uses {directory} (stop it, or set coordinator.state_dir to another one)"
+            ) from None
+        return sqlite3.connect(directory / "journal.sqlite", isolation_level=None)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

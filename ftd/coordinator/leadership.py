@@ -12,22 +12,19 @@ To the rest of the coordinator ``Leadership`` looks like one session: ``publish`
 
 import asyncio
 import dataclasses
-import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, assert_never, cast
 
 import msgspec
 import structlog
 
-from ftd.config.address import BrokerAddress
 from ftd.coordinator.journal import SAME_CLOCK_S, Journal
-from ftd.driver import Driver
+from ftd.coordinator.ports import Program, Transport
+from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
-from ftd.mqtt.session import MAX_KEPT, Kept, MqttSession, Will
+from ftd.mqtt.session import MAX_KEPT, Kept, Will
 from ftd.wire.checking import encode_event
 from ftd.wire.coordinators import (
     JournalCopy,
@@ -93,16 +90,16 @@ class Restored:
     """Events that the last leader decided and may not have published: identifiers, and events as they are kept."""
 
 
-def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, now: float) -> Restored:
+def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, clock: Clock) -> Restored:
     """Restore the newer one of this host's journal and the copy at the broker.
 
-    :param now: on this host's monotonic clock.
+    :param clock: this host's.
     :raises JournalError: it is damaged, or of another version.
     """
-    saved, where, moved_s = journal.load(), str(journal.path), journal.ahead_s
+    now, saved, where, moved_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.ahead_s
     if copy is not None and copy.position > journal.position:
         saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
-        ahead_s = (now - time.time()) + (copy.wall_s - copy.monotonic_s)
+        ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
         moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
         return Restored(machine=ClusterMachine(timing), effects=[])
@@ -121,36 +118,26 @@ def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, now: fl
         ) from None
 
 
-def _unreadable(schema: int, protocol: int, theirs: str) -> str:
-    """Return why this program cannot read a journal, with the remedy; empty where it can.
-
-    :param theirs: version of ftd that wrote it.
-    """
-    why = durable.unreadable(schema, protocol)
-    if not why:
-        return ""
-    mine = version("ftd")
-    there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"
-    return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same on this host"
-
-
 class Takeover:
     """The journals from which this coordinator could begin to lead."""
 
-    def __init__(self, timing: Timing, journal: Journal, *, anew: bool) -> None:
+    def __init__(
+        self, timing: Timing, journal: Journal, clock: Clock, program: Program, *, anew: bool
+    ) -> None:
         """:param anew: begin the first lead with an empty state, whatever is in the journals.
 
         :raises JournalError: the own journal cannot be read.
         """
-        self._timing, self._journal, self._anew = timing, journal, anew
+        self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
+        self._anew = anew
         if not anew:
-            restored(timing, journal, None, time.monotonic())
+            restored(timing, journal, None, clock)
 
     @property
     def ineligible(self) -> str:
         """Reason why this coordinator must not lead, as far as its journal remembers; empty: it may."""
         known = self._journal.foreign
-        return "" if self._anew or known is None else _unreadable(*known)
+        return "" if self._anew or known is None else self._unreadable(*known)
 
     def keep(self, copy: JournalCopy) -> str:
         """Keep the leader's journal, as a standby, so that it is not lost with the broker's memory.
@@ -163,7 +150,7 @@ class Takeover:
         """
         if copy.position <= self._journal.position:
             return ""
-        if problem := _unreadable(copy.schema, copy.protocol, copy.version):
+        if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
             return "" if self._anew else problem
         unpack(copy.state)
@@ -174,15 +161,15 @@ class Takeover:
         """Return why this coordinator could not begin from what is at the broker; empty where it could."""
         if self._anew or copy is None or copy.position <= self._journal.position:
             return ""
-        if problem := _unreadable(copy.schema, copy.protocol, copy.version):
+        if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             return problem
         try:
-            restored(self._timing, self._journal, copy, time.monotonic())
+            restored(self._timing, self._journal, copy, self._clock)
         except JournalError as error:
             return str(error)
         return ""
 
-    def begin(self, copy: JournalCopy | None, now: float) -> Restored:
+    def begin(self, copy: JournalCopy | None) -> Restored:
         """Return the state to lead with.
 
         :raises JournalError: as ``restored``.
@@ -190,7 +177,19 @@ class Takeover:
         anew, self._anew = self._anew, False
         if anew:
             return Restored(machine=ClusterMachine(self._timing), effects=[])
-        return restored(self._timing, self._journal, copy, now)
+        return restored(self._timing, self._journal, copy, self._clock)
+
+    def _unreadable(self, schema: int, protocol: int, theirs: str) -> str:
+        """Return why this program cannot read a journal, with the remedy; empty where it can.
+
+        :param theirs: version of ftd that wrote it.
+        """
+        mine = self._program.version
+        why = durable.unreadable(schema, protocol, self._program.schema)
+        if not why:
+            return ""
+        there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"
+        return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same on this host"
 
 
 # --- the sessions ----------------------------------------------------------------------------------
@@ -204,9 +203,10 @@ class LeaderSession:
 
     def __init__(
         self,
-        broker: BrokerAddress,
+        transport: Transport,
         topics: Topics,
         me: Peer,
+        program: Program,
         *,
         subscriptions: Sequence[str],
         unacknowledged: Sequence[str],
@@ -233,10 +233,9 @@ class LeaderSession:
         self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
         self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
         gone = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
-        presence = encode_peer(me, version("ftd"))
-        self.session = MqttSession(
-            broker,
-            client_id=leader_client_id(topics.cluster, broker),
+        presence = encode_peer(me, program.version)
+        self.session = transport.session(
+            client_id=transport.leader_client_id,
             subscriptions=(*subscriptions, topics.leader, topics.journal, self._own),
             unacknowledged=unacknowledged,
             will=Will(topic=topics.cluster_state, payload=gone),
@@ -290,15 +289,6 @@ class LeaderSession:
             _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
 
 
-def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
-    """Return the leader's client id. A client that connects with it ends the leader's session, so where the broker
-    has a password nobody without it can guess the id."""
-    if not broker.password:
-        return f"ftd-{cluster}-coordinator"
-    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
-    return f"ftd-{cluster}-coordinator-{known[:16]}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerCallbacks:
     """The reactions of a coordinator to what its follower session receives."""
@@ -322,9 +312,10 @@ class FollowerSession:
 
     def __init__(
         self,
-        broker: BrokerAddress,
+        transport: Transport,
         topics: Topics,
         me: Peer,
+        program: Program,
         *,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
@@ -336,12 +327,11 @@ class FollowerSession:
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = feed, stamp, leading
         self._callbacks, self._forget = callbacks, forget
-        self._version = version("ftd")
+        self._version = program.version
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
         self._own = topics.coordinator_peer(me.incarnation)
-        self.session = MqttSession(
-            broker,
+        self.session = transport.session(
             client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
             subscriptions=(
                 topics.leader,
@@ -489,10 +479,12 @@ class Leadership:
 
     def __init__(
         self,
-        broker: BrokerAddress,
+        transport: Transport,
         topics: Topics,
         me: Peer,
+        program: Program,
         timing: Timing,
+        clock: Clock,
         *,
         subscriptions: Sequence[str],
         unacknowledged: Sequence[str],
@@ -511,21 +503,21 @@ class Leadership:
         self.machine = ElectionMachine(me, timing, shared=shared)
         self.serial = 0
         """Number of states written under the present term."""
-        self._broker, self._topics, self._me = broker, topics, me
+        self._transport, self._topics, self._me, self._program = transport, topics, me, program
         self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
         self._leader, self._follower = leader, follower
         self._on_message, self._on_connected = on_message, on_connected
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
-        self._version = version("ftd")
-        self._driver = Driver(self.machine, self._perform)
+        self._driver = Driver(self.machine, self._perform, clock=clock)
         self._leader_session: LeaderSession | None = None
         self._leading = False
         self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._follower_session = FollowerSession(
-            broker,
+            transport,
             topics,
             me,
+            program,
             feed=self._driver.feed,
             stamp=self._stamp,
             leading=lambda: self._leading,
@@ -608,10 +600,10 @@ class Leadership:
         copy = JournalCopy(
             term=self.machine.term,
             serial=self.serial,
-            wall_s=time.time(),
+            wall_s=self._driver.clock.wall_s(),
             monotonic_s=at,
-            version=self._version,
-            schema=durable.SCHEMA,
+            version=self._program.version,
+            schema=self._program.schema,
             protocol=PROTOCOL,
             state=state,
             packed=is_packed(state),
@@ -693,7 +685,7 @@ class Leadership:
             case StepDown():
                 self._step_down(wanted.leader)
             case SendLeaderHeartbeat():
-                heartbeat = encode_leader(wanted.leader, self._version)
+                heartbeat = encode_leader(wanted.leader, self._program.version)
                 self.publish(self._topics.leader_beat, heartbeat, qos=0)
             case EmitEvent():
                 self._leader.emit(wanted)
@@ -713,9 +705,10 @@ class Leadership:
     def _acquire(self) -> None:
         self._release()
         self._leader_session = LeaderSession(
-            self._broker,
+            self._transport,
             self._topics,
             self._me,
+            self._program,
             subscriptions=self._subscriptions,
             unacknowledged=self._unacknowledged,
             on_read=self._opened,
@@ -736,7 +729,7 @@ class Leadership:
 
     def _claim(self, leader: Leader) -> None:
         if self._leader_session is not None:  # Otherwise it was lost again, and the election is told so.
-            record = encode_leader(leader, self._version)
+            record = encode_leader(leader, self._program.version)
             self._leader_session.session.publish(self._topics.leader, record, retain=True)
 
     def _lost(self, session: LeaderSession) -> None:

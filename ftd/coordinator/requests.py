@@ -12,9 +12,9 @@ from ftd.config.job import job_from_data, profile_from_data
 from ftd.config.reading import require_name
 from ftd.config.snapshots import check_interval, check_protection
 from ftd.config.tracking import check_installed
-from ftd.coordinator.checkpoints import Checkpoints
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
+from ftd.coordinator.ports import CheckpointPlaces
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.protection import code_for
@@ -59,7 +59,7 @@ class Requests:
         session: Leadership,
         driver: Driver,
         journal: Journal,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointPlaces,
         check_solver: Callable[[Callable[[str], None]], None],
         public_state: Callable[[], dict[str, Any]],
         job: Callable[[], Job | None],

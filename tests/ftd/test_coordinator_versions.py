@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.daemon import load_daemon_config
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Takeover
+from ftd.coordinator.ports import Program
 from ftd.doctor.cluster import check_cluster
+from ftd.driver import SystemClock
 from ftd.errors import JournalError
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.public import StatusRequest
@@ -30,6 +33,7 @@ from tests.ftd.conftest import RunningBroker
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 OLD, NEW = durable.SCHEMA, durable.SCHEMA + 1
+PROGRAM = Program(version=version("ftd"), schema=OLD)
 OF_SCHEMA = """
 import importlib.metadata, sys
 schema, known = int(sys.argv.pop(1)), importlib.metadata.version
@@ -179,7 +183,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 ) -> None:
     def opened(*, anew: bool = False) -> tuple[Journal, Takeover]:
         journal = Journal(tmp_path)
-        return journal, Takeover(Timing(), journal, anew=anew)
+        return journal, Takeover(Timing(), journal, SystemClock(), PROGRAM, anew=anew)
 
     journal, takeover = opened()
     assert takeover.keep(copy_of((1, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
@@ -202,7 +206,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 
     journal, takeover = opened(anew=True)  # Whoever forgets the job needs to read nothing.
     assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
-    assert takeover.begin(copy_of((5, 1), schema, protocol), 0.0).effects == []
+    assert takeover.begin(copy_of((5, 1), schema, protocol)).effects == []
     assert says in takeover.keep(copy_of((6, 1), schema, protocol))
     journal.close()
 
@@ -213,5 +217,5 @@ def test_a_journal_of_another_schema_is_an_error_that_names_both(tmp_path: Path)
     with pytest.raises(
         JournalError, match=f"schema {NEW}, and this program reads {durable.OLDEST} to {OLD}.*--anew"
     ):
-        Takeover(Timing(), journal, anew=False)
+        Takeover(Timing(), journal, SystemClock(), PROGRAM, anew=False)
     journal.close()

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
 from ftd.coordinator.leadership import Takeover, restored
+from ftd.coordinator.ports import Program
+from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
 from ftd.wire.coordinators import (
     MAX_COPY_BYTES,
@@ -38,6 +40,9 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster, Exposure
 from statemachine.messages.values import PROTOCOL, NodeFacts
 from statemachine.timing import Timing
+
+CLOCK = SystemClock()
+PROGRAM = Program(version="1.0", schema=durable.SCHEMA)
 
 
 def event(name: str, step: int | None = None, **details: object) -> EventMessage:
@@ -166,7 +171,7 @@ def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_hav
     def begun() -> int:
         journal = Journal(tmp_path / "state")
         try:
-            return restored(timing, journal, None, 0.0).machine.generation
+            return restored(timing, journal, None, CLOCK).machine.generation
         finally:
             journal.close()
 
@@ -364,20 +369,22 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         assert is_packed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
         unseen = durable.UNSEEN if journal.shared else 0
-        assert restored(timing, journal, None, 0.0).machine.generation == nodes + unseen
+        assert restored(timing, journal, None, CLOCK).machine.generation == nodes + unseen
         copy = JournalCopy(
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
         )  # fmt: skip
-        assert Takeover(timing, journal, anew=True).keep(decode_copy(encode_copy(copy))) == ""
+        assert Takeover(timing, journal, CLOCK, PROGRAM, anew=True).keep(decode_copy(encode_copy(copy))) == ""
         assert journal.position == (2, nodes)
-        assert restored(timing, journal, None, 0.0).machine.generation == nodes + durable.UNSEEN
-        assert restored(timing, journal, copy, 0.0).machine.generation == nodes
+        assert restored(timing, journal, None, CLOCK).machine.generation == nodes + durable.UNSEEN
+        assert restored(timing, journal, copy, CLOCK).machine.generation == nodes
     journal.save(state[:-9], forced=False)
     with pytest.raises(JournalError, match=r"cut off.*--anew"):
-        restored(timing, journal, None, 0.0)
+        restored(timing, journal, None, CLOCK)
     with pytest.raises(WireError):
-        Takeover(timing, journal, anew=True).keep(msgspec.structs.replace(copy, term=3, state=state[:-9]))
+        Takeover(timing, journal, CLOCK, PROGRAM, anew=True).keep(
+            msgspec.structs.replace(copy, term=3, state=state[:-9])
+        )
     assert journal.position == (2, 3000)
     journal.close()
 
@@ -394,7 +401,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
         return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, exposure=exposure)))
 
     def waited_s(copy: JournalCopy | None) -> float:
-        since = restored(timing, journal, copy, now).machine.durable_state()["exposure"]["since"]
+        since = restored(timing, journal, copy, CLOCK).machine.durable_state()["exposure"]["since"]
         return now - float(since)
 
     journal = Journal(tmp_path)
@@ -406,7 +413,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
             state=state(theirs - 30.0), protocol=PROTOCOL,
         )  # fmt: skip
         assert waited_s(copy) == pytest.approx(30.0, abs=5.0)
-        assert Takeover(timing, journal, anew=False).keep(copy) == ""
+        assert Takeover(timing, journal, CLOCK, PROGRAM, anew=False).keep(copy) == ""
         for left in (copy, None):
             assert waited_s(left) == pytest.approx(30.0, abs=5.0)
         journal.close()
@@ -415,7 +422,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
     # Our own, of a start of the host that lasted longer by now than this one has.
     with monkeypatch.context() as before:
         wall = time.time()
-        before.setattr(module.time, "time", lambda: wall - 70_000.0)
+        before.setattr(SystemClock, "wall_s", lambda self: wall - 70_000.0)
         journal.save(state(now + 70_000.0 - 30.0), position=(4, 1), **policy)
     journal.close()
     (tmp_path / "boot").write_text("another start\n")
@@ -440,13 +447,13 @@ def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> N
         )  # fmt: skip
 
     journal.save(state(("e-1", "{}")), forced=False, position=(2, 5))
-    assert restored(timing, journal, None, 0.0).outbox == (("e-1", "{}"),)
-    assert restored(timing, journal, left(1, state(("e-2", "{}"))), 0.0).outbox == (("e-1", "{}"),)
-    assert restored(timing, journal, left(3, state(("e-2", "{}"))), 0.0).outbox == (("e-2", "{}"),)
+    assert restored(timing, journal, None, CLOCK).outbox == (("e-1", "{}"),)
+    assert restored(timing, journal, left(1, state(("e-2", "{}"))), CLOCK).outbox == (("e-1", "{}"),)
+    assert restored(timing, journal, left(3, state(("e-2", "{}"))), CLOCK).outbox == (("e-2", "{}"),)
     old = durable.write(Cluster(timing=timing)) | {"untold": {"name": "RolledBack"}}
-    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), 0.0).outbox == ()
+    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), CLOCK).outbox == ()
     with pytest.raises(JournalError, match="the journal at the broker"):
-        restored(timing, journal, left(3, state(("e-2",))), 0.0)  # type: ignore[arg-type]
+        restored(timing, journal, left(3, state(("e-2",))), CLOCK)  # type: ignore[arg-type]
     journal.close()
 
 
@@ -480,7 +487,7 @@ def test_a_standby_leaves_generations_out_where_the_broker_came_back_with_what_i
             term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
             schema=durable.SCHEMA, state=state(generation), protocol=PROTOCOL,
         )  # fmt: skip
-        return restored(timing, journal, copy, 0.0).machine.generation
+        return restored(timing, journal, copy, CLOCK).machine.generation
 
     journal.save(state(7), forced=False, position=(1, 5))
     assert begins_at((1, 3), 5) == 7  # It led alone: nobody else can have started any.

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 
 from ftd.config.address import BrokerAddress
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
+from ftd.coordinator.ports import Program
+from ftd.driver import SystemClock
 from ftd.mqtt.session import MqttSession
+from ftd.mqtt.transport import MqttTransport
 from ftd.wire.coordinators import JournalCopy
 from ftd.wire.topics import Topics
+from statemachine.cluster.durable import durable
 from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Leader, Peer
 from statemachine.election.peer_knowledge import FORGOTTEN_TERMS
@@ -41,10 +46,12 @@ class Coordinator:
         """What the cluster's state says of who stands by, as often as it was published for that."""
         self.copies: list[JournalCopy] = []
         self.leadership = Leadership(
-            broker,
+            MqttTransport(broker, TOPICS.cluster),
             TOPICS,
             Peer(name=name, incarnation=incarnation),
+            Program(version=version("ftd"), schema=durable.SCHEMA),
             TIMING,
+            SystemClock(),
             subscriptions=(TOPICS.cluster_state,),
             unacknowledged=(TOPICS.node_signal(),),
             leader=LeaderCallbacks(

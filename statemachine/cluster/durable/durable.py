@@ -33,13 +33,15 @@ class JournalError(ValueError):
     """The journal is not of this program, or of another version of it."""
 
 
-def unreadable(schema: int, protocol: int) -> str:
-    """Why this program cannot go on from the journal of another one, in words; empty: it can.
+def unreadable(schema: int, protocol: int, newest: int | None = None) -> str:
+    """Return why a program cannot read the journal of another one; an empty string where it can.
 
     :param schema: of the journal. :param protocol: that the nodes of its writer speak.
+    :param newest: schema that the program writes, this one's if not given.
     """
-    if not OLDEST <= schema <= SCHEMA:
-        readable = str(SCHEMA) if OLDEST == SCHEMA else f"{OLDEST} to {SCHEMA}"
+    newest = SCHEMA if newest is None else newest
+    if not OLDEST <= schema <= newest:
+        readable = str(newest) if newest == OLDEST else f"{OLDEST} to {newest}"
         return f"the journal has schema {schema}, and this program reads {readable}"
     if protocol != PROTOCOL:
         return f"the nodes speak protocol {protocol}, and this program {PROTOCOL}"

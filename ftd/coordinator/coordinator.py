@@ -1,0 +1,403 @@
+"""A coordinator: the cluster machine between the broker, the journal and the planner.
+
+The order of things on a failure, all on one event loop: the last will arrives, the machine answers with effects, the
+state is journaled, the commands go out. Everything slow is elsewhere (planning in a process and a thread of its own) or
+limited (the public state goes out at most ten times a second).
+
+``Coordinator`` does everything that a coordinator decides, on any event loop and with any ``Ports``: the daemon
+(``ftd.coordinator.daemon``) and the simulator run it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, assert_never, cast
+
+import structlog
+
+from ftd.config.reading import NAME
+from ftd.coordinator.commands import Commands
+from ftd.coordinator.events import EventStream
+from ftd.coordinator.hearing import Hearing
+from ftd.coordinator.journal import Journal
+from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover
+from ftd.coordinator.ports import Ports
+from ftd.coordinator.public_state import cancel_all, public_state
+from ftd.coordinator.requests import Requests
+from ftd.coordinator.restoring import check_restore
+from ftd.driver import Driver
+from ftd.wire.checking import encode_state
+from ftd.wire.coordinators import JournalCopy, packer
+from ftd.wire.topics import Topics
+from statemachine.cluster.durable.outbox import OUTBOX
+from statemachine.cluster.durable.promises import promised
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.effects import (
+    AbandonCheckpoint,
+    AnswerRequest,
+    BroadcastCommand,
+    BuildTemplates,
+    CancelTemplates,
+    CheckRestore,
+    CommitCheckpoint,
+    ComputePlan,
+    Effect,
+    EmitEvent,
+    ExportCheckpoint,
+    FindCheckpoint,
+    ForeseePlan,
+    ForgetNode,
+    PersistState,
+    PublishCluster,
+    RecordSteps,
+    SendCommand,
+    WeighPlan,
+)
+from statemachine.election.leadership import Leader, Peer
+from statemachine.events import BrokerConnected, BrokerLost, Event, StepsMissed
+from statemachine.messages.cluster import Prepare
+from statemachine.messages.values import ClusterPhase
+from statemachine.timing import Timing
+
+_log = structlog.get_logger("ftd.coordinator")
+
+STATE_PERIOD_S = 0.1
+STATE_SHARE = 0.05
+"""Of the time, at most, goes into the public state: one of a thousand nodes takes milliseconds."""
+STATE_LATER = 25
+"""Times as long as it takes it waits, at least: a decision among a thousand nodes comes first."""
+GOODBYE_S = 1.0
+ClusterEffect = (
+    EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
+    | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode | RecordSteps
+)  # fmt: skip
+
+
+class Coordinator:
+    """One coordinator process, whatever runs around it.
+
+    ``run`` drives it; see the module.
+    """
+
+    def __init__(
+        self,
+        ports: Ports,
+        me: Peer,
+        *,
+        cluster: str,
+        directory: Path,
+        timing: Timing,
+        anew: bool = False,
+        state_period_s: float = STATE_PERIOD_S,
+        watch: Callable[[Event | Effect], None] | None = None,
+    ) -> None:
+        """Open the journal.
+
+        :param directory: where the journal is.
+        :param anew: forget the job, here and at the broker, once this coordinator leads.
+        :param state_period_s: least time between two publications of the cluster's state.
+        :param watch: see ``Driver``.
+        :raises JournalError: there is no usable journal.
+        """
+        self.topics = Topics(cluster=cluster)
+        self._clock, self._observer = ports.clock, ports.observer
+        self._incarnation = me.incarnation
+        self._state_period_s = state_period_s
+        self.journal = Journal(directory, disk=ports.disk, clock=ports.clock)
+        self._pack = packer().fold
+        self._stopping = False
+        self._forced_for: tuple[Any, ...] = ()
+        self._published_at, self._publish_took_s = -state_period_s, 0.0
+        self._publish_timer: asyncio.TimerHandle | None = None
+        self._timing = timing
+        self._leading = False
+        self._takeover = Takeover(timing, self.journal, ports.clock, ports.program, anew=anew)
+        self.machine = ClusterMachine(timing)
+        self.driver = Driver(
+            self.machine,
+            self._perform,
+            watch,
+            together=self._steps,
+            carried_out=self.journal.flush,
+            clock=ports.clock,
+        )
+        self.planning = ports.planning(self.feed, self.driver, self._publish_state_soon)
+        self._checkpoints = ports.checkpoints(self.feed, self.driver)
+        self._events = EventStream(
+            self.topics,
+            self.journal,
+            emitted=self._observer.emitted,
+            heard=self._observer.heard,
+            shown=self._observer.shown,
+        )
+        self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
+        self._commands = Commands(self.topics, self.leadership)
+        self._requests = Requests(
+            topics=self.topics,
+            session=self.leadership,
+            driver=self.driver,
+            journal=self.journal,
+            checkpoints=self._checkpoints,
+            check_solver=self.planning.check_solver,
+            public_state=self.public_state,
+            job=lambda: self.machine.job,
+        )
+        self._hearing = Hearing(
+            self.topics,
+            self.driver,
+            requests=self._requests,
+            events=self._events,
+            commands=self._commands,
+            unreachable=self._publish_state_soon,  # Another process says so, and this one does lead.
+            refused=self._refused,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set. Trainers go on: they need no coordinator to train.
+
+        :raises JournalError: the journal cannot be written any more.
+        """
+        driving, leading = (
+            asyncio.ensure_future(self.driver.run()),
+            asyncio.ensure_future(self.leadership.run()),
+        )
+        stopping = asyncio.ensure_future(stop.wait())
+        problem: Exception | None = None
+        try:
+            await asyncio.wait([driving, leading, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in (driving, leading):
+                if task.done():
+                    task.result()  # Only an error ends these: hand it on.
+        except Exception as error:
+            problem = error
+            raise
+        finally:
+            await self._end([driving, stopping], leading, problem)
+
+    async def _end(
+        self, first: Sequence[asyncio.Future[Any]], leading: asyncio.Future[Any], problem: Exception | None
+    ) -> None:
+        """Stop deciding, publish that nobody decides any more and why, then leave."""
+        self._stopping = True
+        self._observer.stopping()
+        await cancel_all(first)
+        self.driver.stop_timers()
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+        why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
+        gone = self.leadership.unreachable(f"the coordinator {why}", graceful=problem is None)
+        await self.leadership.say_goodbye(gone, GOODBYE_S)
+        await cancel_all([leading])
+
+    def _new_leadership(self, ports: Ports, me: Peer) -> Leadership:
+        topics = self.topics
+        return Leadership(
+            ports.transport,
+            topics,
+            me,
+            ports.program,
+            self._timing,
+            ports.clock,
+            subscriptions=(topics.request, topics.cluster_state),
+            # Messages that many send at the same time, and copies of this coordinator's own.
+            unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
+            leader=LeaderCallbacks(
+                begin=self._begin,
+                check=self._takeover.check,
+                state=lambda: self._pack(self._durable()),
+                end=self._end_lead,
+                emit=self._emit,
+                publish_state=self._publish_state_soon,
+            ),
+            follower=FollowerCallbacks(
+                position=lambda: self.journal.position,
+                met=self.journal.share,
+                alive=self._observer.alive,
+                keep=self._takeover.keep,
+                heard=self._events.overheard,
+                seen=self._seen,
+            ),
+            shared=self.journal.shared,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
+            on_lost=self._on_lost,
+            on_acknowledged=self._observer.acknowledged,
+        )
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        self._hearing.on_message(topic, payload, retained)
+
+    # --- what happens ------------------------------------------------------------------------------
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": self.driver.now(), "cause": self.driver.cause()}
+
+    # --- who leads ---------------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """Return what this coordinator does, in words."""
+        return f"{self.leadership.role_in_words()}, cluster {self.topics.cluster}"
+
+    def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
+        """Go on from the newest of what the last leader left at the broker and what is known here."""
+        begun = self._takeover.begin(copy)
+        self.machine = begun.machine
+        if self.machine.job_id is not None:
+            self.journal.attribute(self.machine.job_id)
+        self.driver.replace(self.machine)
+        self._leading = True
+        self._forced_for = ()
+        self._events.go_on(self.leadership, begun.outbox, self.machine.plan_in_words)
+        for effect in begun.effects:
+            self._perform(effect)
+
+    def _end_lead(self, leader: Leader) -> None:
+        """What we know is not true any more: another coordinator decides."""
+        self._leading = False
+        if self.machine.job_id is not None:
+            self.planning.cancel(CancelTemplates(cause="deposed", job_id=self.machine.job_id))
+        self.machine = ClusterMachine(self._timing)
+        self._observer.follow(None, 0, None)
+        self._events.outbox.clear()
+        self.driver.replace(self.machine)
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+            self._publish_timer = None
+        self._observer.status(self.status())
+
+    def feed(self, event: Event) -> None:
+        """Feed the machine, while this coordinator leads: what it asked for as the leader counts for so long."""
+        if self._leading:
+            self.driver.feed(event)
+
+    def _on_connected(self) -> None:
+        self._commands.connected()
+        self._observer.status(self.status())
+        self.driver.feed(BrokerConnected(**self._stamp()))
+
+    def _on_lost(self) -> None:
+        self._observer.status("waiting for the broker")
+        self.driver.feed(BrokerLost(**self._stamp()))
+
+    def _refused(self, event: EmitEvent) -> None:
+        """A payload that nobody can act on: tell the world, go on."""
+        self._emit(event)
+        self.journal.flush()
+
+    # --- what the machine wants ----------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        effect = cast(ClusterEffect, effect)  # Timers are the driver's, and the rest is the agents'.
+        match effect:
+            case EmitEvent():
+                self._emit(effect)
+            case RecordSteps():
+                self._events.recall(effect.steps, self.driver.now())
+            case SendCommand(command=Prepare(profile=True)):
+                self.planning.expect()
+                self._commands.send(effect)
+            case SendCommand() | BroadcastCommand() | ForgetNode():
+                self._commands.send(effect)
+            case PersistState():
+                self._persist()
+            case PublishCluster():
+                self._publish_state_soon()
+            case BuildTemplates():
+                self.planning.build(effect)
+            case CancelTemplates():
+                self.planning.cancel(effect)
+            case ForeseePlan() | ComputePlan() | WeighPlan():
+                self.planning.ask(effect)
+            case CheckRestore():
+                self.driver.feed(check_restore(effect, self.driver.now()))
+            case CommitCheckpoint():
+                self._checkpoints.commit(effect)
+            case AbandonCheckpoint():
+                self._checkpoints.abandon(effect)
+            case ExportCheckpoint():
+                self._checkpoints.export(effect)
+            case FindCheckpoint():
+                self._checkpoints.find(effect)
+            case AnswerRequest():
+                self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
+            case _:
+                assert_never(effect)
+
+    def _emit(self, event: EmitEvent) -> None:
+        self._events.emit(self.leadership, event, self.driver.now())
+
+    def _durable(self) -> dict[str, Any]:
+        """The state, and what is yet to be told of it."""
+        return {**self.machine.durable_parts(), OUTBOX: self._events.outbox.entries}
+
+    def _persist(self) -> None:
+        """Forced to the disk when a promise is in it, written in any case."""
+        state = self._durable()
+        kept_as = self._pack(state)
+        position = self.leadership.replicate(kept_as, self.driver.now())
+        promise = promised(state)
+        forced = promise != self._forced_for or state["generation"] > self.journal.reserved
+        self.journal.save(kept_as, forced=forced, position=position)
+        self._forced_for = promise
+
+    def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
+        effects = self.machine.steps(cast(Any, events), bug)
+        self._events.decide(effects, self.driver.now())
+        return effects
+
+    def public_state(self) -> dict[str, Any]:
+        """Return the cluster's state, as it is published."""
+        coordinator = {"coordinator": self._incarnation, **self.leadership.public_state()}
+        return public_state(
+            self.machine.public_state(), coordinator, self.planning.progress, self.driver.now()
+        )
+
+    def _track(self) -> None:
+        """Have the job's steps logged while we lead it."""
+        if self._leading:
+            phase = self.machine.phase
+            outcome = str(phase) if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED) else None
+            self._observer.follow(self.machine.job, self.leadership.machine.term, outcome)
+
+    def fetch_missed(self, first: int, last: int) -> None:
+        """Ask the nodes for steps whose events this coordinator's journal lacks."""
+        self.feed(StepsMissed(**self._stamp(), first=first, last=last))
+
+    def report_logging_failure(self, sink: str, detail: str) -> None:
+        """Report that the job's steps cannot be logged to ``sink``."""
+        if self._leading:
+            details = {"sink": sink, "detail": detail}
+            reason = f"{sink}: {detail}"
+            self._emit(
+                EmitEvent(cause=self.driver.cause(), name="LoggingFailed", reason=reason, details=details)
+            )
+            self.journal.flush()
+
+    def _seen(self, state: dict[str, Any]) -> None:
+        """Take the state that another coordinator publishes: the steps that it reports are of this job."""
+        self._observer.on_state(state)
+        job = state.get("job")
+        if isinstance(job, dict) and isinstance(name := job.get("id"), str) and NAME.fullmatch(name):
+            self.journal.attribute(name)
+
+    def _publish_state_soon(self) -> None:
+        """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
+        if self._stopping or self._publish_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        due = self._published_at + max(self._state_period_s, self._publish_took_s / STATE_SHARE)
+        wait_s = max(due - loop.time(), STATE_LATER * self._publish_took_s)
+        self._publish_timer = loop.call_later(wait_s, self._publish_state)
+
+    def _publish_state(self) -> None:
+        self._publish_timer = None
+        began_s, self._published_at = self._clock.cpu_s(), asyncio.get_running_loop().time()
+        state = self.public_state()
+        self.leadership.publish(self.topics.cluster_state, encode_state(state), retain=True)
+        self._observer.on_state(state)
+        self._track()
+        self._publish_took_s = self._clock.cpu_s() - began_s
+        if self.machine.phase is ClusterPhase.RUNNING:
+            self.journal.tidy(generation=self.machine.generation)

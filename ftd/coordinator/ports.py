@@ -1,0 +1,199 @@
+"""What a coordinator needs of its surroundings, as small protocols.
+
+Production implements them with the system's clocks, MQTT, SQLite, a planning process and threads
+(``ftd.coordinator.daemon``); the simulator with virtual time and memory (``ftd.sim``). Everything else runs on the
+asyncio event loop that is current.
+"""
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ftd.driver import Clock, Driver
+from ftd.mqtt.session import Kept, Will
+from ftd.wire.public import EventMessage
+from statemachine.effects import (
+    AbandonCheckpoint,
+    BuildTemplates,
+    CancelTemplates,
+    CommitCheckpoint,
+    ComputePlan,
+    EmitEvent,
+    ExportCheckpoint,
+    FindCheckpoint,
+    ForeseePlan,
+    WeighPlan,
+)
+from statemachine.events import Event
+from statemachine.messages.values import Checkpoint, Job
+
+Feed = Callable[[Event], None]
+"""Takes an event for the cluster machine."""
+
+
+class BrokerSession(Protocol):
+    """A connection to the broker under one client id, as ``ftd.mqtt.session.MqttSession`` describes it."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def problem(self) -> str: ...
+
+    async def run(self) -> None: ...
+
+    async def run_once(self) -> None: ...
+
+    def take_kept(self) -> list[Kept]: ...
+
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = ...,
+    ) -> None: ...
+
+    async def flush(self, timeout_s: float = ...) -> None: ...
+
+
+class Transport(Protocol):
+    """The broker of the cluster."""
+
+    @property
+    def leader_client_id(self) -> str:
+        """The client id of the cluster's leader."""
+
+    def session(
+        self,
+        *,
+        client_id: str,
+        subscriptions: Sequence[str] = (),
+        unacknowledged: Sequence[str] = (),
+        will: Will | None = None,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None] = ...,
+        on_lost: Callable[[], None] = ...,
+        on_acknowledged: Callable[[float], None] = ...,
+    ) -> BrokerSession:
+        """Return a new session, with the parameters of ``MqttSession``."""
+        ...
+
+
+class Disk(Protocol):
+    """The disk that a coordinator keeps its journal on."""
+
+    @property
+    def boot_id(self) -> str:
+        """Identifier of the host's last start: as long as it is the same, everything that was written is there."""
+
+    def open(self, directory: Path) -> sqlite3.Connection:
+        """Open the database in ``directory``, in autocommit mode.
+
+        :raises JournalError, OSError, sqlite3.Error: it cannot be opened, or another coordinator has it open.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let another coordinator open it."""
+
+
+class Planning(Protocol):
+    """The planner. Its answers are fed as events."""
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Number of instantiations that are precomputed, and of all; ``None`` while none are computed."""
+
+    def expect(self) -> None:
+        """Prepare for ``build``: a model is being measured."""
+
+    def build(self, effect: BuildTemplates) -> None:
+        """Feed TemplatesReady or TemplatesFailed."""
+
+    def cancel(self, effect: CancelTemplates) -> None:
+        """Stop precomputing: the job is over."""
+
+    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+        """Feed PlanReady, PlanImpossible or PlanWeighed; nothing for ForeseePlan."""
+
+    def check_solver(self, answer: Callable[[str], None]) -> None:
+        """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""
+
+
+class CheckpointPlaces(Protocol):
+    """The places of persistent checkpoints. The answers are fed as events."""
+
+    def commit(self, effect: CommitCheckpoint) -> None:
+        """Feed CheckpointWritten or CheckpointFailed."""
+
+    def abandon(self, effect: AbandonCheckpoint) -> None:
+        """Remove what is left of an attempt."""
+
+    def export(self, effect: ExportCheckpoint) -> None:
+        """Feed CheckpointExported or CheckpointExportFailed."""
+
+    def find(self, effect: FindCheckpoint) -> None:
+        """Feed CheckpointFound."""
+
+    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+        """Call ``then`` with the checkpoint that the job begins from, and with why it may not begin or ''."""
+
+
+class Observer(Protocol):
+    """Metrics, dashboard and tracking: what watches a coordinator and decides nothing."""
+
+    def emitted(self, event: EmitEvent) -> None:
+        """Take an event of this coordinator, before the gate may hold it back."""
+
+    def heard(self, message: EventMessage) -> None:
+        """Take an event of a node."""
+
+    def shown(self, message: EventMessage, own: bool) -> None:
+        """Take an event that is published; ``own``: by a coordinator."""
+
+    def alive(self) -> None:
+        """Note that the broker delivered something."""
+
+    def on_state(self, state: dict[str, Any]) -> None:
+        """Take the cluster's state, this coordinator's or the present leader's."""
+
+    def acknowledged(self, seconds: float) -> None:
+        """Note how long the broker took for a message."""
+
+    def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
+        """Log this job's steps; see ``ftd.tracking.process.Tracking.follow``."""
+
+    def status(self, text: str) -> None:
+        """Take what this coordinator does, in words."""
+
+    def stopping(self) -> None:
+        """Note that this coordinator is about to leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The program that runs: coordinators of several versions may be in one cluster."""
+
+    version: str
+    schema: int
+    """Schema of the journals that it writes, see ``statemachine.cluster.durable.durable``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """All of them, for one coordinator process."""
+
+    program: Program
+    clock: Clock
+    transport: Transport
+    disk: Disk
+    planning: Callable[[Feed, Driver, Callable[[], None]], Planning]
+    """Makes the planner; the last argument is called when its progress has changed."""
+    checkpoints: Callable[[Feed, Driver], CheckpointPlaces]
+    observer: Observer
