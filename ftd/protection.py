@@ -102,7 +102,7 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
         range(stage.first_layer, stage.end_layer)
         for template in templates
         for stage in template.stages
-        if stage.within == "shard" and stage.devices > 1 and not seen.costs.policy.zero1
+        if stage.within != "replicate" and stage.devices > 1 and not seen.costs.policy.zero1
     ]
     groups = tuple(
         ProtectedGroup(

@@ -292,9 +292,8 @@ class Planner:
         method = considered[0].method if considered else "unchanged" if same else "rebalance"
         slow = {node: speed for node, speed in situation.speeds.items() if node in used and speed < 1}
         sizes = [len(of_pipeline) for of_pipeline in taken]
-        several = [stage for each in placements for stage in each.stages if len(stage.devices) > 1]
-        sharded = sum(stage.within == "shard" for stage in several), len(several)
-        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow, gone, sharded)
+        withins = [stage.within for each in placements for stage in each.stages if len(stage.devices) > 1]
+        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow, gone, withins)
         return Plan(
             pipelines=placements,
             transfers=moves,

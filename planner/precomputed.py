@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from planner.errors import RestoreError
 from planner.pipelines.instantiation import Instantiation
+from planner.reasons import WITHIN_WORDS
 from planner.stages.costs import StageCosts
 from planner.values import StageTemplate, Template
 
@@ -66,7 +67,7 @@ def _check_template(template: Template, costs: StageCosts) -> None:
         quickest = costs.mode(stage.first_layer, stage.end_layer, stage.devices, behind)
         recomputes = f"recomputes {stage.recompute} and should {quickest.recompute}"
         _require(stage.recompute == quickest.recompute, f"{name} has a stage that {recomputes}")
-        divides = f"is to {stage.within} and should {quickest.within}"
+        divides = f"is {WITHIN_WORDS[stage.within]} and should be {WITHIN_WORDS[quickest.within]}"
         _require(stage.within == quickest.within, f"{name} has a stage that {divides}")
         _require(_fits(stage, behind, costs), f"{name} has a stage that is too large for a device's memory")
 

@@ -14,7 +14,7 @@ _STEPS: dict[Method, str] = {
     "rebalance": "the pipelines share the batch anew, by the speed of their nodes",
 }
 
-WITHIN_WORDS: dict[Within, str] = {"replicate": "replicated", "shard": "sharded"}
+WITHIN_WORDS: dict[Within, str] = {"replicate": "replicated", "shard": "sharded", "tensor": "tensor-parallel"}
 """A stage of several devices, as people read of it: ``2 devices, sharded``."""
 
 _NAMES: dict[Method, str] = {
@@ -41,13 +41,13 @@ def reason_of(
     horizon_s: float = 0.0,
     slow: Mapping[str, float] | None = None,
     gone: Sequence[Released] = (),
-    sharded: tuple[int, int] = (0, 0),
+    withins: Sequence[Within] = (),
 ) -> str:
     """:param sizes: nodes of each pipeline of the plan.
     :param lost, joined: nodes that are gone or new since the previous plan.
     :param slow: speeds of the plan's slow nodes.
     :param gone: old layers that devices have no room for until the first commit.
-    :param sharded: stages whose devices hold shards, and stages of several devices.
+    :param withins: how the devices of each stage of several share its work.
     :param considered: what was weighed, this plan first, over ``horizon_s`` to the next failure.
     """
     news = [f"{names(lost)} left"] if lost else []
@@ -70,10 +70,10 @@ def reason_of(
         sentence += (
             f"; {names(list(slow))} {verb} slow ({speeds} of the usual speed), which {whose} share allows for"
         )
-    shards, several = sharded
-    if shards:
-        where = "all" if shards == several else f"{shards} of {several}"
-        sentence += f"; {where} stages of several devices have their layers in shards"
+    for within, words in (("shard", "have their layers in shards"), ("tensor", "are tensor-parallel")):
+        if count := withins.count(within):
+            where = "all" if count == len(withins) else f"{count} of {len(withins)}"
+            sentence += f"; {where} stages of several devices {words}"
     parking = list(dict.fromkeys(each.device.node for each in gone if each.parked))
     dropping = list(dict.fromkeys(each.device.node for each in gone if each.dropped))
     if parking:

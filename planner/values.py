@@ -16,11 +16,12 @@ keeps the outputs of matrix products and attention and computes the rest again; 
 inputs and computes each layer again."""
 ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
 """One ``Recompute`` for all stages; or ``auto``: for each stage the quickest one that fits into memory."""
-Within = Literal["replicate", "shard"]
-"""How the devices of a stage share its work. Both split the rows of a microbatch. ``replicate``: each device
-holds all parameters, gradients and optimizer state. ``shard``: each of k devices holds a k-th of each layer's,
-and gathers a layer's parameters for its forward and its backward pass. A stage of one device is ``replicate``."""
-WithinNode = Literal["auto", "replicate", "shard"]
+Within = Literal["replicate", "shard", "tensor"]
+"""How the devices of a stage share its work. ``replicate`` and ``shard`` split the rows of a microbatch.
+``replicate``: each device holds all parameters, gradients and optimizer state. ``shard``: each of k devices holds a
+k-th of each layer's, and gathers a layer's parameters for its forward and its backward pass. ``tensor``: each holds a
+k-th, too, and computes a k-th of the layers' linear modules, on all rows. A stage of one device is ``replicate``."""
+WithinNode = Literal["auto", "replicate", "shard", "tensor"]
 """One ``Within`` for all stages of several devices; or ``auto``: for each stage the quickest one that fits."""
 
 
@@ -48,6 +49,25 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSplit:
+    """What of one layer tensor parallelism divides, and what its devices exchange for one microbatch."""
+
+    parameter_bytes: int
+    """Parameters that are divided; the others are gathered while the layer runs."""
+    column_bytes: int
+    """Of these, the weights of rowwise modules, of which a device also keeps columns and their gradients."""
+    activation_bytes: int
+    """Of what autograd keeps, what is divided."""
+    forward_bytes: int
+    """Activations that are added up over the devices, or put together, in the forward pass."""
+    forward_exchanges: int
+    """Number of operations in which they are."""
+    backward_bytes: int
+    """Gradients that are added up in the backward pass."""
+    backward_exchanges: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """The measured cost of one layer for one microbatch on one device."""
 
@@ -65,6 +85,8 @@ class LayerProfile:
     again."""
     selective: Recomputation | None = None
     """``None``: not measured, or the layer cannot be recomputed selectively."""
+    tensor: TensorSplit | None = None
+    """``None``: tensor parallelism divides nothing of it, and each device computes all of it."""
     split: tuple[SplitTime, ...] = ()
     """Measured on more than one device. For other numbers the model is: a microbatch is split by rows, so
     d devices take ⌈rows / d⌉ / rows of the time of one."""
@@ -106,6 +128,11 @@ class ModelProfile:
     ``ring``."""
     shard_problem: str | None = None
     """Reason why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
+    tensor_problem: str | None = None
+    """Reason why the devices of a stage cannot compute parts of this model's layers, in words; ``None``: they can,
+    where a layer has ``LayerProfile.tensor``."""
+    tensor_counts: tuple[tuple[str, int], ...] = ()
+    """Numbers that the devices of such a stage must divide (features, attention heads), each with its name."""
     flops: float | None = None
     """Floating-point operations of a microbatch, forward and backward, recomputation not counted; ``None``: unknown.
     No plan depends on it."""

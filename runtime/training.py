@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +92,10 @@ class Training:
     split: Sequence[str] | None = None
     """Names of the submodules before which ``model`` may be cut, in the order in which they run;
     ``None``: its repeated blocks are found."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Linear modules that the devices of a stage may compute in parts (``planner.within_node = "tensor"``), by name,
+    where ``*`` stands for one part of a name: ``colwise``, ``rowwise``, ``colwise_gather_output`` or
+    ``replicated_with_grad_allreduce``. ``None``: the plan that Hugging Face gives the model, if any."""
     loss: Callable[[Any, Any], Any] | None = None
     """``loss(output, target)`` of layers, ``loss(output, batch)`` of a model: the *mean* over rows, a
     scalar, or a pair (sum, weight), whose global loss is the sum of sums over the sum of weights.

@@ -60,11 +60,12 @@ class ActivationCheckpointing(StrEnum):
 
 
 class WithinNode(StrEnum):
-    """What each device of a stage of several devices holds."""
+    """How the devices of a stage of several devices share its work."""
 
     auto = "auto"
     replicate = "replicate"
     shard = "shard"
+    tensor = "tensor"
 
 
 class Split(StrEnum):
@@ -150,7 +151,7 @@ CheckpointingOption = Annotated[
 WithinOption = Annotated[
     WithinNode | None,
     typer.Option(
-        help="What each device of a stage of several holds: all of it, or a shard; auto: what fits.",
+        help="How devices of a stage share its work: replicas, shards, or tensor-parallel; auto: what fits.",
         show_default="the job's, or auto",
     ),
 ]

@@ -44,7 +44,7 @@ class PlanOptions:
     tolerate: int | None = None
     memory: str | None = None
     activation_checkpointing: Literal["none", "selective", "full", "auto"] | None = None
-    within_node: Literal["auto", "replicate", "shard"] | None = None
+    within_node: Literal["auto", "replicate", "shard", "tensor"] | None = None
     protection: str | None = None
 
 

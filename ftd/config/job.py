@@ -108,9 +108,10 @@ class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What the pipelines' shares of the batch minimise."""
     batch_solver: Literal["exact", "pyomo"] = "exact"
     """How the shares are found: by the planner's own combinatorial method, or by integer programs (Pyomo, HiGHS)."""
-    within_node: Literal["auto", "replicate", "shard"] = "auto"
-    """What each device of a stage of several devices holds: all of the stage's parameters and optimizer state
-    (``replicate``), or a shard of them (``shard``); ``auto``: for each stage the quicker one that fits."""
+    within_node: Literal["auto", "replicate", "shard", "tensor"] = "auto"
+    """How the devices of a stage share its work: each holds all of the stage's parameters and optimizer state
+    (``replicate``), a shard of them (``shard``), or the part of them that it computes with (``tensor``); ``auto``: for
+    each stage the quickest one that fits."""
     device_memory_mib: Annotated[float | None, msgspec.Meta(examples=[16384.0])] = None
     """Plan for devices of this many MiB, whatever they report."""
     horizon_s: Annotated[float | None, msgspec.Meta(examples=[3600.0])] = None
@@ -407,7 +408,7 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
     with mistakes.noted():
         check_evaluation(file.evaluation)
     if file.model is not None:
-        shard = file.planner.within_node == "shard"
+        shard = file.planner.within_node in ("shard", "tensor")
         check_optimizer(file.optimizer, zero1=file.training.zero1, shard=shard, mistakes=mistakes)
         check_schedule(file.schedule, steps=file.steps, mistakes=mistakes)
     with mistakes.noted():

@@ -73,6 +73,24 @@ class RecomputationEntry(_Entry, frozen=True, kw_only=True):
     """How much longer the two take together than without recomputation."""
 
 
+class TensorSplitEntry(_Entry, frozen=True, kw_only=True):
+    """What of one layer tensor parallelism divides, and what its devices exchange for one microbatch."""
+
+    parameter_bytes: SizeBytes
+    """Parameters that are divided."""
+    column_bytes: SizeBytes
+    """Of these, weights of rowwise modules, of which a device also keeps columns and their gradients."""
+    activation_bytes: SizeBytes
+    """Of what autograd keeps, what is divided."""
+    forward_bytes: SizeBytes
+    """Activations that are added up over the devices, or put together."""
+    forward_exchanges: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
+    """Number of operations in which they are."""
+    backward_bytes: SizeBytes
+    """Gradients that are added up."""
+    backward_exchanges: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
+
+
 class LayerEntry(_Entry, frozen=True, kw_only=True):
     """What the planner takes for a layer, and what that was taken from."""
 
@@ -91,6 +109,8 @@ class LayerEntry(_Entry, frozen=True, kw_only=True):
     """null: the layer keeps its input, and its forward pass is done again."""
     selective: RecomputationEntry | None = None
     """null: not measured, or the layer cannot be recomputed so."""
+    tensor: TensorSplitEntry | None = None
+    """null: tensor parallelism divides nothing of the layer."""
     split: tuple[SplitEntry, ...] = ()
     """For a number of devices that is missing the model is ⌈rows / d⌉ / rows of the time of one."""
     measured: tuple[RowsEntry, ...] = ()
@@ -165,6 +185,11 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
     """One hop of a ring among the devices of one node; null: as ``ring``."""
     shard_problem: Text | None = None
     """Why the devices of a stage cannot hold shards of the model, in words; null: they can."""
+    tensor_problem: Text | None = None
+    """Why the devices of a stage cannot compute parts of the model's layers, in words; null: they can, where a layer
+    has ``tensor``."""
+    tensor_counts: tuple[tuple[Text, Count], ...] = ()
+    """Numbers that the devices of a tensor-parallel stage must divide, each with the words that name it."""
     flops: Flops | None = None
     """Floating-point operations of the microbatch, forward and backward, for MFU; null: unknown."""
     device_peak_flops: Flops | None = None

@@ -34,7 +34,7 @@ from ftd.config.profile_document import (
 )
 from ftd.config.reading import convert
 from ftd.errors import ConfigurationError
-from planner.values import LayerProfile, Link, ModelProfile, Recomputation, SplitTime
+from planner.values import LayerProfile, Link, ModelProfile, Recomputation, SplitTime, TensorSplit
 
 T = TypeVar("T")
 
@@ -113,6 +113,8 @@ def model_profile(document: ProfileDocument) -> ModelProfile:
         ring=_link(document.ring) if document.ring else link,
         inner=_link(document.inner) if document.inner else None,
         shard_problem=document.shard_problem,
+        tensor_problem=document.tensor_problem,
+        tensor_counts=document.tensor_counts,
         flops=document.flops,
         device_peak_flops=document.device_peak_flops,
     )
@@ -132,6 +134,8 @@ def profile_document(profile: ModelProfile) -> ProfileDocument:
         ring=_link_entry(profile.ring),
         inner=None if profile.inner is None else _link_entry(profile.inner),
         shard_problem=profile.shard_problem,
+        tensor_problem=profile.tensor_problem,
+        tensor_counts=profile.tensor_counts,
     )
 
 
@@ -159,6 +163,7 @@ def _layer(entry: LayerEntry) -> LayerProfile:
         output_bytes=entry.output_bytes,
         full=_recomputation(entry.full),
         selective=_recomputation(entry.selective),
+        tensor=None if entry.tensor is None else TensorSplit(**msgspec.structs.asdict(entry.tensor)),
         split=tuple(
             SplitTime(
                 devices=s.devices,

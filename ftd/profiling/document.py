@@ -46,6 +46,8 @@ def document_of(
         ring=ring,
         inner=ring,
         shard_problem=profile.shard_problem,
+        tensor_problem=profile.tensor_problem,
+        tensor_counts=profile.tensor_counts,
         network=network,
         provenance=ProvenanceEntry(
             job=job,
@@ -91,6 +93,11 @@ def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_no
             said.append(
                 "a stage of shards takes that and what its devices gather and reduce, computed from bytes and "
                 + ("inner" if network is not None else "ftd's default network")
+            )
+        if any(layer.tensor is not None for layer in layers.profile.layers):
+            said.append(
+                "a tensor-parallel stage takes its part of one device's time, and what its devices exchange, computed "
+                "from bytes"
             )
     if devices_per_node < rows:
         behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"

@@ -21,6 +21,7 @@ from ftd.view.text import (
     single_device,
     stage_node,
 )
+from planner.reasons import WITHIN_WORDS
 
 _NAME_WIDTH = 20
 """Of a node, at least this much of the name is shown."""
@@ -148,23 +149,25 @@ def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_s
             text.append(" │ " if position else "", style="dim")
             text.append(device_names(stage["devices"], short=short), style=colours.of(stage_node(stage)))
             text.append(f" {layer_range(stage['first_layer'], stage['end_layer'])}")
-            text.append(" sharded" if _is_sharded(stage) else "", style="dim")
+            text.append(f" {divided}" if (divided := _divided(stage)) else "", style="dim")
             text.append(" recomputing" if stage.get("recompute", "none") != "none" else "", style="dim")
         if with_shares:
             text.append(f"  × {pipeline['microbatches']}", style="dim")
     return text
 
 
-def _is_sharded(stage: JsonMap) -> bool:
-    return bool(stage.get("within") == "shard")
+def _divided(stage: JsonMap) -> str:
+    """Return how the devices of the stage divide its layers; empty where they do not."""
+    within = stage.get("within", "replicate")
+    return "" if within == "replicate" else WITHIN_WORDS[within]
 
 
 def _stage_label(stage: JsonMap, names: str, width: int) -> str:
     """The longest of a few labels that fits, centred; the layers are told before the names."""
     layers = layer_range(stage["first_layer"], stage["end_layer"])
     labels = [f"{names} · layers {layers}", f"{names} · {layers}", f"{names} {layers}", layers, ""]
-    if _is_sharded(stage):
-        labels[:0] = [f"{names} · layers {layers} · sharded", f"{names} · {layers} · sharded"]
+    if divided := _divided(stage):
+        labels[:0] = [f"{names} · layers {layers} · {divided}", f"{names} · {layers} · {divided}"]
     for label in labels:
         if len(label) <= width - (2 if width > 12 else 0):
             return label.center(width)

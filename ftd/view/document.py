@@ -74,8 +74,9 @@ class StageFacts:
     first_layer: int
     end_layer: int
     devices: tuple[str, ...]
-    within: Literal["replicate", "shard"] = "replicate"
-    """What each device holds: all of the stage's parameters and state, or a shard of them."""
+    within: Literal["replicate", "shard", "tensor"] = "replicate"
+    """How the devices share the stage's work: each holds all of its parameters and state, a shard of them, or the part
+    that it computes with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

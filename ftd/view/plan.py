@@ -10,6 +10,8 @@ from rich.text import Text
 from ftd.view.text import layer_range, number, pipeline_name, plural, size
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
+from planner.reasons import WITHIN_WORDS
+from planner.values import Within
 
 if TYPE_CHECKING:
     from planner.crosscheck import CrossCheck
@@ -101,20 +103,20 @@ def proof(row: TemplateRow) -> str:
 
 
 def devices_of(stages: Sequence[StageRow]) -> str:
-    """``4×2 sharded + 8×1``: how many stages have how many devices, and whether these hold shards."""
-    counts: dict[tuple[int, bool], int] = {}
+    """``4×2 sharded + 8×1``: how many stages have how many devices, and how these share its work."""
+    counts: dict[tuple[int, Within], int] = {}
     for stage in stages:
-        kind = stage.devices, stage.within == "shard"
+        kind = stage.devices, stage.within
         counts[kind] = counts.get(kind, 0) + 1
     return " + ".join(
-        f"{count}×{devices}{' sharded' if sharded else ''}"
-        for (devices, sharded), count in sorted(counts.items(), reverse=True)
+        f"{count}×{devices}{'' if within == 'replicate' else f' {WITHIN_WORDS[within]}'}"
+        for (devices, within), count in sorted(counts.items(), reverse=True)
     )
 
 
 def devices_words(stage: StageRow) -> str:
     """``2, sharded``: the devices of one stage."""
-    return f"{stage.devices}, sharded" if stage.within == "shard" else str(stage.devices)
+    return str(stage.devices) + ("" if stage.within == "replicate" else f", {WITHIN_WORDS[stage.within]}")
 
 
 def comparison_line(told: Description, other: Description) -> str:

@@ -42,7 +42,12 @@ def render_profile(document: ProfileDocument) -> RenderableType:
 def _shards(document: ProfileDocument) -> str:
     if document.shard_problem is not None:
         return f"these devices cannot hold shards: {document.shard_problem}"
-    return "as shards: the same, and what they gather and reduce, which is computed and not measured"
+    shards = "as shards: the same, and what they gather and reduce, which is computed and not measured"
+    if document.tensor_problem is not None:
+        return f"{shards}\nthey cannot be tensor-parallel: {document.tensor_problem}"
+    if all(layer.tensor is None for layer in document.layers):
+        return shards
+    return f"{shards}\ntensor-parallel: all rows on each, of linear modules a part; computed and not measured"
 
 
 def spread(entry: SpreadEntry) -> str:

@@ -32,7 +32,7 @@ class StageData(Details, frozen=True, kw_only=True):
     """``node/index``."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in the backward pass: none, all but matrix products, or all."""
-    within: Literal["replicate", "shard"] = "replicate"
+    within: Literal["replicate", "shard", "tensor"] = "replicate"
     """What each device of the stage holds: all of its parameters and state, or a shard of them."""
 
 

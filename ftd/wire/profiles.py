@@ -5,6 +5,7 @@ answer "no plan" to some of it, and with a wrong plan to the rest; so it is refu
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from ftd.config.profile_document import (
     MAX_DEVICES,
@@ -15,7 +16,7 @@ from ftd.config.profile_document import (
     MOST_FLOPS,
     MOST_MS,
 )
-from planner.values import LayerProfile, Link, ModelProfile
+from planner.values import LayerProfile, Link, ModelProfile, TensorSplit
 
 Number = int | float
 Bounded = tuple[str, Number, Number, Number]
@@ -55,6 +56,8 @@ def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
     yield from _of_link("ring", profile.ring)
     if profile.inner is not None:
         yield from _of_link("inner", profile.inner)
+    for number, (_, count) in enumerate(profile.tensor_counts):
+        yield f"tensor_counts[{number}]", count, 1, MOST_COUNT
     for number, layer in enumerate(profile.layers):
         yield from _of_layer(f"layers[{number}]", layer)
 
@@ -73,6 +76,9 @@ def _of_layer(where: str, layer: LayerProfile) -> Iterator[Bounded]:
         if again is not None:
             yield f"{where}.{name}.activation_bytes", again.activation_bytes, 0, MOST_BYTES
             yield f"{where}.{name}.recompute_ms", again.recompute_ms, 0, MOST_MS
+    for field in fields(TensorSplit) if layer.tensor is not None else ():
+        most = MAX_LAYERS if field.name.endswith("_exchanges") else MOST_BYTES
+        yield f"{where}.tensor.{field.name}", getattr(layer.tensor, field.name), 0, most
     for place, split in enumerate(layer.split):
         if split.activation_bytes is not None:
             yield f"{where}.split[{place}].activation_bytes", split.activation_bytes, 0, MOST_BYTES

@@ -85,7 +85,7 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     batch_solver: Literal["exact", "pyomo"] = "exact"
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
     device_memory_bytes: int | None = None
-    within_node: Literal["auto", "replicate", "shard"] = "replicate"
+    within_node: Literal["auto", "replicate", "shard", "tensor"] = "replicate"
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

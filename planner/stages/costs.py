@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.stages.layers import Mode, layer_ms, shard_ms
+from planner.stages.layers import Mode, layer_ms, shard_ms, tensor_ms, tensor_problem
 from planner.stages.makespan import Floats, PipelineClock, paper_objective_ms
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
@@ -21,6 +21,7 @@ from planner.values import (
     Recompute,
     SplitTime,
     StageTemplate,
+    TensorSplit,
     Within,
 )
 
@@ -33,11 +34,11 @@ MOST_DEVICES = 256
 class StageCosts:
     """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``, or ``[k, d, u, v]`` where
     ``modes[k]`` is how the stage recomputes and what its devices hold; infinite where v ≤ u, and where no stage can
-    have d devices. A stage of one device is the same as replicas and as shards.
+    have d devices. A stage of one device is the same as replicas, as shards and as tensor-parallel.
 
     A layer on d devices takes what was measured, or else the time of the fullest device when the rows of a
     microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation makes the backward pass longer,
-    shards make both passes longer (``layers.shard_ms``).
+    shards make both passes longer (``layers.shard_ms``), and ``layers.tensor_ms`` says what tensor parallelism takes.
 
     With ``auto`` a stage takes the mode that fits whose forward and backward pass together are quickest, which
     depends on its layers, its devices and the number of stages after it. Among ways to recompute no other choice
@@ -58,6 +59,7 @@ class StageCosts:
         """How many devices a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         _check_within(profile, policy, self.max_devices)
+        self._tensor_devices = {d for d in self.stage_devices if tensor_problem(profile, d) is None}
         self.memory = MemoryModel(profile, policy)
         self.modes = _modes(profile, policy, self.memory, self.stage_devices)
         """What a stage can have; the first is the quickest where it fits, and of equally quick ones the first is
@@ -75,6 +77,8 @@ class StageCosts:
         )
         for devices in self.stage_devices:
             for number, mode in enumerate(self.modes):
+                if not self._is_possible(mode, devices):
+                    continue
                 times = [_layer_ms(profile, policy, layer, devices, mode) for layer in profile.layers]
                 if not math.isfinite(sum(forward + backward for forward, backward in times)):
                     raise InfeasibleError("the times of profile.layers add up to more than a number can hold")
@@ -138,8 +142,9 @@ class StageCosts:
     def mode_fits(self, mode: int, devices: int, stages_after: int) -> NDArray[np.bool_]:
         """Return which stages fit that work as ``modes[mode]`` says, shape (L + 1, L + 1)."""
         limit = self.memory.limit_bytes
-        if limit is None:
-            return np.ones((self.layers + 1, self.layers + 1), dtype=np.bool_)
+        possible = self._is_possible(self.modes[mode], devices)
+        if limit is None or not possible:
+            return np.full((self.layers + 1, self.layers + 1), possible)
         key = mode, devices, in_flight(stages_after, self.policy.microbatches)
         known = self._fits.get(key)
         if known is None:
@@ -171,8 +176,19 @@ class StageCosts:
         return times
 
     def modes_of(self, devices: int) -> tuple[int, ...]:
-        """Return the numbers of the modes that differ for a stage of so many devices."""
-        return self._modes_of[devices > 1]
+        """Return the numbers of the modes that a stage of so many devices can have, and that differ for it."""
+        return tuple(
+            number for number in self._modes_of[devices > 1] if self._is_possible(self.modes[number], devices)
+        )
+
+    def _is_possible(self, mode: Mode, devices: int) -> bool:
+        """Return whether a stage of so many devices can work so."""
+        if devices == 1:
+            return True
+        if mode.within == "tensor":
+            return devices in self._tensor_devices
+        sizes = self.profile.stage_devices
+        return devices <= self.policy.microbatch_rows if sizes is None else devices in sizes
 
     def mode(self, first_layer: int, end_layer: int, devices: int, stages_after: int) -> Mode:
         """Return how a stage works: in the quickest mode that fits, or if none does, in the smallest."""
@@ -257,7 +273,7 @@ class StageCosts:
         heaviest: dict[int, float] = {}
         for stage in stages:
             size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
-            shards = stage.devices if stage.within == "shard" else 1
+            shards = 1 if stage.within == "replicate" else stage.devices
             owners = stage.devices // shards
             heaviest[owners] = max(size_bytes / shards, heaviest.get(owners, 0.0))
         return heaviest
@@ -274,6 +290,8 @@ def _layer_ms(
     profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, mode: Mode
 ) -> tuple[float, float]:
     """Return forward and backward of one microbatch of one layer, what its devices exchange included."""
+    if mode.within == "tensor":
+        return tensor_ms(profile, policy, layer, devices, mode.recompute)
     forward_ms, backward_ms = layer_ms(profile, policy, layer, devices, mode.recompute)
     if mode.within == "replicate":
         return forward_ms, backward_ms
@@ -291,14 +309,19 @@ def _modes(
     recomputes = _recomputes(profile, policy, memory.limit_bytes)
     several = [devices for devices in stage_devices if devices > 1]
     withins: tuple[Within, ...] = ("replicate",)
-    if several and policy.within_node == "shard":
-        withins = ("shard",)
-    elif policy.within_node == "auto" and profile.shard_problem is None and memory.limit_bytes is not None:
-        # Shards are never quicker, so they are for stages that may not fit otherwise.
-        layers = len(profile.layers)
+    if several and policy.within_node in ("shard", "tensor"):
+        withins = (policy.within_node,)
+    elif several and policy.within_node == "auto":
+        layers, limit = len(profile.layers), memory.limit_bytes
         largest = [memory.stage_bytes(0, layers, devices, layers - 1, recomputes[0]) for devices in several]
-        if max(largest, default=0) > memory.limit_bytes:
-            withins = ("replicate", "shard")
+        tight = limit is not None and max(largest) > limit
+        # Shards are never quicker, so they are for stages that may not fit otherwise.
+        if tight and profile.shard_problem is None:
+            withins = (*withins, "shard")
+        # Neither is tensor parallelism where rows can be split evenly.
+        uneven = any(policy.microbatch_rows % devices for devices in several)
+        if (tight or uneven) and any(tensor_problem(profile, devices) is None for devices in several):
+            withins = (*withins, "tensor")
     return tuple(Mode(recompute, within) for recompute in recomputes for within in withins)
 
 
@@ -342,7 +365,19 @@ def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
     """:raises InfeasibleError: a node of so many devices cannot be split into such stages."""
     most = policy.devices_per_node
     measured = profile.stage_devices
+    tensor = [d for d in range(1, most + 1) if d == 1 or tensor_problem(profile, d) is None]
     allowed = tuple(range(1, min(most, policy.microbatch_rows) + 1)) if measured is None else measured
+    if policy.within_node == "tensor" and most > 1:
+        allowed = tuple(d for d in tensor if measured is None or d in measured)
+        if max(allowed, default=1) == 1:
+            problem = tensor_problem(profile) or tensor_problem(profile, max(measured or (most,)))
+            raise InfeasibleError(
+                "within_node = tensor, and no stage can compute its layers in parts: "
+                f"{problem or 'the profile knows stages of 1 device only'}; use within_node = replicate, shard or "
+                "auto, or another number of devices per node"
+            )
+    elif policy.within_node == "auto" and measured is None:
+        allowed = tuple(sorted({*allowed, *tensor}))
     known = ", ".join(map(str, allowed))
     halves = measured is not None and measured[-1] > 1 and not any(d & (d - 1) for d in measured)
     if halves and most & (most - 1):
@@ -411,11 +446,13 @@ def check_profile(profile: ModelProfile) -> None:
 
 def _check_layer(name: str, layer: LayerProfile) -> None:
     for field in fields(LayerProfile):
-        if field.name not in ("split", "full", "selective"):
+        if field.name not in ("split", "tensor", "full", "selective"):
             _check_amount(f"{name}.{field.name}", getattr(layer, field.name))
     for mode, again in (("full", layer.full), ("selective", layer.selective)):
         for field in fields(Recomputation) if again is not None else ():
             _check_amount(f"{name}.{mode}.{field.name}", getattr(again, field.name))
+    for field in fields(TensorSplit) if layer.tensor is not None else ():
+        _check_amount(f"{name}.tensor.{field.name}", getattr(layer.tensor, field.name))
     for number, split in enumerate(layer.split):
         entry = f"{name}.split[{number}]"
         _check_least(f"{entry}.devices", split.devices, 2)

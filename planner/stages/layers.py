@@ -50,6 +50,53 @@ def divided_bytes(layer: LayerProfile) -> int:
     return min(layer.parameter_bytes, layer.gradient_bytes)
 
 
+def tensor_problem(profile: ModelProfile, devices: int = 1) -> str | None:
+    """Return why so many devices cannot compute parts of this model's layers, in words; ``None``: they can."""
+    if profile.shard_problem is not None:
+        return profile.shard_problem
+    if profile.tensor_problem is not None:
+        return profile.tensor_problem
+    if all(layer.tensor is None for layer in profile.layers):
+        return "the profile was measured without a tensor-parallel plan"
+    for words, count in profile.tensor_counts:
+        if count % devices:
+            return f"{words} is {count}, which {devices} devices do not divide"
+    return None
+
+
+def tensor_ms(
+    profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, recompute: Recompute = "none"
+) -> tuple[float, float]:
+    """Return forward and backward of one microbatch of one layer that ``devices`` devices compute in parts, and what
+    they exchange, which is computed and not measured.
+
+    Each device takes all rows. A layer of which something is divided is taken to need ``devices``-th of its time; the
+    others need all of it on each device. An all-reduce is two times ``devices`` − 1 hops of a ring. Parameters that are
+    not divided are gathered in both passes. The weights of rowwise modules are copied, and their gradients brought
+    back, once for a step, of which each of its microbatches is taken to bear an equal part.
+    """
+    forward_ms, backward_ms = layer_ms(profile, policy, layer, 1, recompute)
+    if devices == 1:
+        return forward_ms, backward_ms
+    inner, hops, split = profile.inner or profile.ring, devices - 1, layer.tensor
+    scale = policy.microbatch_rows / profile.microbatch_rows
+    whole_bytes = divided_bytes(layer) - (0 if split is None else split.parameter_bytes)
+    gather_ms = hops * inner.time_ms(whole_bytes / devices) if whole_bytes > 0 else 0.0
+    if split is None:
+        return forward_ms + gather_ms, backward_ms + gather_ms
+
+    def exchange_ms(size_bytes: int, times: int) -> float:
+        return 2 * hops * times * inner.time_ms(size_bytes * scale / devices / times) if times else 0.0
+
+    there_ms = exchange_ms(split.forward_bytes, split.forward_exchanges)
+    back_ms = exchange_ms(split.backward_bytes, split.backward_exchanges)
+    back_ms += there_ms if recompute != "none" else 0.0
+    if split.column_bytes:
+        once_ms = hops * inner.time_ms(split.column_bytes / devices) / max(policy.microbatches, 1)
+        there_ms, back_ms = there_ms + once_ms, back_ms + once_ms
+    return forward_ms / devices + gather_ms + there_ms, backward_ms / devices + gather_ms + back_ms
+
+
 def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[float, float]:
     """Return what one microbatch of one layer takes longer on shards than on replicas, forward and backward.
 
@@ -70,14 +117,18 @@ def expected_ms(
 ) -> dict[Device, float]:
     """How long each device computes on one microbatch, forward and backward, if all nodes have speed 1.
 
-    What shards gather and reduce is communication, and does not count.
+    What shards gather and reduce, and what tensor parallelism exchanges, is communication, and does not count.
     """
     expected: dict[Device, float] = {}
     for placement in placements:
         for stage in placement.stages:
             layers = profile.layers[stage.first_layer : stage.end_layer]
+            count = len(stage.devices)
             takes_ms = sum(
-                sum(layer_ms(profile, policy, layer, len(stage.devices), stage.recompute)) for layer in layers
+                sum(layer_ms(profile, policy, layer, 1, stage.recompute)) / (count if layer.tensor else 1)
+                if stage.within == "tensor"
+                else sum(layer_ms(profile, policy, layer, count, stage.recompute))
+                for layer in layers
             )
             expected.update(dict.fromkeys(stage.devices, takes_ms))
     return expected

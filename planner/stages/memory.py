@@ -3,7 +3,9 @@
 The devices of a stage split each microbatch by rows, so activations shrink with their number. As replicas
 every device holds the parameters, gradients and optimizer state of all the stage's layers. As shards each of k
 devices holds a k-th of them, and besides what is gathered of one layer at a time: twice the parameters and once
-the gradients of the largest. Frozen parameters and buffers are whole on every device.
+the gradients of the largest. Frozen parameters and buffers are whole on every device. Devices that are
+tensor-parallel hold a k-th, too, and columns of some weights with their gradients; what is gathered are the
+parameters that are not divided; and each has the activations of all rows, of which a part is divided.
 A stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs
 a forwards ahead of the first backward), and never more than there are.
 
@@ -68,35 +70,38 @@ class MemoryModel:
         """Memory of one device, or ``None`` for no limit."""
         self._owners = policy.tolerate + 1 if policy.zero1 else 1
         """Pipelines that share out the optimizer's state."""
-        self._states: dict[int, Sizes] = {}
-        self._activations: dict[tuple[Recompute, int], tuple[Sizes, Sizes]] = {}
+        self._states: dict[tuple[int, Within], Sizes] = {}
+        self._activations: dict[tuple[Recompute, int, bool], tuple[Sizes, Sizes]] = {}
 
     def _state(self, devices: int, within: Within) -> Sizes:
         """Return the bytes on each device of parameters, gradients, optimizer state and what is gathered."""
-        parts = devices if within == "shard" else 1
-        known = self._states.get(parts)
+        parts, within = (1, "replicate") if within == "replicate" or devices == 1 else (devices, within)
+        known = self._states.get((parts, within))
         if known is None:
-            known = _range_sums([sum(_state_bytes(layer, parts, self._owners)) for layer in self._layers])
+            known = _range_sums(
+                [sum(_state_bytes(layer, parts, self._owners, within)) for layer in self._layers]
+            )
             if parts > 1:
-                known = known + _range_maxima([_gathered_bytes(layer) for layer in self._layers])
-            self._states[parts] = known
+                known = known + _range_maxima([_gathered_bytes(layer, within) for layer in self._layers])
+            self._states[parts, within] = known
         return known
 
-    def _kept_and_working(self, recompute: Recompute, devices: int) -> tuple[Sizes, Sizes]:
+    def _kept_and_working(self, recompute: Recompute, devices: int, within: Within) -> tuple[Sizes, Sizes]:
         """Return what stays alive for each microbatch in flight, and what is computed again at a time.
 
         Both are bytes on the fullest of ``devices`` devices times the rows that were measured.
         """
-        known = self._activations.get((recompute, devices))
+        tensor = within == "tensor" and devices > 1
+        known = self._activations.get((recompute, devices, tensor))
         if known is None:
-            known = self._activations[recompute, devices] = self._summed(recompute, devices)
+            known = self._activations[recompute, devices, tensor] = self._summed(recompute, devices, tensor)
         return known
 
-    def _summed(self, recompute: Recompute, devices: int) -> tuple[Sizes, Sizes]:
+    def _summed(self, recompute: Recompute, devices: int, tensor: bool) -> tuple[Sizes, Sizes]:
         layers = self._layers
         before = [0, *(layer.output_bytes for layer in layers[:-1])]
         if recompute == "none":
-            kept = self._sums([layer.activation_bytes for layer in layers], devices)
+            kept = self._sums([layer.activation_bytes for layer in layers], devices, tensor)
             return kept, np.zeros_like(kept)
         if recompute == "full":
             # The first layer's input is the batch itself: integers or pixels, owned by the data loader.
@@ -107,13 +112,23 @@ class MemoryModel:
         else:
             inputs = [layer.selective.activation_bytes for layer in layers if layer.selective is not None]
         working = [_again_bytes(layer, size) for layer, size in zip(layers, before, strict=True)]
-        return self._sums(inputs, devices), _range_maxima(self._scaled(working, devices))
+        if tensor and recompute == "full":
+            # Inputs are not divided.
+            return _range_sums([size * self._rows for size in inputs]), _range_maxima(
+                self._scaled(working, devices, tensor)
+            )
+        return self._sums(inputs, devices, tensor), _range_maxima(self._scaled(working, devices, tensor))
 
-    def _sums(self, sizes: list[int], devices: int) -> Sizes:
-        return _range_sums(self._scaled(sizes, devices))
+    def _sums(self, sizes: list[int], devices: int, tensor: bool) -> Sizes:
+        return _range_sums(self._scaled(sizes, devices, tensor))
 
-    def _scaled(self, sizes: list[int], devices: int) -> list[int]:
+    def _scaled(self, sizes: list[int], devices: int, tensor: bool) -> list[int]:
         """Return the sizes of layers on the fullest of ``devices`` devices, times the rows that were measured."""
+        if tensor:
+            return [
+                -(-size * _tensor_bytes(layer, devices) * self._rows // max(layer.activation_bytes, 1))
+                for layer, size in zip(self._layers, sizes, strict=True)
+            ]
         share = rows_on_one(devices, self._rows)
         return [
             size * share if part is None else -(-size * part * self._rows // layer.activation_bytes)
@@ -126,7 +141,7 @@ class MemoryModel:
     ) -> Sizes:
         """Return the bytes of every stage [u, v), shape (L + 1, L + 1); meaningless where v ≤ u."""
         alive = in_flight(stages_after, self._microbatches)
-        kept, working = self._kept_and_working(recompute, devices)
+        kept, working = self._kept_and_working(recompute, devices, within)
         return self._state(devices, within) - (-(kept * alive + working) // self._measured_rows)
 
     def stage_bytes(
@@ -141,7 +156,7 @@ class MemoryModel:
         """Return the bytes of stage [first_layer, end_layer) on each of its devices."""
         alive = in_flight(stages_after, self._microbatches)
         cell = first_layer, end_layer
-        kept, working = self._kept_and_working(recompute, devices)
+        kept, working = self._kept_and_working(recompute, devices, within)
         activations = int(kept[cell]) * alive + int(working[cell])
         return int(self._state(devices, within)[cell]) + -(-activations // self._measured_rows)
 
@@ -157,10 +172,10 @@ class MemoryModel:
         """Return what the bytes of ``stage_bytes`` are for."""
         layers = self._layers[first_layer:end_layer]
         total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within)
-        parts = devices if within == "shard" else 1
-        states = [_state_bytes(layer, parts, self._owners) for layer in layers]
+        parts = 1 if within == "replicate" else devices
+        states = [_state_bytes(layer, parts, self._owners, within) for layer in layers]
         parameters, gradients, optimizer = (sum(sizes) for sizes in zip(*states, strict=True))
-        gathered = max(map(_gathered_bytes, layers)) if parts > 1 else 0
+        gathered = max(_gathered_bytes(layer, within) for layer in layers) if parts > 1 else 0
         return StageMemory(
             parameters=parameters,
             gradients=gradients,
@@ -184,24 +199,39 @@ class MemoryModel:
         )
 
 
-def _state_bytes(layer: LayerProfile, parts: int, owners: int) -> tuple[int, int, int]:
+def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -> tuple[int, int, int]:
     """Return the layer's parameters, gradients and optimizer state in bytes on one device.
 
-    :param parts: devices that hold shards of it, 1 for replicas.
+    :param parts: devices that hold a part of it each, 1 for replicas.
     :param owners: pipelines that share out the optimizer's state.
     """
     divided = divided_bytes(layer)
+    columns = (
+        layer.tensor.column_bytes if within == "tensor" and parts > 1 and layer.tensor is not None else 0
+    )
     return (
-        layer.parameter_bytes - divided - (-divided // parts),
-        -(-layer.gradient_bytes // parts),
+        layer.parameter_bytes - divided - (-divided // parts) - (-columns // parts),
+        -(-layer.gradient_bytes // parts) - (-columns // parts),
         -(-layer.optimizer_bytes // (parts * owners)),
     )
 
 
-def _gathered_bytes(layer: LayerProfile) -> int:
-    """Return what is alive at most while a layer no larger than this one is computed on shards: its parameters,
-    those of the layer that is gathered next, and its gradients before they are scattered."""
-    return 2 * divided_bytes(layer) + layer.gradient_bytes
+def _gathered_bytes(layer: LayerProfile, within: Within) -> int:
+    """Return what is alive at most while a layer no larger than this one is computed on parts of it: its parameters,
+    those of the layer that is gathered next, and its gradients before they are scattered.
+
+    Under tensor parallelism that is of what is not divided; or the weights of which columns are copied.
+    """
+    if within != "tensor" or layer.tensor is None:
+        return 2 * divided_bytes(layer) + layer.gradient_bytes
+    whole = 2 * divided_bytes(layer) + layer.gradient_bytes - 3 * layer.tensor.parameter_bytes
+    return max(whole, 2 * layer.tensor.column_bytes)
+
+
+def _tensor_bytes(layer: LayerProfile, devices: int) -> int:
+    """Return what autograd keeps on each of ``devices`` devices that compute parts of the layer on all rows."""
+    split = min(layer.activation_bytes, 0 if layer.tensor is None else layer.tensor.activation_bytes)
+    return layer.activation_bytes - split - (-split // devices)
 
 
 def _part_bytes(layer: LayerProfile, devices: int) -> int | None:

@@ -114,7 +114,13 @@ class Engine:
         if isinstance(self.optimization, ShardedOptimization):
             self.model.make_contiguous()
             self.optimization.refresh()
-            self.sharding = Sharding(self.model, self.optimization, pace, zero1=data.zero1)
+            self.sharding = Sharding(
+                self.model,
+                self.optimization,
+                pace,
+                zero1=data.zero1,
+                tensor_parallel=data.within_node in ("auto", "tensor"),
+            )
         self.states = LayerStates(self.model, self.optimization)
         self.parked = ParkedLayers(self.model, self.optimization, self.states)
         """Layers that are complete, in host memory."""

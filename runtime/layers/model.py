@@ -35,6 +35,7 @@ from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
+from runtime.layers.tensor_plan import Place, SplitRegions, TensorPlan, TensorPlanError, plan_of
 from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import Scopes, WindowedModule, caller
 from runtime.precision import PRECISIONS, lacking
@@ -79,7 +80,10 @@ class ShardedParameters(Protocol):
         """Surround a forward pass of some layers."""
 
     def gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
-        """Inside, the parameters of a layer are whole: those of its block, or those outside of it."""
+        """Inside, a layer can run: its block, or its code outside of it."""
+
+    def put_together(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, all parameters of a layer are whole."""
 
 
 class Model:
@@ -156,7 +160,19 @@ class Model:
         self.first_signature = self._structure.signature(batch)
         """Signature of the first samples, whose shapes every trainer knows."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
+        self.tensor_plan: TensorPlan | None = None
+        """Modules that devices of a stage may compute in parts."""
+        self.tensor_problem: str | None = None
+        """Reason why there are none, in words."""
+        plan = self._planned(data)
+        self._regions = SplitRegions(plan, self._places()) if plan is not None else None
         self._probe(batch, rows, verified=verified)
+        self._settle_plan()
+        if data.within_node == "tensor" and self.tensor_problem is not None:
+            raise TrainingError(
+                f"planner.within_node = tensor, and this model cannot be tensor-parallel: {self.tensor_problem}; "
+                "use replicate, shard or auto"
+            )
 
     def _root_on(self, device: torch.device) -> nn.Module:
         """Return the training's model in training mode; what has memory is on the device."""
@@ -171,6 +187,46 @@ class Model:
         if (problem := vocabulary.problem(batch)) is not None:
             row, what = problem
             raise TrainingError(f"sample {row % len(self.training.dataset)} of Training.dataset {what}")
+
+    # --- tensor parallelism ----------------------------------------------------------------------
+
+    def _planned(self, data: TrainingData) -> TensorPlan | None:
+        """Return the model's tensor-parallel plan before its split regions are watched.
+
+        :raises TrainingError: the user's own plan is at fault, and may be used.
+        """
+        if data.compile:
+            self.tensor_problem = "training.compile is on, and compiled layers cannot be split"
+            return None
+        alone = {
+            id(t.value): (t.name, t.trainable and len(t.places) == 1 and len(t.layers) == 1)
+            for t in self._tensors
+        }
+        try:
+            return plan_of(self.training.tensor_plan, self._places(), alone)
+        except TensorPlanError as error:
+            if self.training.tensor_plan is not None and data.within_node in ("auto", "tensor"):
+                raise TrainingError(f"Training.tensor_plan: {error}") from error
+            self.tensor_problem = str(error)
+            return None
+
+    def split_regions(self) -> SplitRegions | None:
+        """Return what watches layers run as the tensor-parallel plan says; ``None``: there is no plan."""
+        return None if self.tensor_plan is None else SplitRegions(self.tensor_plan, self._places())
+
+    def _settle_plan(self) -> None:
+        if self._regions is not None:
+            try:
+                self.tensor_plan = self._regions.checked()
+            except TensorPlanError as error:
+                self.tensor_problem = str(error)
+            self._regions = None
+
+    def _places(self) -> list[Place]:
+        return [
+            Place(name=name, module=module, layers=layers, in_block=self._structure.in_block(name))
+            for name, module, layers in self._structure.modules()
+        ]
 
     # --- what it is made of ---------------------------------------------------------------------
 
@@ -309,12 +365,7 @@ class Model:
         if self._shards is None or layer not in self._shared:
             yield
             return
-        with (
-            torch.no_grad(),
-            self._shards.running(),
-            self._shards.gathered(layer, block=True),
-            self._shards.gathered(layer, block=False),
-        ):
+        with torch.no_grad(), self._shards.put_together(layer):
             yield
 
     @property
@@ -516,7 +567,8 @@ class Model:
                 probe = DropoutProbe()
                 given = x
                 try:
-                    with probe, self.provided(index):
+                    watching = nullcontext() if self._regions is None else self._regions.watching(index)
+                    with probe, watching, self.provided(index):
                         x = self.forward(index, index + 1, x, step=0, row=0, batch=batch)
                 except TrainingError:
                     raise

@@ -23,7 +23,7 @@ from runtime.data.seeds import stream_seed
 _CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
     {functional.dropout1d, functional.dropout2d, functional.dropout3d}
 )
-_DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
+DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class SampleDropout(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             x, p, training, inplace = _dropout_arguments(*args, **kwargs)
             if training and p > 0.0:
                 mask = self._mask(x, p, per_channel=func in _CHANNEL_DROPOUTS)
@@ -114,7 +114,7 @@ class DropoutProbe(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             _, p, training, _ = _dropout_arguments(*args, **kwargs)
             self.seen = self.seen or (training and p > 0.0)
         return func(*args, **kwargs)

@@ -73,7 +73,12 @@ class Seat:
 
 def is_sharded(stage: StageData) -> bool:
     """Return whether each device of the stage has a part of its layers only."""
-    return stage.within == "shard" and len(stage.ranks) > 1
+    return stage.within != "replicate" and len(stage.ranks) > 1
+
+
+def is_tensor_parallel(stage: StageData) -> bool:
+    """Return whether each device of the stage computes a part of its layers, on all rows."""
+    return stage.within == "tensor" and len(stage.ranks) > 1
 
 
 def has_shards(world: WorldData) -> bool:
@@ -90,10 +95,11 @@ def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows that each rank of a stage computes.
 
     Where rows are ``coupled`` they stay together: the first device takes all of them; where the devices have shards
-    of the layers, all take all, as each is needed for putting parameters together.
+    of the layers, all take all, as each is needed for putting parameters together. Devices that are tensor-parallel
+    take all rows.
     """
     whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
-    if not coupled:
+    if not (coupled or is_tensor_parallel(stage)):
         count = len(stage.ranks)
         return {rank: rows_of(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
     return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
@@ -102,7 +108,7 @@ def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
 def _told(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows of which each rank of a stage passes on what it computed: each row once."""
     taken = _taken(stage, microbatch_rows, coupled=coupled)
-    if coupled:
+    if coupled or is_tensor_parallel(stage):
         return {stage.ranks[0]: taken[stage.ranks[0]]}
     return taken
 

@@ -33,6 +33,7 @@ from planner.values import (
     Recomputation,
     Recompute,
     SplitTime,
+    TensorSplit,
 )
 from runtime.data.batches import slice_rows, to_device
 from runtime.layers.activations import Activation, flatten
@@ -159,6 +160,7 @@ def measure(
     looks: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
     unselectable: list[str] = []
+    splits: dict[Hashable, TensorSplit | None] = {}
     flops: dict[Hashable, int] = {}
     total_flops = 0
     peak = peak_flops(data, model.device)
@@ -185,7 +187,10 @@ def measure(
                 cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
                 for case, found in cases[-1].items():
                     equal.setdefault(case, found.times)
-                sizes.append(_sizes(model, layer, optimizer_bytes, output_bytes))
+                if look not in splits:
+                    splits[look] = _tensor_split(given)
+                size = _sizes(model, layer, optimizer_bytes, output_bytes)
+                sizes.append(replace(size, tensor=splits[look]))
             progress(layer + 1, model.layer_count)
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
@@ -200,6 +205,8 @@ def measure(
             flops=float(total_flops) if peak is not None and total_flops else None,
             device_peak_flops=peak,
             shard_problem=_shard_problem(training, model),
+            tensor_problem=model.tensor_problem,
+            tensor_counts=() if model.tensor_plan is None else model.tensor_plan.counts,
         ),
         names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
         rows=tuple(
@@ -387,6 +394,38 @@ def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
     passed: Activation = detached if isinstance(output, tuple) else detached[0]
     output_bytes = sum(t.numel() * t.element_size() for t in detached)
     return sum(saved.values()) + sum(selected.values()), passed, output_bytes
+
+
+def _tensor_split(given: _Given) -> TensorSplit | None:
+    """Return what tensor parallelism divides of the layer; ``None``: nothing."""
+    model, layer = given.model, given.layer
+    plan, regions = model.tensor_plan, model.split_regions()
+    linears = [one for one in plan.linears if one.layer == layer] if plan is not None else []
+    if plan is None or regions is None or not linears:
+        return None
+    sizes = {t.name: t.value.numel() * t.value.element_size() for t in model.tensors_of(layer)}
+    parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved.setdefault(storage.data_ptr(), storage.nbytes() if regions.is_open else 0)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), model.recomputing("none"):
+        with regions.watching(layer):
+            output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+        del output
+    return TensorSplit(
+        parameter_bytes=sum(sizes[name] for name in plan.alone if name in sizes),
+        column_bytes=sum(sizes[one.weight] for one in linears if one.style == "rowwise"),
+        activation_bytes=sum(saved.values()),
+        forward_bytes=sum(regions.forward_bytes),
+        forward_exchanges=len(regions.forward_bytes),
+        backward_bytes=sum(regions.backward_bytes),
+        backward_exchanges=len(regions.backward_bytes),
+    )
 
 
 def _as_received(x: Activation | None) -> Activation | None:

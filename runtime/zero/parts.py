@@ -13,6 +13,7 @@ range of elements that a rank has not itself one that has it: every rank derives
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from runtime.layers.world import is_sharded, owners_of_layer, stages_of_layer
@@ -102,18 +103,24 @@ class Shape:
 
     @classmethod
     def of(
-        cls, parameter_layers: Mapping[str, tuple[int, ...]], sizes: Mapping[str, ParameterSize]
+        cls,
+        parameter_layers: Mapping[str, tuple[int, ...]],
+        sizes: Mapping[str, ParameterSize],
+        apart: Mapping[str, str] = MappingProxyType({}),
     ) -> "Shape":
-        """:param parameter_layers: trainable parameters in model order, with the layers that use each."""
-        found: dict[tuple[tuple[int, ...], str], tuple[list[str], list[int]]] = {}
+        """:param parameter_layers: trainable parameters in model order, with the layers that use each.
+        :param apart: parameters that share a vector only with those that have the same word here.
+        """
+        found: dict[tuple[tuple[int, ...], str, str], tuple[list[str], list[int]]] = {}
         for name, layers in parameter_layers.items():
-            names, offsets = found.setdefault((tuple(sorted(layers)), sizes[name].dtype), ([], [0]))
+            key = tuple(sorted(layers)), sizes[name].dtype, apart.get(name, "")
+            names, offsets = found.setdefault(key, ([], [0]))
             names.append(name)
             offsets.append(offsets[-1] + sizes[name].numel)
         return cls(
             vectors=tuple(
                 Vector(layers=layers, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
-                for (layers, dtype), (names, offsets) in sorted(found.items())
+                for (layers, dtype, _), (names, offsets) in sorted(found.items())
             )
         )
 

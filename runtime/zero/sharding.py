@@ -18,8 +18,10 @@ from planner.values import StatePart
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.state import StateError
+from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import Exchange, WholePayloads
-from runtime.layers.world import has_shards, is_sharded
+from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel
+from runtime.training import TrainingError
 from runtime.watch.pace import Pace
 from runtime.zero.cells import Fractions, copied_parts, owned_parts, replica_parts, share_of, stage_of
 from runtime.zero.gather import ParameterGather
@@ -28,6 +30,7 @@ from runtime.zero.parts import Move, Shape, Slice, Vector, everything, moves_of
 from runtime.zero.replica import CHECK_STEPS, Replica
 from runtime.zero.sharded_optimizer import ShardedOptimization
 from runtime.zero.shards import StageShards
+from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages.trainer import Resume, StageData, WorldData
 from storage.buckets import Bucket
 
@@ -50,14 +53,25 @@ class Sharding:
     """The engine's layers in parts; called by the main thread alone.
 
     :param zero1: owners share out the optimizer's state.
+    :param tensor_parallel: stages may be tensor-parallel; the same for all trainers of the job.
     """
 
-    def __init__(self, model: Model, optimization: ShardedOptimization, pace: Pace, *, zero1: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        optimization: ShardedOptimization,
+        pace: Pace,
+        *,
+        zero1: bool,
+        tensor_parallel: bool = False,
+    ) -> None:
         self._model = model
         self._zero1 = zero1
         self._optimization = optimization
         self._pace = pace
-        self.shape = Shape.of(model.parameter_layers, model.parameter_sizes)
+        self._plan = model.tensor_plan if tensor_parallel else None
+        apart = {} if self._plan is None else self._plan.apart
+        self.shape = Shape.of(model.parameter_layers, model.parameter_sizes, apart)
         self.states = PartStates(model, optimization, self.shape)
         self.states.keep_whole(range(model.layer_count))
         self.replica: Replica | None = None
@@ -162,9 +176,20 @@ class Sharding:
 
     def _place(self, stage: StageData, own: list[int], communicator: Communicator) -> None:
         """Make room for what this rank computes with."""
-        shards = None
-        if is_sharded(stage):
-            before = self._optimization.shards
+        shards: StageShards | None = None
+        before = self._optimization.shards
+        if is_tensor_parallel(stage):
+            shards = StageTensorParts(
+                self._model,
+                self.shape,
+                own,
+                stage.ranks,
+                communicator,
+                self._pace,
+                plan=self._plan_on(len(stage.ranks)),
+                before=before,
+            )
+        elif is_sharded(stage):
             shards = StageShards(
                 self._model,
                 self.shape,
@@ -181,6 +206,20 @@ class Sharding:
             for layer in own:
                 self._model.materialise(layer)
         self._optimization.refresh()
+
+    def _plan_on(self, devices: int) -> TensorPlan:
+        """Return the plan for a stage of so many devices.
+
+        :raises TrainingError: there is none.
+        """
+        plan = self._plan
+        problem = self._model.tensor_problem if plan is None else plan.problem_on(devices)
+        if plan is None or problem is not None:
+            raise TrainingError(
+                f"the plan has a tensor-parallel stage of {devices} devices, and this model cannot: {problem}; measure "
+                "the profile again, or set planner.within_node = shard or replicate"
+            )
+        return plan
 
     def _fill(self, own: list[int], complete: set[int], digest: Callable[[int], str] | None) -> None:
         """Copy what is here to where this rank computes with it. Of layers that can be provided, one is whole at a
@@ -252,6 +291,8 @@ class Sharding:
             gradients = [self._optimization.gradient_of(one.slice) for one in self.replica.slices]
             self.replica.follow(gradients, self._optimization.options())
         self._optimization.step(owned, skipped=skipped)
+        if self._optimization.shards is not None:
+            self._optimization.shards.values_changed()
         followed = self.replica is not None and self.replica.error is None
         self.states.kept = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 

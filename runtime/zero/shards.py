@@ -14,7 +14,7 @@ everywhere, parameters may be tied, and a module's own ``forward`` can run in wi
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,6 +71,7 @@ class StageShards:
     :param layers: of the stage. :param members: the stage's ranks, of which ``communicator.rank`` is one.
     :param same_rows: all of them compute the same rows, so each has the stage's whole gradients.
     :param before: those of the last generation; runs that stay the same keep their memory and their values.
+    :param apart: numbers of vectors that no layer gathers to run.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class StageShards:
         *,
         same_rows: bool = False,
         before: "StageShards | None" = None,
+        apart: Collection[int] = (),
     ) -> None:
         self._shape = shape
         self._members = members
@@ -126,6 +128,7 @@ class StageShards:
                     for number in self.vectors
                     if layer in shape.vectors[number].layers
                     and number not in everywhere
+                    and number not in apart
                     and any(block in tensor.blocks for tensor in self._tensors[number])
                 )
         self._anchor = torch.zeros((), requires_grad=True)
@@ -157,6 +160,9 @@ class StageShards:
         """No backward pass of the step has begun."""
         self.armed = False
         self._uses = dict.fromkeys(self.vectors, 0)
+
+    def values_changed(self) -> None:
+        """An update has changed ``values``."""
 
     # --- elements --------------------------------------------------------------------------------
 
@@ -219,6 +225,17 @@ class StageShards:
             yield
 
     @contextmanager
+    def put_together(self, layer: int) -> Iterator[None]:
+        """Inside, all parameters of a layer are whole; the other devices of the stage have to come here, too."""
+        vectors = [
+            number
+            for number in self.vectors
+            if layer in self._shape.vectors[number].layers and number not in self._everywhere
+        ]
+        with self.running(), self._bound(tuple(vectors)):
+            yield
+
+    @contextmanager
     def _bound(self, vectors: tuple[int, ...]) -> Iterator[None]:
         before: list[tuple[nn.Module, str, Any]] = []
         storages = []
@@ -232,7 +249,7 @@ class StageShards:
             yield
         finally:
             for module, attribute, value in reversed(before):
-                _put(module, attribute, value)
+                put_parameter(module, attribute, value)
             for storage in storages:
                 self._whole.pop(storage, None)
 
@@ -251,7 +268,7 @@ class StageShards:
             value = run.view(tensor.value.shape)
             for module, attribute in tensor.places:
                 before.append((module, attribute, module._parameters[attribute]))
-                _put(module, attribute, value)
+                put_parameter(module, attribute, value)
 
     def _noted(self, tensor: Tensor) -> Any:
         """Autograd keeps ``tensor``: a note, where it is of a gathered vector."""
@@ -300,11 +317,18 @@ class StageShards:
         """The gradient of a whole vector, of one microbatch, is complete here: begin to reduce it."""
         self._again.pop(number, None)
         self._uses[number] -= 1
-        if self._same_rows:
+        if self._has_whole_gradient(number):
             start, end = self.runs[number]
             self.gradients[number].add_(gradient.reshape(-1)[start:end])
             self._complete(number)
             return
+        self._begin_reducing(number, gradient)
+
+    def _has_whole_gradient(self, number: int) -> bool:
+        """Return whether each device computes all of a vector's gradient, so that nothing is to be added."""
+        return self._same_rows
+
+    def _begin_reducing(self, number: int, gradient: Tensor) -> None:
         whole, reduced = gradient.contiguous(), self._empty(number)
         pending = self._communicator.reduce_runs(reduced, whole, self._members)
         self._reducing.append(_Reducing(number, pending, reduced, whole))
@@ -346,7 +370,7 @@ class StageShards:
             raise
 
 
-def _put(module: nn.Module, attribute: str, value: Any) -> None:
+def put_parameter(module: nn.Module, attribute: str, value: Any) -> None:
     """As ``setattr``, which takes parameters alone."""
     module._parameters[attribute] = value
     if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names:

@@ -424,7 +424,7 @@ def write_job(
 
     :param delay_s: of each layer. A node that starts imports torch, which takes long while steps need all
         processors: jobs that wait for one give it time.
-    :param within_node: what each device of a stage holds; other than with "auto", every stage has two devices.
+    :param within_node: how devices of a stage share its work; other than with "auto", every stage has two devices.
     :param two_node_replicas: a copy of the model fits no node with so many ``devices``, and fits two of them.
     """
     text = JOB.format(
@@ -432,12 +432,12 @@ def write_job(
         here=Path(__file__).parent,
         device=DEVICE,
         delay_s=delay_s,
-        arguments=arguments,
+        arguments=f"{arguments}\nsplit = true" if within_node == "tensor" else arguments,
         tables=tables,
         failures=failures,
         minimum=minimum,
         memory=f"device_memory_mib = {HALF_A_REPLICA_MIB[devices]}" if two_node_replicas else "",
-        profile=f'profile = "{write_pairs(directory)}"' if within_node != "auto" else "",
+        profile=f'profile = "{write_pairs(directory, within_node)}"' if within_node != "auto" else "",
         within_node=within_node,
     )
     path = directory / "job.toml"
@@ -445,7 +445,7 @@ def write_job(
     return path
 
 
-def write_pairs(directory: Path) -> Path:
+def write_pairs(directory: Path, within_node: str) -> Path:
     """Write a profile of the test job in which every stage has two devices."""
     size = (48 * 48 + 48) * 8
     layer = {
@@ -457,7 +457,18 @@ def write_pairs(directory: Path) -> Path:
         "activation_bytes": 4096,
         "output_bytes": 2 * 48 * 8,
     }
-    document = {"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": [layer] * 6, "stage_devices": [2]}
+    split = {
+        "parameter_bytes": size,
+        "column_bytes": 0,
+        "activation_bytes": 0,
+        "forward_bytes": 2 * 48 * 8,
+        "forward_exchanges": 1,
+        "backward_bytes": 2 * 48 * 8,
+        "backward_exchanges": 1,
+    }
+    inner = {**layer, "tensor": split} if within_node == "tensor" else layer
+    layers = [layer, *[inner] * 4, layer]
+    document = {"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": layers, "stage_devices": [2]}
     path = directory / "pairs.json"
     path.write_bytes(msgspec.json.encode(document))
     return path

@@ -26,7 +26,7 @@ def recovered_from(run: Run) -> set[str]:
     return {node for r in run.recoveries if r["cause"] in causes for node in r["nodes"]}
 
 
-@pytest.mark.parametrize("within", ["auto", "shard"])
+@pytest.mark.parametrize("within", ["auto", "shard", "tensor"])
 def test_a_killed_node_and_its_return(
     ground: Playground, tmp_path: Path, same_losses: SameLosses, within: str
 ) -> None:
@@ -48,10 +48,10 @@ def test_a_killed_node_and_its_return(
     assert back["recomputed_steps"] == 0
     ground.further()
     assert survivors(ground, "node-1") == others
-    if within == "shard":
+    if within != "auto":
         for pipelines in (recovery["pipelines_before"], recovery["pipelines_after"], back["pipelines_after"]):
             assert [(len(stage["devices"]), stage["within"]) for p in pipelines for stage in p["stages"]] == (
-                [(2, "shard")] * sum(nodes_of(pipelines))
+                [(2, within)] * sum(nodes_of(pipelines))
             )
     same_losses(ground.stop_job())
 
@@ -89,8 +89,9 @@ def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None
         ({"two_node_replicas": True}, False),
         ({"failures": 3, "within_node": "replicate"}, True),
         ({"failures": 3, "within_node": "shard"}, True),
+        ({"failures": 3, "within_node": "tensor"}, True),
     ],
-    ids=["alone in its stage", "with half of the rows", "with half of the state"],
+    ids=["alone in its stage", "with half of the rows", "with half of the state", "with parts of the layers"],
 )
 def test_a_killed_trainer_comes_back(
     ground: Playground, tmp_path: Path, same_losses: SameLosses, options: dict[str, Any], of_a_stage: bool

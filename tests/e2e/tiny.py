@@ -92,8 +92,10 @@ def build(
     held_out: int = 0,
     hold: str = "",
     lost_device: str = "",
+    split: bool = False,
 ) -> Training:
     """:param tied: the last layer has the first one's weight.
+    :param split: devices of a stage can compute parts of all layers but the first and the last.
     :param held_out: samples of an evaluation; with some, the largest error is a metric."""
     if lost_device and Path(lost_device).exists() and is_trainer(*Path(lost_device).read_text().split()):
         raise RuntimeError("no CUDA-capable device is detected")
@@ -111,6 +113,7 @@ def build(
         dataset=Points(samples, width, raise_once, wrong_from),
         evaluation=HeldOut(held_out, width, hold) if held_out else None,
         metrics=largest_error if held_out else None,
+        tensor_plan={f"{n}.0": "colwise_gather_output" for n in range(1, layers - 1)} if split else None,
     )
 
 

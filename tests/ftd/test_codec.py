@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.config.profile_document import MAX_DEVICES, MOST_BYTES, MOST_BYTES_PER_S, MOST_COUNT, MOST_MS
+from ftd.config.profile_document import (
+    MAX_DEVICES,
+    MAX_LAYERS,
+    MOST_BYTES,
+    MOST_BYTES_PER_S,
+    MOST_COUNT,
+    MOST_MS,
+)
 from ftd.errors import WireError
 from ftd.wire import codec
 from ftd.wire.codec import (
@@ -51,6 +58,7 @@ from planner.values import (
     SplitTime,
     StagePlacement,
     StatePart,
+    TensorSplit,
     Transfer,
 )
 from statemachine.agent.commands import STEPS_PER_MESSAGE
@@ -132,7 +140,7 @@ reports = st.builds(
     evaluation=st.none() | evaluations,
 )
 LAYER_NUMBERS = [
-    f.name for f in dataclasses.fields(LayerProfile) if f.name not in ("split", "full", "selective")
+    f.name for f in dataclasses.fields(LayerProfile) if f.name not in ("split", "tensor", "full", "selective")
 ]
 times, sizes = st.floats(0, MOST_MS), st.integers(0, MOST_BYTES)
 splits = st.builds(
@@ -142,12 +150,20 @@ splits = st.builds(
     backward_ms=times,
     activation_bytes=st.none() | sizes,
 )
+tensor_splits = st.builds(
+    TensorSplit,
+    **{
+        f.name: st.integers(0, MAX_LAYERS) if f.name.endswith("_exchanges") else sizes
+        for f in dataclasses.fields(TensorSplit)
+    },
+)
 recomputations = st.builds(Recomputation, activation_bytes=sizes, recompute_ms=times)
 layers = st.builds(
     LayerProfile,
     **{name: times if name.endswith("_ms") else sizes for name in LAYER_NUMBERS},
     full=st.none() | recomputations,
     selective=st.none() | recomputations,
+    tensor=st.none() | tensor_splits,
     split=st.lists(splits, max_size=2).map(tuple),
 )
 links = st.builds(Link, latency_ms=times, bytes_per_s=st.floats(1, MOST_BYTES_PER_S))
@@ -155,6 +171,7 @@ profiles = st.builds(
     ModelProfile,
     layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
     microbatch_rows=st.integers(1, MOST_COUNT),
+    tensor_counts=st.lists(st.tuples(st.just("heads"), st.integers(1, MOST_COUNT)), max_size=2).map(tuple),
     device_memory_bytes=st.none() | st.integers(1, MOST_BYTES),
     stage_devices=st.none()
     | st.sets(st.integers(1, MAX_DEVICES), min_size=1, max_size=3).map(sorted).map(tuple),
@@ -177,7 +194,7 @@ policies = st.builds(
     activation_checkpointing=st.sampled_from(["none", "selective", "full", "auto"]),
     device_memory_bytes=st.none() | numbers,
     zero1=st.booleans(),
-    within_node=st.sampled_from(["auto", "replicate", "shard"]),
+    within_node=st.sampled_from(["auto", "replicate", "shard", "tensor"]),
 )
 jobs = st.builds(
     Job,
@@ -225,7 +242,7 @@ stages = st.builds(
     end_layer=numbers,
     devices=st.lists(devices, max_size=3).map(tuple),
     recompute=st.sampled_from(["none", "selective", "full"]),
-    within=st.sampled_from(["replicate", "shard"]),
+    within=st.sampled_from(["replicate", "shard", "tensor"]),
 )
 pipelines = st.builds(
     PipelinePlacement,

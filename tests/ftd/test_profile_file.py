@@ -25,7 +25,7 @@ from ftd.config.profile_file import (
 from ftd.errors import ConfigurationError
 from ftd.view.schema import schema_of
 from planner.stages.costs import StageCosts
-from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime
+from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime, TensorSplit
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -79,6 +79,15 @@ def own_tree() -> Tree:
                 "output_bytes": 32,
                 "full": {"activation_bytes": 32, "recompute_ms": 1.4},
                 "selective": {"activation_bytes": 48, "recompute_ms": 0.25},
+                "tensor": {
+                    "parameter_bytes": 90,
+                    "column_bytes": 40,
+                    "activation_bytes": 20,
+                    "forward_bytes": 32,
+                    "forward_exchanges": 2,
+                    "backward_bytes": 64,
+                    "backward_exchanges": 2,
+                },
                 "split": [
                     {"devices": 2, "forward_ms": 0.8, "backward_ms": 1.6, "activation_bytes": 40},
                     {"devices": 4, "forward_ms": 0.5, "backward_ms": 0.9, "activation_bytes": None},
@@ -91,6 +100,8 @@ def own_tree() -> Tree:
         "ring": {"latency_ms": 0.07, "bytes_per_s": 1.5e9},
         "inner": {"latency_ms": 0.02, "bytes_per_s": 9e9},
         "shard_problem": "its optimizer Muon is not known to update each element by itself",
+        "tensor_problem": "there is dropout after block.up",
+        "tensor_counts": [["block.up.out_features", 12]],
         "network": {
             "where": "processes of one host, gloo over loopback",
             "point_to_point": [{"size_bytes": 1024, "time": spread(0.05)}],
@@ -137,6 +148,15 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
         output_bytes=32,
         full=Recomputation(activation_bytes=32, recompute_ms=1.4),
         selective=Recomputation(activation_bytes=48, recompute_ms=0.25),
+        tensor=TensorSplit(
+            parameter_bytes=90,
+            column_bytes=40,
+            activation_bytes=20,
+            forward_bytes=32,
+            forward_exchanges=2,
+            backward_bytes=64,
+            backward_exchanges=2,
+        ),
         split=(
             SplitTime(devices=2, forward_ms=0.8, backward_ms=1.6, activation_bytes=40),
             SplitTime(devices=4, forward_ms=0.5, backward_ms=0.9),
@@ -153,6 +173,8 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
         ring=Link(latency_ms=0.07, bytes_per_s=1.5e9),
         inner=Link(latency_ms=0.02, bytes_per_s=9e9),
         shard_problem="its optimizer Muon is not known to update each element by itself",
+        tensor_problem="there is dropout after block.up",
+        tensor_counts=(("block.up.out_features", 12),),
     )
 
 

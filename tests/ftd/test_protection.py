@@ -144,10 +144,10 @@ def test_what_replicas_take(
     assert protection_of(preview, layers, "none").replicas is None
 
 
-@pytest.mark.parametrize("within", ["replicate", "shard"])
+@pytest.mark.parametrize("within", ["replicate", "shard", "tensor"])
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (2, 2, 1), (1,)])
 def test_the_groups_are_those_of_a_real_plan(
-    sizes: tuple[int, ...], within: Literal["replicate", "shard"]
+    sizes: tuple[int, ...], within: Literal["replicate", "shard", "tensor"]
 ) -> None:
     """The first stage of a large pipeline has two devices."""
     preview = seen(*sizes, states=TWO)
@@ -179,7 +179,7 @@ def test_the_groups_are_those_of_a_real_plan(
     real = [(g.first_layer, g.end_layer, len(g.owners), g.whole) for g in groups_of(plan, "aec")]
     told = protection_of(preview, preview.costs.profile.layers, "aec")
     assert [(g.first_layer, g.end_layer, g.owners, g.whole) for g in told.groups] == real
-    assert any(g.whole for g in told.groups) == (within == "shard" and 2 in sizes)
+    assert any(g.whole for g in told.groups) == (within != "replicate" and 2 in sizes)
     owners = len(sizes)
     assert all(g.guarantee == (owners - 1 if g.whole else min(1, owners - 1)) for g in told.groups)
     assert told.node_bytes == _fullest_bytes(plan, preview.costs.profile.layers, "aec", zero1=False)

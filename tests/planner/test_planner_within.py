@@ -283,7 +283,7 @@ def test_what_was_precomputed_with_another_choice_is_refused() -> None:
     planner.precompute(2)
     made = planner.precomputed()
     Planner(profile, policy_of("auto")).restore(made)
-    with pytest.raises(RestoreError, match="a stage that is to shard and should replicate"):
+    with pytest.raises(RestoreError, match="a stage that is sharded and should be replicated"):
         Planner(replace(profile, device_memory_bytes=5000), policy_of("auto")).restore(made)
 
 

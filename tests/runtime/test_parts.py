@@ -50,7 +50,10 @@ def worlds(draw: st.DrawFn) -> WorldData:
         stages = []
         for first, end in zip([0, *cuts], [*cuts, LAYERS], strict=True):
             width = draw(st.sampled_from([1, 1, 2, 3]))
-            ranks, within = tuple(range(rank, rank + width)), draw(st.sampled_from(["replicate", "shard"]))
+            ranks, within = (
+                tuple(range(rank, rank + width)),
+                draw(st.sampled_from(["replicate", "shard", "tensor"])),
+            )
             stages.append(StageData(first_layer=first, end_layer=end, ranks=ranks, within=within))
             rank += width
         pipelines.append(PipelineData(stages=tuple(stages), first_microbatch=0, microbatches=1))

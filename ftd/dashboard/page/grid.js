@@ -91,7 +91,8 @@ function fill(row, pipeline, total, view) {
     const node = nodeOf(devices[0]);
     const who = short ? node : `${node}/${devices.map((d) => d.slice(d.lastIndexOf("/") + 1)).join(",")}`;
     const range = layers(first, end);
-    const words = `${who}: layers ${range}${within === "shard" ? `, ${devices.length} devices, sharded` : ""}`;
+    const divided = { shard: "sharded", tensor: "tensor-parallel" }[within];
+    const words = `${who}: layers ${range}${divided ? `, ${devices.length} devices, ${divided}` : ""}`;
     if (stage.words === words && stage.prefix === prefix) return;
     stage.prefix = prefix;
     stage.node = node;

@@ -22,6 +22,7 @@ from ftd.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, nam
 from ftd.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
+from planner.reasons import WITHIN_WORDS
 from planner.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -301,7 +302,8 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
         most = max(stage.devices for stage in stages)
         if most > 1:
             labels = [
-                f"{label} · {plural(stage.devices, 'GPU')}{', sharded' if stage.within == 'shard' else ''}"
+                f"{label} · {plural(stage.devices, 'GPU')}"
+                + ("" if stage.within == "replicate" else f", {WITHIN_WORDS[stage.within]}")
                 for label, stage in zip(labels, stages, strict=True)
             ]
         labels = [

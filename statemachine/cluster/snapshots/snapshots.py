@@ -52,7 +52,7 @@ def groups_of(
         for number, stage in enumerate(pipeline.stages):
             for layer in range(stage.first_layer, stage.end_layer):
                 owners[layer] = (*owners[layer], (stage.devices[0].node, number))
-            if stage.within == "shard" and len(stage.devices) > 1:
+            if stage.within != "replicate" and len(stage.devices) > 1:
                 sharded.update(range(stage.first_layer, stage.end_layer))
     begins = [layer for layer in range(layers) if layer == 0 or owners[layer] != owners[layer - 1]]
     return tuple(

@@ -1,0 +1,296 @@
+"""Tensor parallelism in a stage on one of its devices: parts of its linear modules, computed on all rows.
+
+What each device keeps is what it keeps of a stage with shards (``runtime.zero.shards``): its run of each vector. A
+parameter that is split (``runtime.layers.tensor_plan``) is a vector of its own, so the run of a weight is an equal
+number of its rows, which are output features.
+
+A ``colwise`` module computes with that run as it is, and its gradient is added to that of the run in place. A
+``rowwise`` module needs columns, which are input features. They are copied from the weight once for each update, when
+the module runs first, and their gradients go back to the rows once for each step, after its last backward pass: both
+move the weight over the links of the node once for each step, and nothing of it for each microbatch.
+
+Activations: what a ``colwise`` module takes is the same on all devices, and its gradient is summed over them; what a
+``rowwise`` module returns is summed, and its gradient is the same on all. All other parameters are gathered while a
+layer runs, as in shards; their gradients are equal on all devices, and each takes its run. Sums of low-precision
+activations are made in float32. All operations go through the communicator, so that an abort frees this rank wherever
+it waits.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from runtime.groups.communicator import CommunicationError, Communicator, Members
+from runtime.layers.model import Model
+from runtime.layers.tensor_plan import SplitLinear, TensorPlan
+from runtime.watch.pace import Pace
+from runtime.zero.parts import Shape
+from runtime.zero.shards import StageShards, put_parameter
+
+
+class _Copied(torch.autograd.Function):
+    """The input of parts of a module; backward, the sum of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.summed(gradients[0]), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of outputs of parts; backward, its gradient is that of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
+        return parts.summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of an output, put together; backward, this device's part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
+        ctx.parts = parts
+        return parts.put_features_together(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.own_features(gradients[0]), None
+
+
+class StageTensorParts(StageShards):
+    """Belongs to one generation; the main thread's. Parameters as for ``StageShards``.
+
+    :param plan: can be used on so many devices as there are ``members``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        layers: Sequence[int],
+        members: Members,
+        communicator: Communicator,
+        pace: Pace,
+        *,
+        plan: TensorPlan,
+        before: StageShards | None = None,
+    ) -> None:
+        numbers = {name: number for number, vector in enumerate(shape.vectors) for name in vector.names}
+        super().__init__(
+            model,
+            shape,
+            layers,
+            members,
+            communicator,
+            pace,
+            same_rows=True,
+            before=before,
+            apart={numbers[name] for name in plan.alone},
+        )
+        self._index = members.index(communicator.rank)
+        self._partial = {numbers[name] for name in plan.summed}
+        """Vectors of which each device computes a part of the gradient."""
+        self._linears: dict[int, list[SplitLinear]] = {}
+        self._parts: dict[str, nn.Parameter] = {}
+        """What is computed with, by the name of the parameter."""
+        self._columns: dict[int, nn.Parameter] = {}
+        """By the number of its vector, the columns of the weight of a rowwise module; they are not ``values``."""
+        self._outdated: set[int] = set()
+        """Those of ``_columns`` that are to be copied from the weight before they are used."""
+        self._unreduced: set[int] = set()
+        """Those of ``_columns`` whose gradients of this step are still to be added to those of the rows."""
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        """Inputs of modules of the block that runs, by identity, with what the modules take in their place."""
+        this = weakref.ref(self)
+        for linear in plan.linears:
+            if linear.layer not in layers:
+                continue
+            self._linears.setdefault(linear.layer, []).append(linear)
+            for name in (linear.weight, linear.bias):
+                if name is None or name not in plan.alone:
+                    continue
+                number = numbers[name]
+                if linear.style == "rowwise":
+                    columns = linear.module.in_features // len(members)
+                    part = nn.Parameter(self.values[number].new_empty(linear.module.out_features, columns))
+                    part.grad = torch.zeros_like(part)
+                    self._columns[number] = part
+                else:
+                    size = (-1, linear.module.in_features) if name == linear.weight else (-1,)
+                    part = nn.Parameter(self.values[number].view(size))
+                    part.grad = self.gradients[number].view(size)
+                self._parts[name] = part
+                part.register_post_accumulate_grad_hook(_hook(this, number))  # type: ignore[no-untyped-call]
+        self._numbers = {name: numbers[name] for name in self._parts}
+        self._outdated |= set(self._columns)
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for part in self._columns.values():
+            assert part.grad is not None
+            part.grad.zero_()
+        self._unreduced = set(self._columns)
+
+    def values_changed(self) -> None:
+        self._outdated = set(self._columns)
+
+    # --- running layers ----------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, layer: int, *, block: bool) -> Iterator[None]:
+        linears = self._linears.get(layer, []) if block else []
+        with super().gathered(layer, block=block), self._split(linears) if linears else nullcontext():
+            yield
+
+    @contextmanager
+    def _split(self, linears: Sequence[SplitLinear]) -> Iterator[None]:
+        """Inside, these modules compute their parts."""
+        self._copy_columns(linears)
+        handles = []
+        before: list[tuple[nn.Module, str, Any]] = []
+        counted = torch.is_grad_enabled() and self._in_forward
+        try:
+            for linear in linears:
+                module = linear.module
+                for key, name in (("weight", linear.weight), ("bias", linear.bias)):
+                    if name not in self._parts:
+                        continue
+                    before.append((module, key, module._parameters[key]))
+                    put_parameter(module, key, self._parts[name])
+                    self._uses[self._numbers[name]] += counted
+                if linear.style == "rowwise":
+                    handles.append(module.register_forward_hook(self._add_up))
+                    if linear.bias is not None:
+                        bias = module._parameters["bias"]
+                        handles.append(module.register_forward_hook(_adds(bias)))
+                        before.append((module, "bias", bias))
+                        put_parameter(module, "bias", None)
+                else:
+                    handles.append(module.register_forward_pre_hook(self._take))
+                    if linear.style == "colwise_gather_output":
+                        handles.append(module.register_forward_hook(self._put_together))
+            yield
+        finally:
+            self._inputs.clear()
+            for handle in handles:
+                handle.remove()
+            for module, key, value in reversed(before):
+                put_parameter(module, key, value)
+
+    def _take(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Modules that take the same tensor have one sum of its gradients."""
+        x = arguments[0]
+        known = self._inputs.get(id(x))
+        if known is None:
+            known = self._inputs[id(x)] = x, _Copied.apply(x, self)  # type: ignore[no-untyped-call]
+        return known[1], *arguments[1:]
+
+    def _add_up(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        total: Tensor = _Summed.apply(output, self)  # type: ignore[no-untyped-call]
+        return total
+
+    def _put_together(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        whole: Tensor = _Gathered.apply(output, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    # --- among the devices -------------------------------------------------------------------------
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the sum over the devices.
+
+        :raises CommunicationError: aborted, or a peer is lost.
+        """
+        with _disable_current_modes():
+            # Fresh memory each time: after an abort a stuck thread may still write into it.
+            total = torch.empty(x.shape, dtype=_sum_dtype(x.dtype), device=x.device).copy_(x)
+            self._wait(self._communicator.all_reduce(total, self._members))
+            return total.to(x.dtype)
+
+    def put_features_together(self, x: Tensor) -> Tensor:
+        """Return what the devices have, one after the other in the last dimension."""
+        with _disable_current_modes():
+            count = len(self._members)
+            flat = x.new_empty(count * x.numel())
+            self._wait(self._communicator.gather_runs(flat, x.reshape(-1), self._members))
+            return flat.view(count, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], count * x.shape[-1])
+
+    def own_features(self, x: Tensor) -> Tensor:
+        """Return this device's part of the last dimension."""
+        return x.chunk(len(self._members), dim=-1)[self._index].contiguous()
+
+    def _copy_columns(self, linears: Sequence[SplitLinear]) -> None:
+        for linear in linears:
+            number = self._numbers[linear.weight]
+            if number in self._outdated:
+                with torch.no_grad(), _disable_current_modes():
+                    whole = self.gather(number).view(linear.module.out_features, -1)
+                    self._columns[number].copy_(self.own_features(whole))
+                self._outdated.discard(number)
+
+    def _has_whole_gradient(self, number: int) -> bool:
+        return number not in self._partial
+
+    def note_gradient(self, number: int) -> None:
+        """The gradient of a part, of one microbatch, was added."""
+        self._uses[number] -= 1
+        if number not in self._columns:
+            self._complete(number)
+        elif self.armed and not self._uses[number]:
+            self._reduce_columns(number)
+
+    def end_backward(self) -> None:
+        if self.armed:
+            # Parameters that the last microbatch did not use.
+            for number in sorted(self._unreduced):
+                self._reduce_columns(number)
+        super().end_backward()
+
+    def _reduce_columns(self, number: int) -> None:
+        """Add the gradients of columns to those of the rows that each device keeps."""
+        self._unreduced.discard(number)
+        gradient = self._columns[number].grad
+        assert gradient is not None
+        columns = gradient.shape[1]
+        whole = gradient.new_zeros(gradient.shape[0], columns * len(self._members))
+        whole[:, self._index * columns : (self._index + 1) * columns] = gradient
+        try:
+            self._begin_reducing(number, whole.view(-1))
+        except CommunicationError as error:
+            self._failure = error
+            raise
+
+
+def _hook(this: "weakref.ref[StageTensorParts]", number: int) -> Callable[[Tensor], None]:
+    """Return what tells the stage of a gradient. It does not keep the stage's memory alive."""
+
+    def arrived(_: Tensor) -> None:
+        if (parts := this()) is not None:
+            parts.note_gradient(number)
+
+    return arrived
+
+
+def _adds(bias: Any) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        total: Tensor = output + bias.to(output.dtype)
+        return total
+
+    return hook
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
