@@ -8,7 +8,6 @@ back, training must go on, and every process must end.
 import asyncio
 import contextlib
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -23,14 +22,13 @@ from ftd.chaos.soak_hands import SoakHands
 from ftd.chaos.soak_options import SoakOptions
 from ftd.chaos.soak_report import SoakReport, by_cause, by_kind, goodput
 from ftd.chaos.soak_watch import Watch
-from ftd.client import ClusterClient
-from ftd.config.address import ClusterAddress
+from ftd.client import ANSWER_S
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError, RequestRefused, Unreachable
-from ftd.local.cluster import ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory, shared_memory
-from ftd.local.mounts import small_file_system
-from ftd.wire.public import JobData, StopRequest, SubmitRequest
+from ftd.local.cluster import ClusterOptions
+from ftd.local.driver import LocalDriver, Surroundings
+from ftd.observe.run import Fact
+from ftd.wire.public import JobData
 
 NODES_START_S = 120.0
 _TICK_S = 0.1
@@ -51,27 +49,18 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
     :raises FtdError: the cluster could not be brought up, or the job does not even run undisturbed.
     """
     job = load_job_data(options.job, steps=options.steps)
-    with private_directory() as directory, _memory(options, directory):
-        wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
-        cluster = LocalCluster(directory, wanted)
-        soak = Soak(options, job, cluster, say)
-        kept: Path | None = options.logs
-        try:
+    wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
+    nodes = [f"node-{number}" for number in range(options.nodes)]
+    surroundings = Surroundings(memory_mib=options.memory_mib, memory_field="--memory-mib")
+    driver = LocalDriver(wanted, nodes, surroundings=surroundings, logs=options.logs)
+    soak = Soak(options, job, driver, say)
+    try:
+        async with driver:
             await soak.run()
-        finally:
-            await asyncio.shield(cluster.end())
-            if kept is None and soak.watch.violations:
-                kept = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
-            if kept is not None:
-                shutil.copytree(cluster.fleet.logs, kept, dirs_exist_ok=True)
-                (kept / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in soak.events))
-        return soak.report(kept)
-
-
-def _memory(options: SoakOptions, directory: Path) -> contextlib.AbstractContextManager[None]:
-    if options.memory_mib is None:
-        return contextlib.nullcontext()
-    return small_file_system(shared_memory(directory), options.memory_mib, "--memory-mib")
+    finally:
+        if driver.logs is not None and driver.logs.is_dir():
+            (driver.logs / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in soak.events))
+    return soak.report()
 
 
 def _private(job: JobData, directory: Path, number: int) -> JobData:
@@ -97,9 +86,9 @@ class Soak:
     """One soak on one cluster."""
 
     def __init__(
-        self, options: SoakOptions, job: JobData, cluster: LocalCluster, say: Callable[[str], None]
+        self, options: SoakOptions, job: JobData, driver: LocalDriver, say: Callable[[str], None]
     ) -> None:
-        self._options, self._job, self._cluster, self._say = options, job, cluster, say
+        self._options, self._job, self._driver, self._say = options, job, driver, say
         relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
         standbys = options.coordinators > 1
         self.watch = Watch(limit_s=options.limit_s, relative=relative, standbys=standbys)
@@ -117,7 +106,6 @@ class Soak:
         self._waited = 0
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
-        self._trainers: set[str] = set()
         self._hands: SoakHands | None = None
 
     @property
@@ -126,47 +114,38 @@ class Soak:
 
     async def run(self) -> None:
         """From the first process to the last."""
-        await self._cluster.start_broker()
-        await self._cluster.start_coordinators()
-        address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
-        async with ClusterClient(address, listen=True, on_state=self._on_state) as client:
-            following = asyncio.ensure_future(self._follow(client))
-            for number in range(self._options.nodes):
-                await self._cluster.start_node(f"node-{number}")
+        driver, options = self._driver, self._options
+        async with driver.connected(on_event=self._on_event, on_state=self._on_state):
             hands = self._hands = SoakHands(
-                client,
-                self._cluster,
+                driver.client,
+                driver.cluster,
                 self.watch,
                 tolerate=self._job.policy.tolerate,
-                beyond=self._options.beyond,
-                seed=self._options.seed,
+                beyond=options.beyond,
+                seed=options.seed,
             )
             try:
-                await self._wait(self._ready, NODES_START_S, "all nodes with their trainers")
-                await self._undisturbed(client)
-                await self._strike(client, hands)
-                await self._heal(client, hands)
-                await self._leave(client, hands)
+                await driver.ready(NODES_START_S)
+                await driver.guarded(self._soak(hands))
             finally:
                 await hands.cancel()
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                if driver.logs is None and self.watch.violations:
+                    driver.logs = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
+
+    async def _soak(self, hands: SoakHands) -> None:
+        await self._undisturbed()
+        await self._strike(hands)
+        await self._heal(hands)
+        await self._leave(hands)
 
     # --- phases ------------------------------------------------------------------------------------
 
-    def _ready(self) -> bool:
-        nodes = self.watch.state.get("nodes") or {}
-        names = self._cluster.nodes
-        return self._trainers >= set(names) and all(
-            (nodes.get(name) or {}).get("state") == "HEALTHY" for name in names
-        )
-
-    async def _undisturbed(self, client: ClusterClient) -> None:
+    async def _undisturbed(self) -> None:
         """The losses and the pace of a run that nothing disturbs.
 
         :raises PeerError: the job fails or pauses, or it takes longer than the soak is to last.
         """
-        await self._submit(client)
+        await self._submit()
         limit_s = max(60.0 * self._options.minutes, _LEAST_UNDISTURBED_S)
         try:
             await self._wait(lambda: self.watch.ended is not None or self._pauses(), limit_s, "its end")
@@ -186,7 +165,7 @@ class Soak:
         commits = self.watch.commits
         steps = sum(count for _, count in commits[1:])
         self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
-        await self._check_round(client)
+        await self._check_round()
         self.watch.recoveries.clear()
         self.watch.ended = None
         commits.clear()
@@ -200,7 +179,7 @@ class Soak:
         self._paused_since = self.now_s if self._paused_since is None else self._paused_since
         return self.now_s - self._paused_since > _PAUSED_S
 
-    async def _strike(self, client: ClusterClient, hands: SoakHands) -> None:
+    async def _strike(self, hands: SoakHands) -> None:
         options = self._options
         drawn = draw(
             options.seed,
@@ -212,7 +191,7 @@ class Soak:
         self._faults_s = self._idle_since = self.now_s
         end_s = self._faults_s + 60.0 * options.minutes
         while self.now_s < end_s and not self._hopeless:
-            await self._next_round(client)
+            await self._next_round()
             self._strike_due(strikes, hands)
             hands.look(self.now_s)
             self.watch.on_time(self.now_s)
@@ -230,7 +209,7 @@ class Soak:
             self._say(f"{self.now_s - self._faults_s:7.1f} s  {strike.do} for {strike.for_s:.1f} s")
             hands.strike(strike, self.now_s)
 
-    async def _heal(self, client: ClusterClient, hands: SoakHands) -> None:
+    async def _heal(self, hands: SoakHands) -> None:
         """No more faults: everything comes back, and training goes on."""
         await hands.finish(self._options.limit_s)
         self.watch.struck(None, "heal", self.now_s)
@@ -249,20 +228,16 @@ class Soak:
             said = f"{self.watch.state.get('phase')} at step {self.watch.step} of {goal}, nodes {nodes}"
             self.watch.broken(self.now_s, "stuck", f"it did not heal after the last fault: {said}")
         if self.watch.ended:
-            await self._check_round(client)
+            await self._check_round()
 
-    async def _leave(self, client: ClusterClient, hands: SoakHands) -> None:
+    async def _leave(self, hands: SoakHands) -> None:
         """Stop the job, and end the nodes as their hosts would."""
         if self.watch.job is not None and not self.watch.ended:
             with contextlib.suppress(FtdError):
-                envelope = client.envelope()
-                stop = StopRequest(
-                    request=envelope["request"], reply=envelope["reply"], job=self.watch.job or ""
-                )
-                await client.request(stop)
+                await self._driver.stop(self.watch.job)
             with contextlib.suppress(PeerError):
                 await self._wait(lambda: self.watch.ended is not None, self._options.limit_s, "")
-            await self._check_round(client)
+            await self._check_round()
         await hands.end_nodes(self.now_s, _GRACE_S)
 
     # --- rounds ------------------------------------------------------------------------------------
@@ -273,7 +248,7 @@ class Soak:
             violation.rule == "stuck" for violation in self.watch.violations
         )
 
-    async def _next_round(self, client: ClusterClient) -> None:
+    async def _next_round(self) -> None:
         """A job is always under way: the next one follows when one is over."""
         watch = self.watch
         if watch.job is not None and watch.ended is None:
@@ -285,22 +260,20 @@ class Soak:
             self._idle_since = self.now_s
         try:
             if watch.job is not None and watch.ended:
-                await self._check_round(client)
+                await self._check_round()
                 self._rounds += watch.ended == "JobFinished"
-            await self._submit(client)
+            await self._submit()
         except Unreachable:
             return  # The broker or the coordinator is away: next time.
         except RequestRefused as error:
             self._refused(str(error))
 
-    async def _submit(self, client: ClusterClient) -> None:
-        envelope = client.envelope()
-        job = _private(self._job, self._cluster.directory, self._submitted)
-        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
-        answer = await client.request(request)
+    async def _submit(self) -> None:
+        job = _private(self._job, self._driver.disk, self._submitted)
+        begun = await self._driver.submit(job, timeout_s=ANSWER_S)
         self._submitted += 1
         self._refused_since = None
-        self.watch.begin_round(answer.detail, self.now_s)
+        self.watch.begin_round(begun, self.now_s)
 
     def _refused(self, why: str) -> None:
         """An answer that was lost: the job is under way. Anything else that lasts is wrong."""
@@ -313,25 +286,22 @@ class Soak:
         if self.now_s - self._refused_since > self._options.limit_s:
             self.watch.broken(self.now_s, "stuck", f"no job is accepted any more: {why}")
 
-    async def _check_round(self, client: ClusterClient) -> None:
+    async def _check_round(self) -> None:
         """Hold the journal against what was told. :raises Unreachable: the coordinator is away."""
         watch = self.watch
         job = watch.job
         if job is None:
             return
-        rows = [row for row in await client.history(what="steps") if row["job"] == job]
+        rows = [row for row in await self._driver.client.history(what="steps") if row["job"] == job]
         watch.on_journal(rows, self.now_s)
         watch.job = None
 
     # --- what the cluster says ---------------------------------------------------------------------
 
-    async def _follow(self, client: ClusterClient) -> None:
-        async for event in client.events():
-            if event["event"] != "StepCommitted":
-                self.events.append(event)
-            if event["event"] == "TrainerStarted":
-                self._trainers.add(str(event["node"]))
-            self.watch.on_event(event, self.now_s)
+    def _on_event(self, event: dict[str, Any], _: Fact | None) -> None:
+        if event["event"] != "StepCommitted":
+            self.events.append(event)
+        self.watch.on_event(event, self.now_s)
 
     def _on_state(self, state: dict[str, Any]) -> None:
         self.watch.on_state(state, self.now_s)
@@ -346,7 +316,7 @@ class Soak:
 
     # --- the end -----------------------------------------------------------------------------------
 
-    def report(self, logs: Path | None) -> SoakReport:
+    def report(self) -> SoakReport:
         """All that was found. Its times count from when faults began."""
         options, watch, zero_s = self._options, self.watch, self._faults_s
         over_s = self._over_s if self._over_s is not None else self.now_s
@@ -379,5 +349,5 @@ class Soak:
                 done_again=watch.done_again,
             ),
             repeat=options.command,
-            logs=None if logs is None else str(logs),
+            logs=None if self._driver.logs is None else str(self._driver.logs),
         )

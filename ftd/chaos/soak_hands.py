@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +81,6 @@ class SoakHands:
 
     def look(self, at_s: float) -> None:
         """Who is well again, who has ended unasked, and who is left over."""
-        self._cluster.fleet.reap_adopted()
         self._looked_at_s = at_s
         state = self._watch.state
         for name in list(self._impaired):
@@ -111,8 +109,7 @@ class SoakHands:
 
     def _look_for_orphans(self, at_s: float) -> None:
         """Processes that killed nodes left behind are adopted by this one; the kernel ends them at once."""
-        adopted = children() - {c.pid for c in self._cluster.fleet.children.values()} - self._own
-        self._orphans = {pid: self._orphans.get(pid, at_s) for pid in adopted}
+        self._orphans = {pid: self._orphans.get(pid, at_s) for pid in self._adopted()}
         for pid, since in self._orphans.items():
             if at_s - since > _ORPHAN_S:
                 self._own.add(pid)
@@ -200,19 +197,9 @@ class SoakHands:
         await self._kill(name, for_s)
 
     async def _freeze(self, name: str, for_s: float) -> None:
-        """SIGSTOP; SIGCONT whatever happens to us meanwhile, unless it was killed."""
         if name in self._away:
             raise PeerError(f"the {name} is away")
-        pid = self._cluster.pid(name)
-        try:
-            os.kill(pid, signal.SIGSTOP)
-        except ProcessLookupError:
-            raise PeerError(f"the {name} has ended") from None
-        try:
-            await asyncio.sleep(for_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        await self._cluster.freeze(name, for_s)
 
     async def _kill(self, name: str, for_s: float) -> None:
         """SIGKILL of broker, coordinator or a node's daemon, whose zygote and trainers die with it."""
@@ -242,12 +229,7 @@ class SoakHands:
 
     async def _bring_back(self, name: str) -> None:
         try:
-            if name == BROKER:
-                await self._cluster.start_broker()
-            elif name in self._cluster.coordinators:
-                await self._cluster.start_coordinator(name)
-            else:
-                await self._cluster.start_node(name)
+            await self._cluster.restart(name)
         except FtdError as error:
             self._watch.broken(self._looked_at_s, "process", f"{name} did not come back: {error}")
         else:

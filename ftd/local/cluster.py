@@ -1,9 +1,11 @@
 """A whole cluster on this machine: broker, coordinator and node daemons as real processes."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +212,34 @@ class LocalCluster:
         """
         self.pid(name)
         await self.fleet.kill(name)
+
+    async def restart(self, name: str) -> int:
+        """Start the broker, a coordinator or a node's daemon again; return its pid.
+
+        :raises PeerError: it runs already, or did not come up.
+        """
+        if name == BROKER:
+            await self.start_broker()
+        elif name in self.coordinators:
+            await self.start_coordinator(name)
+        else:
+            await self.start_node(name)
+        return self.pid(name)
+
+    async def freeze(self, name: str, for_s: float) -> None:
+        """SIGSTOP a process, and SIGCONT it after ``for_s``, also when this is cancelled.
+
+        :raises PeerError: it does not run, or ends meanwhile.
+        """
+        pid = self.pid(name)
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(for_s)
+        except ProcessLookupError:
+            raise PeerError(f"the {name} has ended") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     async def stop_coordinators(self) -> None:
         """Let them end by themselves: what they log of a job is then complete."""

@@ -1,9 +1,6 @@
 """Carries faults out with its own hands, where the processes are ours; the others go over MQTT."""
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -50,7 +47,8 @@ class LocalInjector:
             case Central(part=part), "kill":
                 await self._outage(fault, part)
             case Central(part=part), _:
-                await self._freeze(fault, part)
+                await self._announce(fault, part)
+                await self._cluster.freeze(self._process(part), fault.for_s or 0.0)
             case _, "cut":
                 return await self._cut(fault)
             case _, "start":
@@ -71,10 +69,7 @@ class LocalInjector:
             self.absent.discard(name)
             raise
         await asyncio.sleep(fault.restart_after_s)
-        if part == "broker":
-            await self._cluster.start_broker()
-        else:
-            await self._cluster.start_coordinator(name)
+        await self._cluster.restart(name)
         self.absent.discard(name)
 
     def _process(self, part: Part) -> str:
@@ -99,19 +94,6 @@ class LocalInjector:
             for node in nodes:
                 network.heal(node)
         return nodes
-
-    async def _freeze(self, fault: Fault, part: Part) -> None:
-        """SIGSTOP, and SIGCONT when the time is over, whatever happens to us meanwhile."""
-        pid = self._cluster.pid(self._process(part))
-        await self._announce(fault, part)
-        try:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(fault.for_s or 0.0)
-        except ProcessLookupError:
-            raise PeerError(f"the {part} has ended") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
     async def _announce(self, fault: Fault, target: str, nodes: tuple[str, ...] = ()) -> None:
         for node in nodes or (None,):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -18,31 +17,26 @@ from ftd.chaos.inject import require_known_nodes
 from ftd.chaos.scenario import load_scenario
 from ftd.chaos.targets import layout_of
 from ftd.chaos.values import AfterTime, Central, Fault, Scenario
-from ftd.client import ClusterClient
-from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress
+from ftd.config.address import DEFAULT_CLUSTER
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
 from ftd.config.local_clusters import Announcement, claimed
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
-from ftd.local.cluster import COORDINATOR, ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory
+from ftd.local.cluster import COORDINATOR, ClusterOptions
+from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
-from ftd.local.readiness import Readiness
-from ftd.node.processes import tail
-from ftd.observe.run import Run
+from ftd.observe.run import Fact, JobEnded, RecoveryCompleted
 from ftd.view.live.view import LiveView
 from ftd.view.report import build_report
 from ftd.view.summary import render_summary
-from ftd.wire.public import JobData, SubmitRequest
+from ftd.wire.public import JobData
 from runtime.wire.recipe import RECIPE
 
-SUBMIT_S = 10.0
 PAUSE_S = 5.0
 """How long a job may wait for nodes that nobody will start."""
 _WATCH_S = 0.2
 _LAST_NEWS_S = 1.0
 """How long the end of the job may be known from the state before its event must have come."""
-_ENDS = ("JobFinished", "JobFailed", "JobStopped")
 _OUTCOME_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 
 
@@ -80,27 +74,21 @@ async def run_local(options: LocalOptions, console: Console) -> int:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_means(scenario, options)
     require_writable(options.report)
-    with private_directory() as directory, claimed(_wanted_name(options), options.job) as announcement:
-        cluster = LocalCluster(
-            directory,
-            ClusterOptions(
-                devices_per_node=options.devices_per_node,
-                broker=options.broker,
-                dashboard=True,
-                coordinators=options.coordinators,
-                cluster=announcement.cluster,
-                preload=imported_modules(job),
-            ),
+    with claimed(_wanted_name(options), options.job) as announcement:
+        wanted = ClusterOptions(
+            devices_per_node=options.devices_per_node,
+            broker=options.broker,
+            dashboard=True,
+            coordinators=options.coordinators,
+            cluster=announcement.cluster,
+            preload=imported_modules(job),
         )
-        try:
-            run = LocalRun(options, job, scenario, cluster, announcement, console)
-            return await run.run(names)
-        finally:
-            if job.logging.directory:
-                await asyncio.shield(cluster.stop_coordinators())
-            await asyncio.shield(cluster.end())
-            if options.logs is not None:
-                shutil.copytree(cluster.fleet.logs, options.logs, dirs_exist_ok=True)
+        async with LocalDriver(wanted, names, logs=options.logs) as driver:
+            try:
+                return await LocalRun(options, job, scenario, driver, announcement, console).run()
+            finally:
+                if job.logging.directory:
+                    await asyncio.shield(driver.cluster.stop_coordinators())
 
 
 class LocalRun:
@@ -111,21 +99,18 @@ class LocalRun:
         options: LocalOptions,
         job: JobData,
         scenario: Scenario,
-        cluster: LocalCluster,
+        driver: LocalDriver,
         announcement: Announcement,
         console: Console,
     ) -> None:
         self._options = options
         self._job = job
         self._scenario = scenario
-        self._cluster = cluster
+        self._driver, self._cluster = driver, driver.cluster
         self._announcement = announcement
         self._console = console
-        self._seen = Run()
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
-        self._state: dict[str, Any] = {}
-        self._ready = Readiness(options.devices_per_node)
         self._begun = False
         self._conductor: Conductor | None = None
         self._paused_at: float | None = None
@@ -134,100 +119,74 @@ class LocalRun:
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Name of the event that ended the job."""
 
-    async def run(self, names: list[str]) -> int:
-        """From the broker's start to the summary; the exit code. What was seen is summed up also when it ends
-        otherwise."""
-        await self._cluster.start_broker()
-        await self._cluster.start_coordinators()
+    async def run(self) -> int:
+        """From the nodes' start to the summary; the exit code. What was seen is summed up however it ends."""
         if self._announcement.cluster != DEFAULT_CLUSTER:
             self._console.print(f"cluster: {self._announcement.cluster}", markup=False, highlight=False)
         for name, page in self._cluster.dashboards.items():
             whose = "dashboard" if name == COORDINATOR else f"dashboard of {name}"
             self._console.print(f"{whose}: {page}", markup=False, highlight=False)
-        for name in names:
-            self._seen.on_process(name, (await self._cluster.start_node(name)).pid)
-        address = ClusterAddress(broker=self._cluster.broker, cluster=self._cluster.options.cluster)
+        view = self._view
         try:
-            with self._announcement.reachable(address.broker.url), self._view or contextlib.nullcontext():
-                async with ClusterClient(
-                    address,
-                    listen=True,
+            with (
+                self._announcement.reachable(self._driver.address.broker.url),
+                view or contextlib.nullcontext(),
+            ):
+                async with self._driver.connected(
+                    on_event=self._on_event,
                     on_state=self._on_state,
                     on_node=self._on_node,
-                    on_broker=self._view.on_broker if self._view is not None else None,
-                ) as client:
-                    await self._conduct(client, names)
+                    on_broker=view.on_broker if view is not None else None,
+                ):
+                    await self._conduct()
         except (asyncio.CancelledError, PeerError):
             if self._begun:
                 self._conclude()
             raise
         return self._conclude()
 
-    async def _conduct(self, client: ClusterClient, names: list[str]) -> None:
+    async def _conduct(self) -> None:
         """Submit the job when the nodes are there, play the scenario, follow until the job is over."""
+        driver = self._driver
         injector = LocalInjector(
-            client,
+            driver.client,
             self._cluster,
-            self._seen.on_process,
-            layout=lambda: layout_of(self._state),
+            driver.on_start,
+            layout=lambda: layout_of(driver.state),
             seed=self._scenario.seed,
         )
         conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
         self._conductor = conductor
-        following = asyncio.ensure_future(self._follow(client, conductor))
         watching = asyncio.ensure_future(self._watch(injector, conductor))
         try:
-            await self._until(self._submit(client, names), watching, following)
-            await self._until(_wait_for(self._over), watching, following)
-            following.cancel()  # What comes now is the cluster at rest.
+            await driver.guarded(self._submit(), watching)
+            await driver.guarded(_wait_for(self._over), watching)
+            driver.following.cancel()  # What comes now is the cluster at rest.
             self._notes += [f"never happened: {fault}" for fault in conductor.waiting]
-            await self._fill_gaps(client)
+            await self._fill_gaps()
         finally:
             await conductor.cancel()
-            for task in (following, watching):
-                task.cancel()
-            await asyncio.gather(following, watching, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
-    async def _until(self, work: Any, *guards: asyncio.Future[None]) -> None:
-        """Do ``work``; an error of a guard, which never ends otherwise, ends it."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task, *guards], return_when=asyncio.FIRST_COMPLETED)
-            for guard in guards:
-                if guard.done():
-                    guard.result()
-            await task
-        finally:
-            task.cancel()
-
-    async def _submit(self, client: ClusterClient, names: list[str]) -> None:
-        """Once all nodes have joined and have their trainers: so the first plan uses all of them.
+    async def _submit(self) -> None:
+        """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all of them.
 
         :raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run.
         """
-        try:
-            await self._ready.wait(names)
-        except PeerError as error:
-            raise self._death(self._ready.missing(names)[0], str(error)) from None
-        envelope = client.envelope()
-        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=self._job)
-        await client.request(request, timeout_s=SUBMIT_S)
+        await self._driver.ready()
+        await self._driver.submit(self._job)
 
-    async def _follow(self, client: ClusterClient, conductor: Conductor) -> None:
-        """Every event to everybody whom it concerns."""
-        async for event in client.events():
-            self._seen.on_event(event)
-            self._ready.on_event(event)
-            if self._view is not None:
-                self._view.on_event(event)
-            name = event.get("event")
-            if self._begun:
-                conductor.on_event(event)
-            elif name == "RecoveryCompleted":  # The start's: the first step is committed.
-                self._begun = True
-                conductor.begin()
-            if name in _ENDS and not self._over.done():
-                self._over.set_result(str(name))
+    def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
+        if self._view is not None:
+            self._view.on_event(event)
+        if self._begun and self._conductor is not None:
+            self._conductor.on_event(event)
+        elif isinstance(fact, RecoveryCompleted) and self._conductor is not None:
+            self._begun = True  # It is the start's: the first step is committed.
+            self._conductor.begin()
+        if isinstance(fact, JobEnded):
+            self._end(fact.event)
 
     async def _watch(self, injector: LocalInjector, conductor: Conductor) -> None:
         """The parts that nobody replaces must live, and a pause must have a chance to end.
@@ -237,13 +196,11 @@ class LocalRun:
         ended: set[str] = set()
         while True:
             await asyncio.sleep(_WATCH_S)
-            self._cluster.fleet.reap_adopted()
-            gone = {name for name in self._cluster.central if not self._cluster.fleet.running(name)}
-            for name in sorted(gone - injector.absent - ended):
+            for name in self._driver.ended(injector.absent | ended):
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
-                    raise self._death(name, f"{name} has ended")
+                    raise self._driver.death(name, f"{name} has ended")
                 told = f"{name} has ended; {', '.join(sorted(others))} stays"
                 self._console.print(told, style="yellow", markup=False, highlight=False)
             self._give_up_when_stuck(conductor)
@@ -254,33 +211,31 @@ class LocalRun:
         A start at a step or on an event does not count: while the job is paused, neither comes. What the
         coordinator itself gives up after a while, it may go on with from a checkpoint.
         """
-        if self._state.get("phase") != "PAUSED" or self._state.get("gives_up"):
+        state = self._driver.state
+        if state.get("phase") != "PAUSED" or state.get("gives_up"):
             self._paused_at = None
             return
         self._paused_at = self._paused_at or time.monotonic()
-        running = [name for name in self._cluster.nodes if self._cluster.fleet.running(name)]
         coming = any(f.do == "start" and isinstance(f.trigger, AfterTime) for f in conductor.waiting)
-        if coming or self._ready.missing(running) or time.monotonic() - self._paused_at < PAUSE_S:
+        if coming or not self._driver.healthy or time.monotonic() - self._paused_at < PAUSE_S:
             return
-        self._stuck = str(self._state.get("waiting_for") or "more nodes")
+        self._stuck = str(state.get("waiting_for") or "more nodes")
         self._end("paused")
 
-    async def _fill_gaps(self, client: ClusterClient) -> None:
+    async def _fill_gaps(self) -> None:
         """What the broker lost (an outage), the coordinator's journal knows."""
+        client, run = self._driver.client, self._driver.run
         with contextlib.suppress(Unreachable):
             for event in await client.history():
-                self._seen.on_event(event)
+                run.on_event(event)
             for row in await client.history(what="steps"):
-                self._seen.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
+                run.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
 
     def _on_node(self, node: str, state: str) -> None:
         if self._begun and self._conductor is not None:
             self._conductor.on_node(node, state)
 
     def _on_state(self, state: dict[str, Any]) -> None:
-        self._state = state
-        self._ready.on_state(state)
-        self._seen.on_state(state)
         if self._view is not None:
             self._view.on_state(state)
         outcome = _OUTCOME_OF_PHASE.get(str(state.get("phase")))
@@ -294,13 +249,9 @@ class LocalRun:
     def _note_failure(self, fault: Fault, error: FtdError) -> None:
         self._notes.append(f"{fault}: {error}")
 
-    def _death(self, name: str, what: str) -> PeerError:
-        said = tail(self._cluster.fleet.logs / f"{name}.log", 2000)
-        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
-
     def _conclude(self) -> int:
         """Print the summary, write the report; the exit code."""
-        report = build_report(self._seen)
+        report = build_report(self._driver.run)
         self._console.print(render_summary(report))
         if self._stuck:
             self._console.print(f"given up: {self._stuck}", style="red", markup=False, highlight=False)

@@ -13,20 +13,16 @@ from ftd.chaos.inject import require_known_nodes
 from ftd.chaos.player import Played, Player
 from ftd.chaos.targets import layout_of
 from ftd.chaos.values import Central, ClusterSetup, SameLosses, Scenario
-from ftd.client import ClusterClient
-from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
-from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.cluster import ClusterOptions
+from ftd.local.driver import LocalDriver, Surroundings
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import small_file_system
-from ftd.local.namespaces import Network, why_not
-from ftd.local.readiness import Readiness
-from ftd.node.processes import tail
-from ftd.wire.public import JobData, StopRequest, SubmitRequest
+from ftd.local.namespaces import why_not
+from ftd.observe.run import Fact, JobEnded, RecoveryCompleted
+from ftd.wire.public import JobData
 
-SUBMIT_S = 10.0
 START_S = 120.0
 """From the submission to the first plan that trains."""
 LEAVE_S = 10.0
@@ -86,20 +82,34 @@ class Stage:
         """:param logs: where the logs of all processes are kept."""
         self._setup = setup
         self._tell = tell
-        self._logs = logs
-        self._home = tuple(f"node-{index}" for index in range(setup.nodes))
         self._undo = contextlib.AsyncExitStack()
-        self._ready = Readiness(setup.devices_per_node)
+        options = ClusterOptions(
+            devices_per_node=setup.devices_per_node,
+            broker=setup.broker,
+            timing=dict(setup.timing),
+            coordinators=setup.coordinators,
+        )
+        surroundings = Surroundings(
+            memory_mib=setup.memory_mib, disk_mib=setup.disk_mib, network=setup.network
+        )
+        home = [f"node-{index}" for index in range(setup.nodes)]
+        self._driver = LocalDriver(options, home, surroundings=surroundings, logs=logs)
         self._player: Player | None = None
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
-        self._losses: dict[int, float] = {}
         self._undisturbed: dict[bytes, dict[int, float]] = {}
 
     async def __aenter__(self) -> Self:
         """:raises FtdError: it could not be brought up."""
+        if reason := means_missing(self._setup):
+            raise ConfigurationError(reason, field="cluster")
         try:
-            await self._open()
+            await self._undo.enter_async_context(self._driver)
+            await self._undo.enter_async_context(
+                self._driver.connected(
+                    on_event=self._on_event, on_state=self._on_state, on_node=self._on_node
+                )
+            )
         except BaseException:
             await self._undo.aclose()
             raise
@@ -107,42 +117,6 @@ class Stage:
 
     async def __aexit__(self, *_: object) -> None:
         await self._undo.aclose()
-
-    async def _open(self) -> None:
-        setup, undo = self._setup, self._undo
-        if reason := means_missing(setup):
-            raise ConfigurationError(reason, field="cluster")
-        directory = undo.enter_context(private_directory())
-        self._disk = directory / "disk"
-        self._disk.mkdir()
-        if setup.memory_mib is not None:
-            memory = shared_memory(directory)
-            undo.enter_context(small_file_system(memory, setup.memory_mib, "cluster.memory_mib"))
-        if setup.disk_mib is not None:
-            undo.enter_context(small_file_system(self._disk, setup.disk_mib, "cluster.disk_mib"))
-        options = ClusterOptions(
-            devices_per_node=setup.devices_per_node,
-            broker=setup.broker,
-            timing=dict(setup.timing),
-            coordinators=setup.coordinators,
-            network=undo.enter_context(Network([HUB, *self._home])) if setup.network else None,
-        )
-        self._cluster = LocalCluster(directory, options)
-        undo.push_async_callback(self._end)
-        await self._cluster.start_broker()
-        await self._cluster.start_coordinators()
-        address = ClusterAddress(broker=self._cluster.broker, cluster=options.cluster)
-        self._client = await undo.enter_async_context(
-            ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
-        )
-        following = asyncio.ensure_future(self._follow())
-        undo.callback(following.cancel)
-        await asyncio.gather(*(self._start(name) for name in self._home))
-
-    async def _end(self) -> None:
-        await asyncio.shield(self._cluster.end())
-        if self._logs is not None:
-            shutil.copytree(self._cluster.fleet.logs, self._logs, dirs_exist_ok=True)
 
     # --- a scenario --------------------------------------------------------------------------------
 
@@ -153,21 +127,22 @@ class Stage:
         :raises FtdError: the cluster could not be put in order, or a node would not do a fault.
         """
         setup = setup_of(scenario)
-        require_known_nodes(scenario, self._home, scenario.name)
-        override = _replaced(setup.override, str(self._disk))
+        driver = self._driver
+        require_known_nodes(scenario, driver.nodes, scenario.name)
+        override = _replaced(setup.override, str(driver.disk))
         job = load_job_data(setup.job, steps=setup.steps, override=override)
         baseline = await self._baseline(scenario, job)
         await self._tidy()
         injector = LocalInjector(
-            self._client,
-            self._cluster,
-            lambda name, _pid: self._ready.forget(name),
-            layout=lambda: layout_of(self._ready.state),
+            driver.client,
+            driver.cluster,
+            driver.on_start,
+            layout=lambda: layout_of(driver.state),
             seed=scenario.seed,
         )
         await injector.check(scenario)
         player = Player(scenario, inject=injector.inject, tell=self._tell, baseline=baseline)
-        player.on_state(dict(self._ready.state))
+        player.on_state(dict(driver.state))
         try:
             await self._train(job)
             self._player = player
@@ -176,8 +151,8 @@ class Stage:
             try:
                 while not played.done():
                     await asyncio.wait([played], timeout=0.5)
-                    self._cluster.fleet.reap_adopted()
-                    self._central_live(injector)
+                    for name in driver.ended(injector.absent):
+                        raise driver.death(name, f"{name} has ended")
                     await self._fill_gaps(player)
                 return played.result()
             finally:
@@ -189,7 +164,7 @@ class Stage:
         """What was told while the broker was away, the coordinator's journal knows."""
         if any(one.fault.target == Central(part="broker") for one in player.record.struck.values()):
             with contextlib.suppress(FtdError):  # Nobody answers while it is away.
-                for event in await self._client.history(newest=_GAP_EVENTS):
+                for event in await self._driver.client.history(newest=_GAP_EVENTS):
                     player.on_missed(event)
 
     async def _baseline(self, scenario: Scenario, job: JobData) -> dict[int, float]:
@@ -203,9 +178,12 @@ class Stage:
             await self._train(job)
             async with asyncio.timeout(scenario.limit_s):
                 await self._ended.wait()
-            self._undisturbed[key] = dict(self._losses)
-            if len(self._losses) < job.steps:
-                raise PeerError(f"without any fault {len(self._losses)} of {job.steps} steps were committed")
+            losses = {
+                step.step: step.loss for step in self._driver.run.steps.values() if step.loss is not None
+            }
+            self._undisturbed[key] = losses
+            if len(losses) < job.steps:
+                raise PeerError(f"without any fault {len(losses)} of {job.steps} steps were committed")
         return self._undisturbed[key]
 
     async def _train(self, job: JobData) -> None:
@@ -215,74 +193,46 @@ class Stage:
         """
         self._begun.clear()
         self._ended.clear()
-        self._losses.clear()
-        envelope = self._client.envelope()
-        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
-        await self._client.request(request, timeout_s=SUBMIT_S)
+        await self._driver.submit(job)
         try:
             async with asyncio.timeout(START_S):
                 await self._begun.wait()
         except TimeoutError:
-            waiting = self._ready.state.get("waiting_for")
+            waiting = self._driver.state.get("waiting_for")
             raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
 
     # --- order ---------------------------------------------------------------------------------------
 
     async def _tidy(self) -> None:
         """Whatever the last scenario left: no job, an empty disk, and the home nodes up, no others."""
-        if self._ready.state.get("job") and self._ready.state.get("phase") not in ("FINISHED", "FAILED"):
-            envelope = self._client.envelope()
-            job = self._ready.state["job"]["id"]
-            stop = StopRequest(request=envelope["request"], reply=envelope["reply"], job=job)
+        driver, state = self._driver, self._driver.state
+        if state.get("job") and state.get("phase") not in ("FINISHED", "FAILED"):
             with contextlib.suppress(FtdError):  # It may have ended at this moment.
-                await self._client.request(stop, timeout_s=SUBMIT_S)
+                await driver.stop(state["job"]["id"])
                 # Its end must not be taken for the next job's; a broker that was killed may have lost it.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), STOP_S)
-        for path in self._disk.iterdir():
+        for path in driver.disk.iterdir():
             shutil.rmtree(path, ignore_errors=True)
-        strangers = [n for n in self._cluster.nodes if n not in self._home]
-        await self._cluster.fleet.terminate(strangers, grace_s=LEAVE_S)
-        self._cluster.fleet.reap_adopted()
-        for name in self._home:
-            if not self._cluster.fleet.running(name):
-                await self._start(name)
-        try:
-            await self._ready.wait(self._home)
-        except PeerError as error:
-            raise self._death(self._ready.missing(self._home)[0], str(error)) from None
-
-    async def _start(self, name: str) -> None:
-        self._ready.forget(name)
-        await self._cluster.start_node(name)
-
-    def _central_live(self, injector: LocalInjector) -> None:
-        """:raises PeerError: the broker or the coordinator has ended by itself."""
-        for name in self._cluster.central:
-            if not self._cluster.fleet.running(name) and name not in injector.absent:
-                raise self._death(name, f"{name} has ended")
-
-    def _death(self, name: str, what: str) -> PeerError:
-        said = tail(self._cluster.fleet.logs / f"{name}.log", 2000)
-        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
+        strangers = [name for name in driver.cluster.nodes if name not in driver.nodes]
+        await driver.cluster.fleet.terminate(strangers, grace_s=LEAVE_S)
+        driver.cluster.fleet.reap_adopted()
+        for name in driver.nodes:
+            if not driver.cluster.fleet.running(name):
+                await driver.start_node(name)
+        await driver.ready()
 
     # --- news ----------------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
-        async for event in self._client.events():
-            self._ready.on_event(event)
-            name = event.get("event")
-            if self._player is not None:
-                self._player.on_event(event)
-            if name == "RecoveryCompleted":  # The first is the start's: a step is committed.
-                self._begun.set()
-            elif name == "StepCommitted":
-                self._losses[event["step"]] = event["details"]["loss"]
-            elif name in ("JobFinished", "JobFailed", "JobStopped"):
-                self._ended.set()
+    def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
+        if self._player is not None:
+            self._player.on_event(event)
+        if isinstance(fact, RecoveryCompleted):  # The first is the start's: a step is committed.
+            self._begun.set()
+        elif isinstance(fact, JobEnded):
+            self._ended.set()
 
     def _on_state(self, state: dict[str, Any]) -> None:
-        self._ready.on_state(state)
         if self._player is not None:
             self._player.on_state(state)
 

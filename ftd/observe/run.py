@@ -438,11 +438,10 @@ class Run:
 
     def lasting(self, by_step: Mapping[int, Numbered]) -> list[Numbered]:
         """Return those steps or evaluations that no rollback undid, in the order of the steps."""
-        return [
-            fact
-            for step, fact in sorted(by_step.items())
-            if not any(step > one.to_step and _is_older(fact, one) for one in self.rollbacks)
-        ]
+        return [fact for _, fact in sorted(by_step.items()) if not self._is_undone(fact)]
+
+    def _is_undone(self, fact: StepCommitted | Evaluated) -> bool:
+        return any(fact.step > one.to_step and _is_older(fact, one) for one in self.rollbacks)
 
     # --- events, one kind each -----------------------------------------------------------------------
 
@@ -469,11 +468,12 @@ class Run:
 
     def _commit(self, fact: StepCommitted) -> StepCommitted:
         self.commits += 1
-        if not (fresh := fact.step > self.step):
+        undone = self._is_undone(fact)
+        if undone or fact.step <= self.step:
             fact = replace(fact, fresh=False)
-        if self._keep_newest(self.steps, fact):
+        if self._keep_newest(self.steps, fact) and not undone:
             self.goodput.commit(fact.step, fact.step_s or 0.0, fact.at)
-        if fresh or self.newest is None or fact.step == self.newest.step:
+        if fact.fresh or (not undone and self.newest is not None and fact.step == self.newest.step):
             self.newest, self.step = fact, fact.step
         return fact
 

@@ -17,6 +17,7 @@ from ftd.client import ClusterClient
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError
 from ftd.local.cluster import LocalCluster
+from ftd.local.driver import LocalDriver
 from tests.e2e.playground import write_job
 
 
@@ -44,12 +45,10 @@ class Unwilling:
         if self._kill is not None:
             raise self._kill
 
-    async def start_node(self, name: str) -> None:
+    async def restart(self, name: str) -> None:
         if self._start is not None:
             raise self._start
         self.running.add(name)
-
-    start_coordinator = start_node
 
 
 def struck(cluster: Unwilling, do: str) -> tuple[SoakHands, Watch]:
@@ -119,16 +118,16 @@ def test_an_undisturbed_run_that_does_not_end_says_why(
         job=path, minutes=0.0, seed=1, rate_per_min=1.0, nodes=2, coordinators=1, steps=None, limit_s=1.0,
         relative=None, beyond=False, memory_mib=None, broker="embedded", logs=None,
     )  # fmt: skip
-    soak = Soak(options, load_job_data(path), cast(LocalCluster, Unwilling()), lambda _: None)
 
-    class Client:
-        def envelope(self) -> dict[str, str]:
-            return {"request": "r", "reply": "c"}
+    class Driver:
+        disk = tmp_path
 
-        async def request(self, _: Any) -> Any:
+        async def submit(self, _: Any, timeout_s: float) -> str:
             soak.watch.state = {"phase": phase, "waiting_for": "12 nodes are needed"}
-            return SimpleNamespace(detail="tiny-1")
+            return "tiny-1"
+
+    soak = Soak(options, load_job_data(path), cast(LocalDriver, Driver()), lambda _: None)
 
     with pytest.raises(FtdError) as caught:
-        asyncio.run(soak._undisturbed(cast(ClusterClient, Client())))
+        asyncio.run(soak._undisturbed())
     assert said in str(caught.value)

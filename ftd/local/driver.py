@@ -1,0 +1,224 @@
+"""The driver of a cluster on this machine: ``ftd local``, scenarios and soaks start, watch and end theirs by it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from ftd.client import ClusterClient
+from ftd.config.address import ClusterAddress
+from ftd.errors import PeerError
+from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.mounts import small_file_system
+from ftd.local.namespaces import Network
+from ftd.local.readiness import NODES_START_S, Readiness
+from ftd.node.processes import tail
+from ftd.observe.run import Fact, Run
+from ftd.wire.public import JobData, StopRequest, SubmitRequest
+
+REQUEST_S = 10.0
+_LOG_BYTES = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a cluster has to itself on this machine."""
+
+    memory_mib: int | None = None
+    """Room of the nodes' memory for snapshots together; ``None``: all that this machine has."""
+    disk_mib: int | None = None
+    """Room of ``LocalDriver.disk``; likewise."""
+    network: bool = False
+    """Broker, coordinators and each node have networks of their own."""
+    memory_field: str = "cluster.memory_mib"
+    """Name of ``memory_mib`` in errors."""
+
+
+class LocalDriver:
+    """``async with LocalDriver(options, names) as driver, driver.connected(...)``: nothing is left of it afterwards.
+
+    Broker and coordinators run in the first block, nodes in the second one.
+
+    :param logs: directory in which the logs of all processes are kept; may be set until the first block ends.
+    """
+
+    def __init__(
+        self,
+        options: ClusterOptions,
+        nodes: Sequence[str],
+        *,
+        surroundings: Surroundings | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        self.nodes = tuple(nodes)
+        """The nodes that the cluster starts with."""
+        self.logs = logs
+        self.run = Run()
+        """What was seen of the cluster."""
+        self.cluster: LocalCluster
+        self.client: ClusterClient
+        self.following: asyncio.Task[None]
+        """Ends with an error when the events cannot be followed any more, and never by itself."""
+        self.disk: Path
+        """A directory for checkpoints."""
+        self._options = options
+        self._surroundings = surroundings or Surroundings()
+        self._ready = Readiness(options.devices_per_node)
+        self._undo = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """:raises ConfigurationError: this machine cannot have such a cluster.
+        :raises PeerError: it did not come up.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._undo.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._undo.aclose()
+
+    async def _start(self) -> None:
+        undo, wanted, options = self._undo, self._surroundings, self._options
+        directory = undo.enter_context(private_directory())
+        self.disk = directory / "disk"
+        self.disk.mkdir()
+        for place, size_mib, name in (
+            (shared_memory(directory), wanted.memory_mib, wanted.memory_field),
+            (self.disk, wanted.disk_mib, "cluster.disk_mib"),
+        ):
+            if size_mib is not None:
+                undo.enter_context(small_file_system(place, size_mib, name))
+        if wanted.network:
+            options = dataclasses.replace(options, network=undo.enter_context(Network([HUB, *self.nodes])))
+        self.cluster = LocalCluster(directory, options)
+        undo.push_async_callback(self._end)
+        await self.cluster.start_broker()
+        await self.cluster.start_coordinators()
+
+    async def _end(self) -> None:
+        await asyncio.shield(self.cluster.end())
+        if self.logs is not None:
+            shutil.copytree(self.cluster.fleet.logs, self.logs, dirs_exist_ok=True)
+
+    @contextlib.asynccontextmanager
+    async def connected(
+        self,
+        *,
+        on_event: Callable[[dict[str, Any], Fact | None], None],
+        on_state: Callable[[dict[str, Any]], None],
+        on_node: Callable[[str, str], None] | None = None,
+        on_broker: Callable[[bool], None] | None = None,
+    ) -> AsyncIterator[None]:
+        """Listen to the cluster, and start the nodes, while the block runs.
+
+        :param on_event: takes every event, and what it says; see ``Run.on_event``.
+        """
+
+        def take_state(state: dict[str, Any]) -> None:
+            self._ready.on_state(state)
+            self.run.on_state(state)
+            on_state(state)
+
+        async def follow() -> None:
+            async for event in self.client.events():
+                self._ready.on_event(event)
+                on_event(event, self.run.on_event(event))
+
+        async with ClusterClient(
+            self.address, listen=True, on_state=take_state, on_node=on_node, on_broker=on_broker
+        ) as self.client:
+            self.following = asyncio.ensure_future(follow())
+            try:
+                for name in self.nodes:
+                    await self.start_node(name)
+                yield
+            finally:
+                self.following.cancel()
+                await asyncio.gather(self.following, return_exceptions=True)
+
+    # --- what is asked of the cluster ----------------------------------------------------------------
+
+    @property
+    def address(self) -> ClusterAddress:
+        """Where clients find the cluster."""
+        return ClusterAddress(broker=self.cluster.broker, cluster=self._options.cluster)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The cluster's state, as it was published last."""
+        return self._ready.state
+
+    async def submit(self, job: JobData, timeout_s: float = REQUEST_S) -> str:
+        """Return the id of the job. :raises RequestRefused: it cannot run. :raises Unreachable: nobody answers."""
+        request = SubmitRequest(**self._envelope(), job=job)
+        return (await self.client.request(request, timeout_s=timeout_s)).detail
+
+    async def stop(self, job: str) -> None:
+        """Stop a job. :raises RequestRefused: it does not run. :raises Unreachable: nobody answers."""
+        await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
+
+    def _envelope(self) -> dict[str, Any]:
+        envelope = self.client.envelope()
+        return {"request": envelope["request"], "reply": envelope["reply"]}
+
+    async def start_node(self, name: str) -> None:
+        """Start the daemon of a node, known or new. :raises PeerError: it runs already."""
+        self.on_start(name, (await self.cluster.start_node(name)).pid)
+
+    def on_start(self, name: str, pid: int) -> None:
+        """Note that a daemon was started: its trainers are not up yet."""
+        self._ready.forget(name)
+        self.run.on_process(name, pid)
+
+    # --- how the processes are -----------------------------------------------------------------------
+
+    async def ready(self, limit_s: float = NODES_START_S) -> None:
+        """Wait until the first nodes are healthy and have all their trainers.
+
+        :raises PeerError: they are not in time; carries the end of the log of the first that is not.
+        """
+        try:
+            await self._ready.wait(self.nodes, limit_s)
+        except PeerError as error:
+            raise self.death(self._ready.missing(self.nodes)[0], str(error)) from None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all nodes whose daemons run can take a job."""
+        return not self._ready.missing(
+            [name for name in self.cluster.nodes if self.cluster.fleet.running(name)]
+        )
+
+    def ended(self, absent: set[str]) -> list[str]:
+        """Return which of the broker and the coordinators have ended, but for those that are away on purpose."""
+        self.cluster.fleet.reap_adopted()
+        return [
+            name
+            for name in self.cluster.central
+            if not self.cluster.fleet.running(name) and name not in absent
+        ]
+
+    def death(self, name: str, what: str) -> PeerError:
+        """Return an error about a process that carries the end of its log."""
+        said = tail(self.cluster.fleet.logs / f"{name}.log", _LOG_BYTES)
+        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
+
+    async def guarded(self, work: Awaitable[Any], *guards: asyncio.Future[None]) -> None:
+        """Do ``work``; an error of a guard, or of following the events, ends it."""
+        task = asyncio.ensure_future(work)
+        watched = (self.following, *guards)
+        try:
+            await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
+            for guard in watched:
+                if guard.done():
+                    guard.result()
+            await task
+        finally:
+            task.cancel()
