@@ -41,6 +41,7 @@ from planner.values import Device
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages import cluster as m
 from statemachine.messages.cluster import ToNodes
+from statemachine.messages.common import Prepared, Quiesce, Resumed, Snapping
 from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
 MOST_BODIES = 1000
@@ -189,9 +190,9 @@ class Crowd:
             case m.Prepare(job=job):
                 node.job_id, node.prepared, node.held = job.job_id, True, ()
                 node.layers = int(job.training["arguments"]["layers"])
-                prepared = m.Prepared(job_id=job.job_id, profile=None)
+                prepared = Prepared(job_id=job.job_id, profile=None)
                 self.say(node, prepared, reason=f"preparing job {job.name!r}")
-            case m.Quiesce():
+            case Quiesce():
                 self.quiesce(node, command)
             case m.Resume():
                 self.resume(node, command)
@@ -218,7 +219,7 @@ class Crowd:
             self.heard = payload, decode_to_nodes(payload)
         return self.heard[1]
 
-    def quiesce(self, node: Node, command: m.Quiesce) -> None:
+    def quiesce(self, node: Node, command: Quiesce) -> None:
         if command.generation < node.generation:
             return
         node.generation = command.generation
@@ -257,7 +258,7 @@ class Crowd:
             )
         node.next_held, node.held = found[0].get(node.name, ()), found[0].get(node.name, ())
         node.lineage = command.lineage
-        resumed = m.Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
+        resumed = Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
         self.resumed_at[command.generation] = time.monotonic()
         if node.name not in found[1]:
             self.say(node, reason="idle: the plan has no place for it")
@@ -288,7 +289,7 @@ class Crowd:
             generation=generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1, stall_s=0.0
         )
         self.say_state(node, NodeState.SNAP, f"a snapshot of step {step}")
-        self.say(node, m.Snapping(generation=generation, step=step))
+        self.say(node, Snapping(generation=generation, step=step))
         self.say_state(node, NodeState.COMPLETED, f"the snapshot of step {step} is complete here")
         self.say(node, completed)
         self.flush(node)

@@ -50,7 +50,8 @@ from runtime.measuring.utilisation import peak_flops
 from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover, HostMover, Mover, Source
 from runtime.watch.pace import Pace
-from statemachine.messages.trainer import Snapped, SnapshotFailed, SnapshotReport, TrainingData
+from statemachine.messages.common import SnapshotFailed
+from statemachine.messages.trainer import Snapped, SnapshotReport, TrainingData
 from storage.staged import write_whole
 
 PARTS = ("train", "snapshot", "link", "xor", "kill", "restore")

@@ -33,6 +33,7 @@ from statemachine.effects import Effect, EmitEvent
 from statemachine.events import BrokerConnected, JobSubmitted, SignalArrived, TemplatesReady
 from statemachine.messages import cluster as m
 from statemachine.messages.cluster import FromNode
+from statemachine.messages.common import Prepared
 from statemachine.messages.values import CommittedStep, DeviceReport, Job, NodeFacts, Vote
 from statemachine.timing import Timing
 
@@ -192,7 +193,7 @@ def quiescing() -> ClusterMachine:
     machine.steps(arrived(HELLO))
     machine.step(JobSubmitted(at=1.0, cause="c-00043-a1b2", request="r", job=job, profile=profile))
     machine.step(TemplatesReady(at=1.0, cause="c-00044-a1b2", job_id="j"))
-    machine.steps(arrived(m.Prepared(job_id="j", profile=None)))
+    machine.steps(arrived(Prepared(job_id="j", profile=None)))
     return machine
 
 

@@ -30,9 +30,9 @@ from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.protocol import bearer_token
 from ftd.node.shards.server import ShardServer
 from ftd.node.snapshots.persist import Persister
-from statemachine.agent.events import LayersWritten
+from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
-from statemachine.messages.cluster import Persist
+from statemachine.messages.cluster import LayersPersisted, Persist
 from statemachine.messages.values import Snapshot, SnapshotGroup, Vote
 from storage.arena import Arena
 from storage.codes import make_code
@@ -144,7 +144,7 @@ class Persisting:
         )
         event = await done
         await persister.close()
-        assert isinstance(event, LayersWritten), event
+        assert isinstance(event, PersistEnded) and isinstance(event.answer, LayersPersisted), event
 
 
 @contextmanager

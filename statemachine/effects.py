@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.values import Plan, Situation
-from statemachine.messages.cluster import Command, Persist, Resume, Signal, ToNode, ToNodes
+from statemachine.messages import trainer
+from statemachine.messages.cluster import Command, KeepSnapshot, Persist, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.common import Quiesce
 from statemachine.messages.values import (
     Buddy,
     Job,
@@ -17,8 +19,6 @@ from statemachine.messages.values import (
     NodeState,
     Profiled,
     ProtectionWish,
-    QuiesceMode,
-    Restore,
     Snapshot,
     Vote,
 )
@@ -272,10 +272,11 @@ class TrainerPrepare(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerQuiesce(Effect):
+class InstructTrainer(Effect):
+    """Send this instruction to the trainer of ``device``."""
+
     device: int
-    generation: int
-    mode: QuiesceMode
+    instruction: Quiesce | trainer.Snap | trainer.KeepSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,28 +291,8 @@ class TrainerResume(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSnap(Effect):
-    """Raise the snapshot flag in the next ballot of ``generation``."""
-
-    device: int
-    generation: int
-    last: bool = False
-    """All steps are done, so there is no ballot: take it at once, and everybody else does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerKeepSnapshot(Effect):
-    """The snapshot of ``step`` is complete everywhere: older ones may be written over, but for ``pinned``."""
-
-    device: int
-    step: int
-    pinned: int = 0
-    """Step of one that is being persisted; 0: none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PersistLayers(Effect):
-    """Write these layers as files of a checkpoint, in the background: LayersWritten or LayersFailed."""
+    """Write these layers as files of a checkpoint, in the background: PersistEnded."""
 
     order: Persist
 
@@ -335,13 +316,10 @@ class SendCopy(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepCopies(Effect):
-    """The snapshot of ``step`` is complete everywhere: copies of older ones may be written over, and what is
+    """The snapshot of ``order.step`` is complete everywhere: copies of older ones may be written over, and what is
     here of it is verified and repaired from now on."""
 
-    job_id: str
-    step: int
-    restore: Restore | None = None
-    """``KeepSnapshot.restore``"""
+    order: KeepSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ftd.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
 from statemachine import effects, events
 from statemachine.agent import events as agent_events
-from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.cluster import LayersPersisted, TrainerLost
+from statemachine.messages.common import Resumed
+from statemachine.messages.trainer import MachineReport, Snapped, Stepped
 from statemachine.messages.values import FailureCause, NodeState
 
 
@@ -98,29 +100,17 @@ class NodeMetrics:
     def note(self, it: events.Event | effects.Effect) -> None:
         """Whatever goes into the machine or comes out of it."""
         match it:
-            case agent_events.TrainerStepped():
-                device = str(it.device)
-                self._step_s.labels(device).observe(it.step_s)
-                if it.microbatch_ms > 0:
-                    self._microbatch_s.labels(device).set(it.microbatch_ms / 1e3)
+            case agent_events.TrainerReported():
+                self._note_report(str(it.device), it.report)
             case agent_events.TrainerUp():
                 if it.device in self._started:
                     self._restarts.labels(str(it.device)).inc()
                 self._started.add(it.device)
-            case agent_events.TrainerResumed():
-                self._rendezvous_s.observe(it.rendezvous_s)
-                self._state_s.observe(it.state_s)
-                self._moved.inc(it.bytes_moved)
-            case agent_events.TrainerSnapped():
-                self._snapshot_bytes.inc(it.size_bytes)
-                self._idle_bytes.inc(it.idle_bytes)
-                self._copy_s.observe(it.copy_s)
-                self._stall_s.observe(it.stall_s)
             case agent_events.CopyCommitted():
                 self._copied.inc(it.size_bytes)
-            case agent_events.LayersWritten():
-                self._written.inc(sum(layer.size_bytes for layer in it.layers))
-                self._writing_s.observe(it.took_s)
+            case agent_events.PersistEnded(answer=LayersPersisted() as written):
+                self._written.inc(sum(layer.size_bytes for layer in written.layers))
+                self._writing_s.observe(written.took_s)
             case events.BrokerLost():
                 self.own.broker_losses.inc()
             case effects.SendSignal(signal=TrainerLost() as lost) if lost is not self._lost:
@@ -128,6 +118,24 @@ class NodeMetrics:
                 self._failures.labels(lost.cause).inc()
             case effects.PublishNode():
                 self._state, self._generation, self._step = it.state, it.generation, it.step
+
+    def _note_report(self, device: str, report: MachineReport) -> None:
+        match report:
+            case Stepped():
+                self._step_s.labels(device).observe(report.step_s)
+                if report.microbatch_ms > 0:
+                    self._microbatch_s.labels(device).set(report.microbatch_ms / 1e3)
+            case Resumed():
+                self._rendezvous_s.observe(report.rendezvous_s)
+                self._state_s.observe(report.state_s)
+                self._moved.inc(report.bytes_moved)
+            case Snapped():
+                self._snapshot_bytes.inc(report.size_bytes)
+                self._idle_bytes.inc(report.idle_bytes)
+                self._copy_s.observe(report.copy_s)
+                self._stall_s.observe(report.stall_s)
+            case _:
+                pass
 
     def _read(self) -> Iterator[Metric]:
         now = self._now()

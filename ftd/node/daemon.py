@@ -22,13 +22,13 @@ from ftd.metrics.node import NodeMetrics, NodeNow
 from ftd.metrics.server import MetricsServer
 from ftd.node.faults.chaos import Chaos
 from ftd.node.hearing import Hearing
+from ftd.node.instructions import prepare_instruction, resume_instruction
 from ftd.node.processes import adopt_orphans, compile_cache, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.snapshots.service import Snapshots
 from ftd.node.starving import Starving
 from ftd.node.supervisor import Supervisor
 from ftd.node.traces import Traces
-from ftd.node.translation import prepare_frame, resume_frame
 from ftd.node.voice import Voice
 from ftd.wire.public import Answer, NodeStateMessage
 from ftd.wire.topics import Topics
@@ -39,14 +39,14 @@ from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
-    TrainerBeat,
-    TrainerResumed,
+    TrainerReported,
     TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
 from statemachine.events import BrokerConnected, BrokerLost, Event
 from statemachine.messages import trainer as protocol
 from statemachine.messages.cluster import ToNode
+from statemachine.messages.common import Quiesce, Resumed
 from statemachine.messages.trace import Traced
 from statemachine.messages.values import NodeFacts
 
@@ -63,10 +63,8 @@ AgentEffect = (
     | effects.StartTrainer
     | effects.KillTrainer
     | effects.TrainerPrepare
-    | effects.TrainerQuiesce
     | effects.TrainerResume
-    | effects.TrainerSnap
-    | effects.TrainerKeepSnapshot
+    | effects.InstructTrainer
     | effects.SendCopy
     | effects.KeepCopies
     | effects.RemoveSnapshots
@@ -261,16 +259,17 @@ class NodeDaemon:
         self.leave(signal.Signals(number).name)
 
     def _on_trainer(self, event: Event) -> None:
-        if isinstance(event, TrainerBeat):
-            self._starving.heard(event.device, event.at)
-        elif isinstance(event, TrainerUp):
-            self.announce(
-                "TrainerStarted",
-                f"process {event.pid}",
-                {"device": event.device, "pid": event.pid, "daemon_pid": os.getpid()},
-            )
-        elif isinstance(event, TrainerResumed):
-            self._snapshots.stager.resumed(event.device, event.generation)
+        match event:
+            case TrainerReported(report=protocol.Beat()):
+                self._starving.heard(event.device, event.at)
+            case TrainerReported(report=Resumed(generation=generation)):
+                self._snapshots.stager.resumed(event.device, generation)
+            case TrainerUp():
+                self.announce(
+                    "TrainerStarted",
+                    f"process {event.pid}",
+                    {"device": event.device, "pid": event.pid, "daemon_pid": os.getpid()},
+                )
         self._driver.feed(event)
 
     def _on_aside(self, device: int, frame: protocol.AsideReport) -> None:
@@ -299,21 +298,17 @@ class NodeDaemon:
                 self._supervisor.kill_trainer(wanted.device, wanted.grace_s)
             case effects.TrainerPrepare():
                 self._prepare(wanted)
-            case effects.TrainerQuiesce():
-                self._snapshots.abandon()
-                frame = protocol.Quiesce(generation=wanted.generation, mode=wanted.mode)
-                self._supervisor.send(wanted.device, frame)
+            case effects.InstructTrainer():
+                if isinstance(wanted.instruction, Quiesce):
+                    self._snapshots.abandon()
+                self._supervisor.send(wanted.device, wanted.instruction)
             case effects.TrainerResume():
                 self._resume(wanted)
-            case effects.TrainerSnap():
-                self.send(wanted.device, protocol.Snap(generation=wanted.generation, last=wanted.last))
-            case effects.TrainerKeepSnapshot():
-                kept = protocol.KeepSnapshot(step=wanted.step, pinned=wanted.pinned)
-                self._supervisor.send(wanted.device, kept)
             case effects.SendCopy():
                 self._snapshots.send_copy(wanted)
             case effects.KeepCopies():
-                self._snapshots.keep_copies(wanted.job_id, wanted.step, wanted.restore)
+                order = wanted.order
+                self._snapshots.keep_copies(order.job_id, order.step, order.restore)
             case effects.RemoveSnapshots():
                 self._snapshots.remove(wanted.job_id)
             case effects.PersistLayers():
@@ -347,7 +342,7 @@ class NodeDaemon:
             arena, limit_bytes = self._snapshots.prepare(effect.job, effect.device)
             # One device's trainer is enough: all of them have the whole model.
             describe = bool(effect.job.checkpoint.url) and effect.device == 0
-            frame = prepare_frame(effect.job, effect.profile, arena, limit_bytes, describe=describe)
+            frame = prepare_instruction(effect.job, effect.profile, arena, limit_bytes, describe=describe)
         except (msgspec.ValidationError, ValueError) as error:
             self._supervisor.refuse(effect.device, "unprepared", f"the job cannot be understood: {error}")
             return
@@ -357,7 +352,7 @@ class NodeDaemon:
         resume, device = effect.resume, Device(node=self._node, index=effect.device)
 
         def send(staged: str) -> None:
-            self._supervisor.send(effect.device, resume_frame(resume, device, self._secret, staged))
+            self._supervisor.send(effect.device, resume_instruction(resume, device, self._secret, staged))
 
         self._snapshots.stager.resume(resume, effect.device, send)
 

@@ -22,13 +22,16 @@ import msgspec
 import structlog
 
 from ftd.node.processes import bury, kill_group
-from ftd.node.translation import cause_of, event_of
 from ftd.node.zygote import Zygote
+from ftd.wire.profiles import problem_of_profile
+from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from statemachine.agent.events import TrainerFailed
+from statemachine.agent.events import TrainerFailed, TrainerReported, TrainerUp
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
+from statemachine.messages.common import Prepared
+from statemachine.messages.trace import Traced
 from statemachine.messages.values import FailureCause
 
 log = structlog.get_logger()
@@ -40,6 +43,8 @@ _LAST_WORDS_S = 0.05
 """How long a failure report waits for the rest of a dead trainer's output."""
 _CLOSED_BUT_ALIVE_S = 1.0
 _MAX_GREETING_BYTES = 4096
+_CAUSES: dict[str, FailureCause] = {"prepare": "unprepared", "restore": "foreign", "training": "raised"}
+"""Cause of the failure of a trainer whose code raised, by where it did."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -283,7 +288,7 @@ class Supervisor:
     ) -> None:
         trainer.writer = writer
         decoder: Decoder[protocol.Report] = Decoder(protocol.Report)
-        self._hear(trainer, attached)
+        self._feed(TrainerUp(**self._stamp(), device=trainer.device, pid=attached.pid))
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 try:
@@ -301,21 +306,21 @@ class Supervisor:
     def _hear(self, trainer: Trainer, frame: protocol.Report) -> None:
         if trainer.reported:
             return
-        if isinstance(frame, protocol.Raised):
-            self._fail(trainer, cause_of(frame), frame.detail)
-            return
-        if isinstance(frame, protocol.AsideReport):
-            self._aside(trainer.device, frame)
-            return
-        self._feed(
-            event_of(
-                frame,
-                device=trainer.device,
-                pid=trainer.pid or 0,
-                at=time.monotonic(),
-                cause=self._cause(),
-            )
-        )
+        match frame:
+            case protocol.Attached():
+                self._fail(trainer, "exited", "its frames cannot be understood: it attached twice")
+            case protocol.Raised():
+                self._fail(trainer, _CAUSES[frame.where], frame.detail)
+            case Traced() | protocol.StagingSpoiled() | protocol.Described():
+                self._aside(trainer.device, frame)
+            case Prepared(profile=ModelProfile() as profile) if problem := problem_of_profile(profile):
+                detail = f"the model was measured, but the profile's {problem}"
+                self._fail(trainer, "unprepared", detail)
+            case _:
+                self._feed(TrainerReported(**self._stamp(), device=trainer.device, report=frame))
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": time.monotonic(), "cause": self._cause()}
 
     async def _collect(self, trainer: Trainer, reader: asyncio.StreamReader) -> None:
         """Keep the tail of what the trainer prints, and pass whole lines on to the log."""
@@ -348,8 +353,7 @@ class Supervisor:
         self._end(trainer, grace_s=0.0)
         self._feed(
             TrainerFailed(
-                at=time.monotonic(),
-                cause=self._cause(),
+                **self._stamp(),
                 device=trainer.device,
                 pid=trainer.pid or 0,
                 cause_of_failure=cause,

@@ -6,6 +6,7 @@ from ftd.sim.arena import Copy
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed
 from statemachine.cluster.snapshots.buddies import copy_of
 from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
+from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import HeldSnapshot
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class SimCopies:
                 )
                 world.at(sending_s, self._send, effect, node.life)
             case KeepCopies():
-                node.arena.keep_copies(effect.step)
-                if effect.restore is not None:
-                    node.scrubber.watch(effect.restore)
+                node.arena.keep_copies(effect.order.step)
+                if effect.order.restore is not None:
+                    node.scrubber.watch(effect.order.restore)
                 self.tell()
             case RemoveSnapshots():
                 node.arena.remove(effect.job_id)
@@ -52,7 +53,10 @@ class SimCopies:
         reached = buddy.up and not buddy.frozen and node.reaches(buddy)
         said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
         if not reached or not node.arena.sound(key) or world.chance(node.pace.full):
-            node.feed(CopyFailed(at=world.now, detail="the buddy cannot take it", **said))
+            failure = SnapshotFailed(
+                generation=effect.generation, step=effect.step, detail="the buddy cannot take it"
+            )
+            node.feed(CopyFailed(at=world.now, cause=effect.cause, failure=failure))
             return
         buddy.arena.receive(Copy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
         buddy.copies.tell()

@@ -8,9 +8,9 @@ from ftd.sim.sharding import is_sharded, kept_parts, moves
 from ftd.sim.trainers import SimTrainer
 from ftd.sim.world import Violation, World
 from planner.stages.layers import expected_ms
-from statemachine.agent.events import TrainerResumed, TrainerSnapping, TrainerSuspectedPeer
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages.cluster import Resume
+from statemachine.messages.common import PeerSuspected, Resumed, Snapping
 
 if TYPE_CHECKING:
     from ftd.sim.invariants import Invariants
@@ -89,16 +89,7 @@ class Group:
 
     def _suspect(self, member: SimTrainer) -> None:
         if member.alive and member.group is self:
-            node = member.node
-            node.feed(
-                TrainerSuspectedPeer(
-                    at=self.world.now,
-                    cause="trainer",
-                    device=member.device,
-                    generation=self.generation,
-                    detail="connection reset",
-                )
-            )
+            member.report(PeerSuspected(generation=self.generation, detail="connection reset"))
 
     def _connected(self, members: Iterable[SimTrainer] | None = None) -> bool:
         """All of them (of all members, where nobody is named), with each other."""
@@ -161,18 +152,7 @@ class Group:
         if member.token != token or not member.able:
             return
         self.invariants.starts(self, member)
-        node = member.node
-        node.feed(
-            TrainerResumed(
-                at=self.world.now,
-                cause="trainer",
-                device=member.device,
-                generation=self.generation,
-                bytes_moved=0,
-                rendezvous_s=0.01,
-                state_s=0.01,
-            )
-        )
+        member.report(Resumed(generation=self.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.01))
         if member.token != token:
             return
         member.go_on()
@@ -241,16 +221,7 @@ class Group:
                 self.world.at(gathering_s, member.do, member.committed_whole, member.token, *flags)
 
     def _snapping(self, member: SimTrainer, step: int) -> None:
-        node = member.node
-        node.feed(
-            TrainerSnapping(
-                at=self.world.now,
-                cause="trainer",
-                device=member.device,
-                generation=self.generation,
-                step=step,
-            )
-        )
+        member.report(Snapping(generation=self.generation, step=step))
 
 
 def world_delay(world: World) -> float:

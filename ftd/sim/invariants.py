@@ -19,7 +19,8 @@ from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
-from statemachine.messages.cluster import Command, KeepSnapshot, Quiesce, Resume, ToNodes
+from statemachine.messages.cluster import Command, KeepSnapshot, Resume, ToNodes
+from statemachine.messages.common import Quiesce
 from statemachine.messages.values import Checkpoint, Job, Vote
 
 _OF_A_VOTE = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")

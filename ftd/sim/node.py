@@ -19,9 +19,8 @@ from statemachine.agent.events import (
     CommandArrived,
     HeldSnapshots,
     TerminationRequested,
-    TrainerBeat,
     TrainerFailed,
-    TrainerPrepared,
+    TrainerReported,
     TrainerUp,
 )
 from statemachine.agent.machine import AgentEvent, AgentMachine
@@ -30,6 +29,7 @@ from statemachine.effects import (
     Effect,
     EmitEvent,
     ExitDaemon,
+    InstructTrainer,
     KeepCopies,
     KillTrainer,
     PersistLayers,
@@ -41,14 +41,13 @@ from statemachine.effects import (
     SetTimer,
     StartTrainer,
     StopPersisting,
-    TrainerKeepSnapshot,
     TrainerPrepare,
-    TrainerQuiesce,
     TrainerResume,
-    TrainerSnap,
 )
 from statemachine.events import BrokerConnected, BrokerLost, TimerFired
 from statemachine.messages.cluster import Fence, FromNode, ToNode, ToNodes
+from statemachine.messages.common import Prepared, Quiesce
+from statemachine.messages.trainer import Beat, KeepSnapshot, Snap
 from statemachine.messages.values import FailureCause, NodeFacts, NodeState
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
-    | TrainerPrepare | TrainerQuiesce | TrainerResume | TrainerSnap | TrainerKeepSnapshot | RemoveSnapshots
+    | TrainerPrepare | InstructTrainer | TrainerResume | RemoveSnapshots
     | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies | PersistLayers | StopPersisting
 )  # fmt: skip
 
@@ -258,15 +257,11 @@ class SimNode:
                     trainer.die()
             case TrainerPrepare():
                 self._instruct(effect.device, self._prepare, effect, 0.3, 1.2)
-            case TrainerQuiesce():
-                self._instruct(effect.device, self._quiesce, effect, 0.0005, 0.005)
+            case InstructTrainer():
+                self._instruct(effect.device, self._obey, effect, 0.0005, 0.005)
             case TrainerResume():
                 staging = 0.4 if effect.resume.restore is not None else 0.0005
                 self._instruct(effect.device, self.stager.stage, effect, staging / 4, staging + 0.005)
-            case TrainerSnap():
-                self._instruct(effect.device, self._snap, effect, 0.0005, 0.005)
-            case TrainerKeepSnapshot():
-                self._instruct(effect.device, self._keep, effect, 0.0005, 0.005)
             case SendCopy() | KeepCopies() | RemoveSnapshots():
                 self.copies.perform(effect)
             case PersistLayers() | StopPersisting():
@@ -301,15 +296,8 @@ class SimNode:
             if trainer.alive and not trainer.frozen:
                 if not trainer.asleep:
                     trainer.progress += 1
-                self.feed(
-                    TrainerBeat(
-                        at=now,
-                        cause="beat",
-                        device=trainer.device,
-                        progress=trainer.progress,
-                        waiting=not trainer.asleep,
-                    )
-                )
+                beat = Beat(progress=trainer.progress, waiting=not trainer.asleep)
+                self.feed(TrainerReported(at=now, cause="beat", device=trainer.device, report=beat))
 
     # --- trainer processes -------------------------------------------------------------------------
 
@@ -339,28 +327,18 @@ class SimNode:
         sharded = effect.job.policy.zero1
         every = int(effect.job.training.get("evaluation_every_steps", 0))
         trainer.build(len(self.profile.layers), effect.job.steps, evaluate_every=every, sharded=sharded)
-        self.feed(
-            TrainerPrepared(
-                at=self.world.now,
-                cause=effect.cause,
-                device=trainer.device,
-                job_id=effect.job.job_id,
-                profile=self.profile if effect.profile else None,
-            )
-        )
+        trainer.report(Prepared(job_id=effect.job.job_id, profile=self.profile if effect.profile else None))
 
-    def _quiesce(self, trainer: SimTrainer, effect: TrainerQuiesce) -> None:
-        trainer.quiesce(effect.generation, effect.mode)
-
-    def _snap(self, trainer: SimTrainer, effect: TrainerSnap) -> None:
-        if effect.last:
-            trainer.snap_last(effect.generation)
-        else:
-            trainer.snap(effect.generation)
-
-    def _keep(self, trainer: SimTrainer, effect: TrainerKeepSnapshot) -> None:
-        if trainer.alive:
-            self.arena.keep(trainer.device, effect.step, effect.pinned)
+    def _obey(self, trainer: SimTrainer, effect: InstructTrainer) -> None:
+        match effect.instruction:
+            case Quiesce(generation=generation, mode=mode):
+                trainer.quiesce(generation, mode)
+            case Snap(generation=generation, last=True):
+                trainer.snap_last(generation)
+            case Snap(generation=generation):
+                trainer.snap(generation)
+            case KeepSnapshot(step=step, pinned=pinned) if trainer.alive:
+                self.arena.keep(trainer.device, step, pinned)
 
     def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
         """The process dies; the daemon hears of it a little later."""

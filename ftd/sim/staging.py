@@ -8,6 +8,7 @@ from planner.values import Device
 from statemachine.agent.events import RestoringFailed
 from statemachine.cluster.rules import owned_layers
 from statemachine.effects import TrainerResume
+from statemachine.messages.cluster import RestoreFailed
 from statemachine.messages.values import Restore
 
 if TYPE_CHECKING:
@@ -57,10 +58,12 @@ class SimStager:
                 RestoringFailed(
                     at=node.world.now,
                     cause=effect.cause,
-                    generation=resume.generation,
-                    detail="it cannot be had",
-                    bad=bad,
-                    damaged=bool(restore.url) and not place.closed,
+                    failure=RestoreFailed(
+                        generation=resume.generation,
+                        detail="it cannot be had",
+                        bad=bad,
+                        damaged=bool(restore.url) and not place.closed,
+                    ),
                 )
             )
         else:

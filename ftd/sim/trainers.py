@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ftd.sim.arena import Shard
 from ftd.sim.sharding import all_of, is_sharded
 from planner.values import Device, StatePart
-from statemachine.agent.events import (
-    TrainerDone,
-    TrainerQuiesced,
-    TrainerSnapped,
-    TrainerSnapping,
-    TrainerSnapshotFailed,
-    TrainerStepped,
-)
+from statemachine.agent.events import TrainerReported
 from statemachine.messages.cluster import Resume
-from statemachine.messages.values import DeviceReport, Evaluation, HeldSnapshot, QuiesceMode
+from statemachine.messages.common import Finished, Snapping, SnapshotFailed
+from statemachine.messages.trainer import MachineReport, Quiesced, Snapped, Stepped
+from statemachine.messages.values import Evaluation, HeldSnapshot, QuiesceMode
 
 if TYPE_CHECKING:
     from ftd.sim.group import Group
@@ -176,8 +171,8 @@ class SimTrainer:
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
         vote = self.node.versions.vote(self.version) if self.committed else None
-        report = DeviceReport(
-            device=self.device,
+        report = Quiesced(
+            generation=self.generation,
             committed_step=self.committed,
             ready_step=self.ready,
             vote=vote,
@@ -186,10 +181,12 @@ class SimTrainer:
             parts=tuple(sorted(part for part, v in self.parts.items() if step_of[v] == self.committed)),
             evaluation=self.evaluation,
         )
+        self.report(report)
+
+    def report(self, report: MachineReport) -> None:
+        """Send a message to the node."""
         node = self.node
-        node.feed(
-            TrainerQuiesced(at=node.world.now, cause="trainer", generation=self.generation, report=report)
-        )
+        node.feed(TrainerReported(at=node.world.now, cause="trainer", device=self.device, report=report))
 
     def resume(self, resume: Resume, staged: dict[int, int] | None = None) -> None:
         """Roll forward or drop the step in flight, then meet the others, or wait without a rank.
@@ -359,15 +356,13 @@ class SimTrainer:
     def _say_stepped(self, group: "Group") -> None:
         node = self.node
         node.invariants.gathered(self, group)
-        node.feed(
-            TrainerStepped(
-                at=node.world.now,
-                cause="trainer",
-                device=self.device,
+        self.report(
+            Stepped(
                 generation=group.generation,
                 step=self.committed,
                 vote=node.versions.vote(self.version),
                 step_s=node.pace.step_s,
+                bubble_s=0.0,
                 microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )
         )
@@ -380,16 +375,7 @@ class SimTrainer:
         """All steps are done: no ballot, and no step to copy it beside."""
         if not self.able or self.group is None or self.group.generation != generation or self.phase != "done":
             return
-        node = self.node
-        node.feed(
-            TrainerSnapping(
-                at=node.world.now,
-                cause="trainer",
-                device=self.device,
-                generation=generation,
-                step=self.committed,
-            )
-        )
+        self.report(Snapping(generation=generation, step=self.committed))
         self._begin_copy(self.group)
 
     def _begin_copy(self, group: "Group") -> None:
@@ -415,20 +401,18 @@ class SimTrainer:
             return
         self.copy = None
         node, key = self.node, copy.key
-        said = {"device": self.device, "generation": key.generation, "step": key.step}
         if not whole or node.world.chance(node.pace.full):
-            node.feed(TrainerSnapshotFailed(at=node.world.now, cause="trainer", detail="no room", **said))
+            self.report(SnapshotFailed(generation=key.generation, step=key.step, detail="no room"))
             return
         node.arena.commit(self.device, copy)
-        node.feed(
-            TrainerSnapped(
-                at=node.world.now,
-                cause="trainer",
+        self.report(
+            Snapped(
+                generation=key.generation,
+                step=key.step,
                 size_bytes=100,
                 copy_s=0.01,
                 stall_s=0.0,
                 idle_bytes=100,
-                **said,
             )
         )
 
@@ -439,13 +423,9 @@ class SimTrainer:
             requested, self.flag = self.flag, None
             self.quiesce(requested, "boundary")
             return
-        node = self.node
         digests = {layer: str(v) for layer, v in self.layers.items()}
-        node.feed(
-            TrainerDone(
-                at=node.world.now,
-                cause="trainer",
-                device=self.device,
+        self.report(
+            Finished(
                 generation=generation,
                 step=self.committed,
                 digests=digests,

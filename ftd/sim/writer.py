@@ -1,10 +1,10 @@
 """A simulated daemon's part of a persistent checkpoint: one layer after the other, and then the answer."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from statemachine.agent.events import LayersFailed, LayersWritten
+from statemachine.agent.events import PersistEnded
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.messages.cluster import Persist
+from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
 from statemachine.messages.values import LayerOnDisk
 
 if TYPE_CHECKING:
@@ -40,19 +40,18 @@ class SimWriter:
             world.at(0.5, self._write, effect, files)
             return
         place = node.invariants.place
+        of: dict[str, Any] = {"job_id": order.job_id, "attempt": order.attempt, "step": order.record.step}
         if len(files) == len(order.layers):
             self.order = None
-            written = LayersWritten(
-                at=world.now, cause=effect.cause, attempt=order.attempt, layers=files, took_s=1.0
-            )
-            node.feed(written)
+            self._answer(effect, LayersPersisted(**of, layers=files, took_s=1.0))
             return
         file = place.write(node, order, order.layers[len(files)])
         if file is None or world.chance(place.full):
             self.order = None
-            failed = LayersFailed(
-                at=world.now, cause=effect.cause, attempt=order.attempt, detail="no room, or nothing to write"
-            )
-            node.feed(failed)
+            self._answer(effect, PersistFailed(**of, detail="no room, or nothing to write"))
             return
         world.at(world.between(0.02, 0.6), self._write, effect, (*files, file))
+
+    def _answer(self, effect: PersistLayers, answer: LayersPersisted | PersistFailed) -> None:
+        node = self._node
+        node.feed(PersistEnded(at=node.world.now, cause=effect.cause, answer=answer))

@@ -24,7 +24,8 @@ from ftd.errors import WireError
 from ftd.wire.folding import fold, unfold
 from ftd.wire.plans import pack, unpack
 from ftd.wire.profiles import problem_of_profile
-from statemachine.messages.cluster import Command, FromNode, Hello, Prepared, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.cluster import Command, FromNode, Hello, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.common import Prepared
 from statemachine.messages.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from runtime.groups.communicator import Aborted, Communicator
 from runtime.watch.pace import Pace
 from runtime.wire.frames import Decoder, encode
+from statemachine.messages.common import Quiesce
 from statemachine.messages.trace import Trace
 from statemachine.messages.trainer import (
     Attached,
@@ -24,7 +25,6 @@ from statemachine.messages.trainer import (
     KeepSnapshot,
     Mend,
     Prepare,
-    Quiesce,
     Raise,
     Report,
     Resume,

@@ -28,21 +28,23 @@ from runtime.snapshots.writer import SnapshotWriter
 from runtime.tracebacks import users_traceback
 from runtime.training import TrainingError, torch_device
 from runtime.watch.pace import Pace
-from statemachine.messages.trainer import (
-    Described,
-    Done,
+from statemachine.messages.common import (
+    Finished,
     PeerSuspected,
-    Prepare,
     Prepared,
     Quiesce,
-    Quiesced,
-    Raised,
     ReplicaDiverged,
-    Resume,
     Resumed,
-    Snap,
     Snapping,
     SnapshotFailed,
+)
+from statemachine.messages.trainer import (
+    Described,
+    Prepare,
+    Quiesced,
+    Raised,
+    Resume,
+    Snap,
     StagingSpoiled,
     Stepped,
 )
@@ -266,7 +268,7 @@ class Trainer:
         finally:
             self._tell_trace(engine, resume, over=True)
         self._link.send(
-            Done(
+            Finished(
                 generation=generation,
                 step=engine.committed_step,
                 digests=engine.digests(),

@@ -25,7 +25,8 @@ from runtime.snapshots.parts import add_parts
 from runtime.snapshots.schedule import Elapsed, Schedule
 from runtime.watch.pace import Pace
 from runtime.zero.sharding import Sharding
-from statemachine.messages.trainer import Mend, Snapped, SnapshotFailed, SnapshotReport
+from statemachine.messages.common import SnapshotFailed
+from statemachine.messages.trainer import Mend, Snapped, SnapshotReport
 from statemachine.messages.values import Vote
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError

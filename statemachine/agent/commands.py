@@ -5,12 +5,11 @@ from typing import assert_never
 from statemachine.agent import persisting as agent_persisting
 from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent.state import HELLO, Agent, TrainerPhase
-from statemachine.effects import ExitDaemon, RenewIncarnation, TrainerPrepare, TrainerQuiesce, TrainerResume
+from statemachine.effects import ExitDaemon, InstructTrainer, RenewIncarnation, TrainerPrepare, TrainerResume
 from statemachine.messages.cluster import (
     CancelPersist,
     Command,
     Fence,
-    Finished,
     Heartbeat,
     Hello,
     Inquiry,
@@ -18,18 +17,16 @@ from statemachine.messages.cluster import (
     Leaving,
     Persist,
     Prepare,
-    Prepared,
-    Quiesce,
     Quiesced,
     Rejection,
     Released,
     Resume,
-    Resumed,
     Snap,
     Stepped,
     StepsWanted,
     Stop,
 )
+from statemachine.messages.common import Finished, Prepared, Quiesce, Resumed
 from statemachine.messages.values import CommittedStep, NodeState
 
 STEPS_PER_MESSAGE = 50
@@ -124,7 +121,7 @@ def heartbeat(a: Agent) -> None:
 
 def say_quiesced(a: Agent) -> None:
     if a.quiesced:
-        reports = tuple(trainer.report for trainer in a.trainers if trainer.report is not None)
+        reports = tuple(report for trainer in a.trainers if (report := trainer.report) is not None)
         a.say(Quiesced(generation=a.generation, reports=reports))
 
 
@@ -152,14 +149,14 @@ def say_finished(a: Agent) -> None:
     digests: dict[int, str] = {}
     evaluation = None
     for device in a.mine(a.resume):
-        own = a.trainers[device].digests
+        own = a.trainers[device].finished
         if own is None:
             return
-        for layer, digest in own.items():
+        for layer, digest in own.digests.items():
             other = digests.setdefault(layer, digest)
             if other != digest:
                 digests[layer] = f"{other}|{digest}"
-        evaluation = evaluation or a.trainers[device].evaluation
+        evaluation = evaluation or own.evaluation
     a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests, evaluation=evaluation))
 
 
@@ -231,12 +228,8 @@ def quiesce(a: Agent, command: Quiesce) -> None:
         return
     for trainer in a.trainers:
         trainer.phase = TrainerPhase.QUIESCING
-        trainer.report = trainer.resumed = trainer.digests = None
-        a.out.append(
-            TrainerQuiesce(
-                cause=a.cause, device=trainer.device, generation=command.generation, mode=command.mode
-            )
-        )
+        trainer.state = trainer.resumed = trainer.finished = None
+        a.out.append(InstructTrainer(cause=a.cause, device=trainer.device, instruction=command))
     a.underway = None
     resting = NodeState.HEALTHY if a.state in (NodeState.SNAP, NodeState.COMPLETED) else a.state
     a.publish(resting, f"quiescing for generation {a.generation}")

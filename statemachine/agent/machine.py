@@ -28,24 +28,13 @@ from statemachine.agent.events import (
     CopyCommitted,
     CopyFailed,
     HeldSnapshots,
-    LayersFailed,
-    LayersWritten,
+    PersistEnded,
     RestoringFailed,
     SnapshotSpoiled,
     TerminationRequested,
-    TrainerBeat,
-    TrainerDone,
     TrainerFailed,
-    TrainerPrepared,
-    TrainerQuiesced,
-    TrainerReplicaDiverged,
-    TrainerResumed,
-    TrainerSnapped,
-    TrainerSnapping,
-    TrainerSnapshotFailed,
+    TrainerReported,
     TrainerStarved,
-    TrainerStepped,
-    TrainerSuspectedPeer,
     TrainerUp,
 )
 from statemachine.agent.state import (
@@ -59,17 +48,20 @@ from statemachine.agent.state import (
     Trainer,
     TrainerPhase,
 )
-from statemachine.agent.watch import hear, look
+from statemachine.agent.watch import excuse, look, take_beat
 from statemachine.effects import Effect
 from statemachine.events import BrokerConnected, BrokerLost, TimerFired
-from statemachine.messages.cluster import (
-    Leaving,
+from statemachine.messages.cluster import Leaving, TrainerLost
+from statemachine.messages.common import (
+    Finished,
     PeerSuspected,
     Prepared,
     ReplicaDiverged,
-    RestoreFailed,
-    TrainerLost,
+    Resumed,
+    Snapping,
+    SnapshotFailed,
 )
+from statemachine.messages.trainer import Beat, MachineReport, Quiesced, Snapped, Stepped
 from statemachine.messages.values import CommittedStep, FailureCause, NodeState
 from statemachine.timing import Timing
 
@@ -80,27 +72,16 @@ AgentEvent = (
     | BrokerLost
     | CommandArrived
     | TrainerUp
-    | TrainerPrepared
-    | TrainerQuiesced
-    | TrainerResumed
-    | TrainerStepped
-    | TrainerBeat
+    | TrainerReported
     | TrainerStarved
-    | TrainerSuspectedPeer
-    | TrainerReplicaDiverged
-    | TrainerDone
     | TrainerFailed
-    | TrainerSnapping
-    | TrainerSnapped
-    | TrainerSnapshotFailed
     | HeldSnapshots
     | CopiesHeld
     | SnapshotSpoiled
     | CopyCommitted
     | CopyFailed
     | RestoringFailed
-    | LayersWritten
-    | LayersFailed
+    | PersistEnded
     | TerminationRequested
 )
 
@@ -177,21 +158,22 @@ class AgentMachine:
             case CopyCommitted():
                 agent_snapshots.sent(a, event)
             case CopyFailed():
-                agent_snapshots.failed(a, event)
+                agent_snapshots.failed(a, event.failure)
             case RestoringFailed():
-                if self._in_group(event.generation):
-                    failed = RestoreFailed(
-                        generation=event.generation, detail=event.detail, bad=event.bad, damaged=event.damaged
-                    )
-                    a.say(failed)
-            case LayersWritten() | LayersFailed():
+                if self._in_group(event.failure.generation):
+                    a.say(event.failure)
+            case PersistEnded():
                 agent_persisting.take(a, event)
-            case TrainerReplicaDiverged():
-                if self._in_group(event.generation):
-                    where = {"generation": event.generation, "step": event.step, "layer": event.layer}
-                    a.say(ReplicaDiverged(**where, detail=event.detail))
+            case TrainerUp():
+                self._trainer_up(event)
+            case TrainerStarved():
+                trainer = a.trainers[event.device]
+                if trainer.alive:
+                    excuse(a, trainer, event)
+            case TrainerReported():
+                self._reported(event.device, event.report)
             case _:
-                self._trainer(event)
+                assert_never(event)
 
     def _started(self, event: AgentStarted) -> None:
         old = self._a
@@ -215,103 +197,91 @@ class AgentMachine:
 
     # --- trainers ----------------------------------------------------------------------------
 
-    def _trainer(
-        self,
-        event: TrainerUp
-        | TrainerPrepared
-        | TrainerQuiesced
-        | TrainerResumed
-        | TrainerStepped
-        | TrainerBeat
-        | TrainerStarved
-        | TrainerSuspectedPeer
-        | TrainerDone
-        | TrainerSnapping
-        | TrainerSnapped
-        | TrainerSnapshotFailed,
-    ) -> None:
-        """News of a live trainer. What an ended one still said before its end does not count."""
+    def _trainer_up(self, event: TrainerUp) -> None:
         a = self._a
-        device = event.report.device if isinstance(event, TrainerQuiesced) else event.device
+        trainer = a.trainers[event.device]
+        # A second one: the first was news of a process that was ended before we knew its number.
+        if trainer.phase in YOUNG and event.pid != trainer.pid:
+            trainer.pid = event.pid
+            a.over.discard(event.pid)
+            trainer.beat_at = trainer.moved_at = a.at
+            prepare_trainer(a, event.device)
+
+    def _reported(self, device: int, report: MachineReport) -> None:
+        """Take a message of a trainer. Those of one that has ended do not count, but for a replica that differed."""
+        a = self._a
         trainer = a.trainers[device]
-        alive = trainer.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
-        match event:
-            case TrainerUp():
-                # A second one: the first was news of a process that was ended before we knew its number.
-                if trainer.phase in YOUNG and event.pid != trainer.pid:
-                    trainer.pid = event.pid
-                    a.over.discard(event.pid)
-                    trainer.beat_at = trainer.moved_at = a.at
-                    prepare_trainer(a, device)
-            case _ if not alive:
+        match report:
+            case ReplicaDiverged():
+                if self._in_group(report.generation):
+                    a.say(report)
+            case _ if not trainer.alive:
                 pass
-            case TrainerBeat() | TrainerStarved():
-                hear(a, event)
-            case TrainerPrepared():
-                self._trainer_prepared(event, trainer)
-            case TrainerQuiesced():
-                if event.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
-                    trainer.phase, trainer.report = TrainerPhase.QUIESCED, event.report
+            case Beat():
+                take_beat(a, trainer, report)
+            case Prepared():
+                self._trainer_prepared(report, trainer)
+            case Quiesced():
+                if report.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
+                    trainer.phase, trainer.state = TrainerPhase.QUIESCED, report
                     say_quiesced(a)
-            case TrainerResumed():
-                if self._in_group(event.generation) and trainer.phase is TrainerPhase.RESUMING:
-                    trainer.phase, trainer.resumed = TrainerPhase.TRAINING, event
+            case Resumed():
+                if self._in_group(report.generation) and trainer.phase is TrainerPhase.RESUMING:
+                    trainer.phase, trainer.resumed = TrainerPhase.TRAINING, report
                     say_resumed(a)
-            case TrainerStepped():
-                self._trainer_stepped(event)
-            case TrainerSuspectedPeer():
-                suspicion = PeerSuspected(generation=event.generation, detail=event.detail)
-                if self._in_group(event.generation):
-                    a.suspected = suspicion
+            case Stepped():
+                self._trainer_stepped(device, report)
+            case PeerSuspected():
+                if self._in_group(report.generation):
+                    a.suspected = report
                     a.suspected_at_step = a.committed.step if a.committed is not None else 0
-                a.say(suspicion)
-            case TrainerDone():
-                if self._in_group(event.generation) and trainer.phase is TrainerPhase.TRAINING:
-                    trainer.phase, trainer.digests = TrainerPhase.DONE, event.digests
-                    trainer.evaluation = event.evaluation
+                a.say(report)
+            case Finished():
+                if self._in_group(report.generation) and trainer.phase is TrainerPhase.TRAINING:
+                    trainer.phase, trainer.finished = TrainerPhase.DONE, report
                     flush_steps(a)
                     say_finished(a)
-            case TrainerSnapping() | TrainerSnapped() | TrainerSnapshotFailed():
-                agent_snapshots.take(a, event)
+            case Snapping() | Snapped() | SnapshotFailed():
+                agent_snapshots.take(a, device, report)
             case _:
-                assert_never(event)
+                assert_never(report)
 
     def _in_group(self, generation: int) -> bool:
         """Is this the generation that the trainers of this node last resumed, and still the present one?"""
         a = self._a
         return a.resume is not None and generation == a.resume.generation == a.generation
 
-    def _trainer_prepared(self, event: TrainerPrepared, trainer: Trainer) -> None:
+    def _trainer_prepared(self, report: Prepared, trainer: Trainer) -> None:
         a = self._a
-        if a.job is None or event.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
+        if a.job is None or report.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
             return
         trainer.phase = TrainerPhase.PREPARED
-        agent_snapshots.tell_kept(a, event.device)
-        if event.profile is not None:
-            a.profile = event.profile
+        agent_snapshots.tell_kept(a, trainer.device)
+        if report.profile is not None:
+            a.profile = report.profile
         if a.built:
             a.lost, a.unbuilt = None, 0
             a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
             a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
-    def _trainer_stepped(self, event: TrainerStepped) -> None:
+    def _trainer_stepped(self, device: int, report: Stepped) -> None:
         """A commit counts as long as no later Resume was obeyed, also while a Quiesce is under way."""
         a = self._a
-        if a.resume is None or event.generation != a.resume.generation:
+        if a.resume is None or report.generation != a.resume.generation:
             return
-        if event.microbatch_ms > 0:
-            a.trainers[event.device].computed_ms.append(event.microbatch_ms)
-        if a.committed is not None and event.step <= a.committed.step:
+        if report.microbatch_ms > 0:
+            a.trainers[device].computed_ms.append(report.microbatch_ms)
+        if a.committed is not None and report.step <= a.committed.step:
             return
-        a.committed = CommittedStep(step=event.step, vote=event.vote)
-        if event.step > a.suspected_at_step + 1:
+        a.committed = CommittedStep(step=report.step, vote=report.vote)
+        if report.step > a.suspected_at_step + 1:
             a.suspected = None
         remember(a, a.committed)
         a.failures = 0
-        a.step_s = event.step_s
-        a.durations.append(event.step_s)
+        a.step_s = report.step_s
+        a.durations.append(report.step_s)
         # Behind the last step a trainer computes digests, which takes as long as it takes.
-        a.stepping = a.job is not None and event.step < a.job.steps
+        a.stepping = a.job is not None and report.step < a.job.steps
         if a.leads(a.resume):
             a.unsent.append(a.committed)
             if STEPPED not in a.due:

@@ -3,10 +3,10 @@
 The daemon writes while its trainers train, or die: the bytes are those of a kept snapshot in its memory.
 """
 
-from statemachine.agent.events import LayersFailed, LayersWritten
+from statemachine.agent.events import PersistEnded
 from statemachine.agent.state import Agent
 from statemachine.effects import PersistLayers, StopPersisting
-from statemachine.messages.cluster import CancelPersist, LayersPersisted, Persist, PersistFailed
+from statemachine.messages.cluster import CancelPersist, Persist, PersistFailed
 
 
 def persist(a: Agent, command: Persist) -> None:
@@ -53,23 +53,12 @@ def say_persisted(a: Agent) -> None:
         a.say(a.persisted)
 
 
-def take(a: Agent, event: LayersWritten | LayersFailed) -> None:
+def take(a: Agent, event: PersistEnded) -> None:
     """The daemon is done with an order; late news of an older one mean nothing."""
     order = a.persist
-    if order is None or order.attempt != event.attempt or a.persisted is not None:
-        return
-    match event:
-        case LayersWritten():
-            a.persisted = LayersPersisted(
-                job_id=order.job_id,
-                attempt=order.attempt,
-                step=order.record.step,
-                layers=event.layers,
-                took_s=event.took_s,
-            )
-        case LayersFailed():
-            a.persisted = _failed(order, event.detail)
-    say_persisted(a)
+    if order is not None and order.attempt == event.answer.attempt and a.persisted is None:
+        a.persisted = event.answer
+        say_persisted(a)
 
 
 def _failed(order: Persist, detail: str) -> PersistFailed:

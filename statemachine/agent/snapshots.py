@@ -9,22 +9,19 @@ from msgspec.structs import replace
 from statemachine.agent.events import (
     CopiesHeld,
     CopyCommitted,
-    CopyFailed,
     HeldSnapshots,
     SnapshotSpoiled,
-    TrainerSnapped,
-    TrainerSnapping,
-    TrainerSnapshotFailed,
 )
 from statemachine.agent.state import BUILT, Agent, BegunSnapshot, TrainerPhase
 from statemachine.effects import (
+    InstructTrainer,
     KeepCopies,
     RemoveSnapshots,
     SendCopy,
-    TrainerKeepSnapshot,
-    TrainerSnap,
 )
-from statemachine.messages.cluster import KeepSnapshot, Snap, Snapping, SnapshotCompleted, SnapshotFailed
+from statemachine.messages import trainer
+from statemachine.messages.cluster import KeepSnapshot, Snap, SnapshotCompleted
+from statemachine.messages.common import Snapping, SnapshotFailed
 from statemachine.messages.values import HeldSnapshot, NodeState, Restore
 
 
@@ -44,8 +41,8 @@ def snap(a: Agent, command: Snap) -> None:
     last = a.job is not None and command.behind >= a.job.steps
     for device in a.mine(a.resume) if last else a.mine(a.resume)[:1]:
         if a.trainers[device].phase is (TrainerPhase.DONE if last else TrainerPhase.TRAINING):
-            snap = TrainerSnap(cause=a.cause, device=device, generation=command.generation, last=last)
-            a.out.append(snap)
+            instruction = trainer.Snap(generation=command.generation, last=last)
+            a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
 def keep(a: Agent, command: KeepSnapshot) -> None:
@@ -62,10 +59,10 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
         for held in a.snapshots
         if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
     ]
-    a.out.append(KeepCopies(cause=a.cause, job_id=command.job_id, step=command.step, restore=command.restore))
-    for trainer in a.trainers:
-        if trainer.phase in BUILT:
-            tell_kept(a, trainer.device)
+    a.out.append(KeepCopies(cause=a.cause, order=command))
+    for one in a.trainers:
+        if one.phase in BUILT:
+            tell_kept(a, one.device)
     if a.underway is not None and a.underway.snapping.step <= a.kept:
         a.underway = None
     if news:
@@ -75,7 +72,8 @@ def keep(a: Agent, command: KeepSnapshot) -> None:
 def tell_kept(a: Agent, device: int) -> None:
     """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
     if a.kept:
-        a.out.append(TrainerKeepSnapshot(cause=a.cause, device=device, step=a.kept, pinned=a.pinned))
+        instruction = trainer.KeepSnapshot(step=a.kept, pinned=a.pinned)
+        a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
 def settle(a: Agent, reason: str) -> None:
@@ -134,56 +132,56 @@ def say_snapshot(a: Agent) -> None:
 # --- trainers ------------------------------------------------------------------------------------
 
 
-def take(a: Agent, event: TrainerSnapping | TrainerSnapped | TrainerSnapshotFailed) -> None:
+def take(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
     """News of a trainer's snapshot."""
-    match event:
-        case TrainerSnapping():
-            began(a, event)
-        case TrainerSnapped():
-            wrote(a, event)
-        case TrainerSnapshotFailed():
-            failed(a, event)
+    match report:
+        case Snapping():
+            began(a, report)
+        case trainer.Snapped():
+            wrote(a, device, report)
+        case SnapshotFailed():
+            failed(a, report)
 
 
-def began(a: Agent, event: TrainerSnapping) -> None:
+def began(a: Agent, report: Snapping) -> None:
     """The first trainer that says so speaks for the node; older snapshots but two are no more.
 
     The kept one, and the newest: if that came after the one that is pinned, it was given up.
     """
-    if a.job is None or a.resume is None or event.generation != a.resume.generation:
+    if a.job is None or a.resume is None or report.generation != a.resume.generation:
         return
-    if a.underway is not None and event.step <= a.underway.snapping.step:
+    if a.underway is not None and report.step <= a.underway.snapping.step:
         return
     own = [held for held in a.snapshots if held.job_id == a.job.job_id and not held.owner]
-    mine = [held for held in own if held.step != event.step]
+    mine = [held for held in own if held.step != report.step]
     pinned = a.pinned if a.pinned != a.kept else 0
     others = [held for held in mine if (held.step == pinned if pinned else held.step != a.kept)]
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.kept}
     a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
-    a.underway = BegunSnapshot(snapping=Snapping(generation=event.generation, step=event.step))
+    a.underway = BegunSnapshot(snapping=report)
     a.say(a.underway.snapping)
-    a.publish(NodeState.SNAP, f"a snapshot of step {event.step}")
+    a.publish(NodeState.SNAP, f"a snapshot of step {report.step}")
 
 
-def wrote(a: Agent, event: TrainerSnapped) -> None:
+def wrote(a: Agent, device: int, report: trainer.Snapped) -> None:
     """With the last of the trainers that have a rank the node's part is complete, here at least."""
     underway = a.underway
     if underway is None or a.resume is None or a.job is None or underway.written is not None:
         return
-    if (event.generation, event.step) != (underway.snapping.generation, underway.snapping.step):
+    if (report.generation, report.step) != (underway.snapping.generation, underway.snapping.step):
         return
-    underway.shards[event.device] = event
-    committed = a.history.get(event.step)
-    if committed is None or any(device not in underway.shards for device in a.mine(a.resume)):
+    underway.shards[device] = report
+    committed = a.history.get(report.step)
+    if committed is None or any(one not in underway.shards for one in a.mine(a.resume)):
         return
     shards = underway.shards.values()
     a.snapshots.append(
-        HeldSnapshot(job_id=a.job.job_id, step=event.step, generation=event.generation),
+        HeldSnapshot(job_id=a.job.job_id, step=report.step, generation=report.generation),
     )
     underway.written = SnapshotCompleted(
-        generation=event.generation,
-        step=event.step,
+        generation=report.generation,
+        step=report.step,
         vote=committed.vote,
         size_bytes=sum(shard.size_bytes for shard in shards),
         copy_s=max(shard.copy_s for shard in shards),
@@ -197,8 +195,8 @@ def wrote(a: Agent, event: TrainerSnapped) -> None:
         SendCopy(
             cause=a.cause,
             job_id=a.job.job_id,
-            step=event.step,
-            generation=event.generation,
+            step=report.step,
+            generation=report.generation,
             buddy=buddy,
         )
     )
@@ -221,17 +219,17 @@ def complete(a: Agent, part: SnapshotCompleted) -> None:
     a.publish(NodeState.COMPLETED, f"the snapshot of step {part.step} is complete here")
 
 
-def failed(a: Agent, event: TrainerSnapshotFailed | CopyFailed) -> None:
+def failed(a: Agent, failure: SnapshotFailed) -> None:
     underway = a.underway
     if (
         underway is None
         or underway.completed is not None
-        or (event.generation, event.step)
+        or (failure.generation, failure.step)
         != (
             underway.snapping.generation,
             underway.snapping.step,
         )
     ):
         return
-    a.say(SnapshotFailed(generation=event.generation, step=event.step, detail=event.detail))
-    settle(a, f"no snapshot of step {event.step}: {event.detail}")
+    a.say(failure)
+    settle(a, f"no snapshot of step {failure.step}: {failure.detail}")

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from planner.values import Device, ModelProfile
-from statemachine.agent.events import TrainerResumed, TrainerSnapped
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -20,23 +19,23 @@ from statemachine.effects import (
 )
 from statemachine.messages.cluster import (
     LayersPersisted,
-    PeerSuspected,
     Persist,
     PersistFailed,
     Resume,
     Signal,
-    Snapping,
     SnapshotCompleted,
     TrainerLost,
 )
+from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping
+from statemachine.messages.trainer import Quiesced, Snapped
 from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
-    Evaluation,
     HeldSnapshot,
     Job,
     NodeFacts,
     NodeState,
+    TrainerState,
 )
 from statemachine.timing import Timing
 
@@ -84,11 +83,12 @@ class Trainer:
     device: int
     phase: TrainerPhase = TrainerPhase.DOWN
     pid: int | None = None
-    report: DeviceReport | None = None
-    resumed: TrainerResumed | None = None
-    digests: dict[int, str] | None = None
-    evaluation: Evaluation | None = None
-    """Of the state after the last step; together with ``digests``."""
+    state: Quiesced | None = None
+    """Its answer to the last Quiesce …"""
+    resumed: Resumed | None = None
+    """… to the Resume after that …"""
+    finished: Finished | None = None
+    """… and its report of the end."""
     computed_ms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_SPEED))
     """Computing one microbatch, in the last steps of the present group."""
     # --- hang detection ---
@@ -103,13 +103,26 @@ class Trainer:
     doing: str = ""
     """What it did before it was prepared, when last heard of."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process is known to live."""
+        return self.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
+
+    @property
+    def report(self) -> DeviceReport | None:
+        """Its state as the node reports it; ``None``: it has not quiesced."""
+        if self.state is None:
+            return None
+        fields = {name: getattr(self.state, name) for name in TrainerState.__struct_fields__}
+        return DeviceReport(device=self.device, **fields)
+
 
 @dataclass(slots=True, kw_only=True)
 class BegunSnapshot:
     """The newest snapshot that the trainers living now began."""
 
     snapping: Snapping
-    shards: dict[int, TrainerSnapped] = field(default_factory=dict)
+    shards: dict[int, Snapped] = field(default_factory=dict)
     written: SnapshotCompleted | None = None
     """Complete in this node's own memory; what to say once the buddy has it, too."""
     completed: SnapshotCompleted | None = None
@@ -274,7 +287,7 @@ class Agent:
             if trainer.pid is not None:
                 self.over.add(trainer.pid)
             trainer.phase, trainer.pid = TrainerPhase.DOWN, None
-            trainer.report = trainer.resumed = trainer.digests = None
+            trainer.state = trainer.resumed = trainer.finished = None
             trainer.reading = False
         if self.resume is not None:
             # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with

@@ -10,30 +10,23 @@ A busy host is none: while threads of the trainer wait for a processor, time sta
 
 from statistics import median
 
-from statemachine.agent.events import TrainerBeat, TrainerStarved
+from statemachine.agent.events import TrainerStarved
 from statemachine.agent.state import WATCH, Agent, Trainer, TrainerPhase
+from statemachine.messages.trainer import Beat
 
 
-def hear(a: Agent, event: TrainerBeat | TrainerStarved) -> None:
-    if isinstance(event, TrainerBeat):
-        _beat(a, event)
-    else:
-        _starve(a, event)
-
-
-def _beat(a: Agent, event: TrainerBeat) -> None:
-    trainer = a.trainers[event.device]
+def take_beat(a: Agent, trainer: Trainer, beat: Beat) -> None:
     trainer.beat_at = a.at
     trainer.starved_s = 0.0
-    trainer.reading = event.reading
-    trainer.doing = event.doing
-    if event.waiting or event.progress != trainer.progress:
+    trainer.reading = beat.reading
+    trainer.doing = beat.doing
+    if beat.waiting or beat.progress != trainer.progress:
         trainer.moved_at = a.at
-        trainer.progress = event.progress
+        trainer.progress = beat.progress
 
 
-def _starve(a: Agent, event: TrainerStarved) -> None:
-    trainer = a.trainers[event.device]
+def excuse(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
+    """Leave out of account the time in which the trainer could not run."""
     excused_s = max(0.0, min(event.for_s, a.timing.idle_beat_s - trainer.starved_s))
     trainer.starved_s += excused_s
     trainer.beat_at = min(a.at, trainer.beat_at + excused_s)

@@ -8,7 +8,8 @@ from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.buddies import present_buddies
 from statemachine.cluster.state import RESUME, Attempt, Cluster, Recovery
 from statemachine.cluster.words import goes_on
-from statemachine.messages.cluster import Finished, Released, Resumed
+from statemachine.messages.cluster import Released
+from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import ClusterPhase
 
 

@@ -35,7 +35,8 @@ from statemachine.cluster.state import (
 from statemachine.cluster.words import counted
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.messages.cluster import Heartbeat, Prepare, Prepared, Released, Stop
+from statemachine.messages.cluster import Heartbeat, Prepare, Released, Stop
+from statemachine.messages.common import Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, Profiled
 
 MOST_DOING = 100

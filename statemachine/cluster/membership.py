@@ -12,26 +12,28 @@ from statemachine.cluster.state import Cluster
 from statemachine.cluster.words import counted
 from statemachine.messages.cluster import (
     Fence,
-    Finished,
     Heartbeat,
     Hello,
     Inquiry,
     LayersPersisted,
     Leaving,
-    PeerSuspected,
     PersistFailed,
-    Prepared,
     Quiesced,
     Rejection,
-    ReplicaDiverged,
     RestoreFailed,
-    Resumed,
     Signal,
-    Snapping,
     SnapshotCompleted,
-    SnapshotFailed,
     Stepped,
     TrainerLost,
+)
+from statemachine.messages.common import (
+    Finished,
+    PeerSuspected,
+    Prepared,
+    ReplicaDiverged,
+    Resumed,
+    Snapping,
+    SnapshotFailed,
 )
 from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
 

@@ -39,7 +39,8 @@ from statemachine.cluster.state import (
 )
 from statemachine.effects import ComputePlan
 from statemachine.events import PlanImpossible, PlanReady
-from statemachine.messages.cluster import Prepare, Quiesce, Quiesced
+from statemachine.messages.cluster import Prepare, Quiesced
+from statemachine.messages.common import Quiesce
 from statemachine.messages.values import ClusterPhase, CommittedStep, QuiesceMode
 
 T = TypeVar("T")

@@ -30,27 +30,29 @@ from statemachine.cluster.stragglers import take_times
 from statemachine.cluster.timeouts import node_lost
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.messages.cluster import (
-    Finished,
     Heartbeat,
     Hello,
     LayersPersisted,
     Leaving,
-    PeerSuspected,
     PersistFailed,
     Prepare,
-    Prepared,
-    Quiesce,
     Quiesced,
     Released,
-    ReplicaDiverged,
     RestoreFailed,
-    Resumed,
     Signal,
-    Snapping,
     SnapshotCompleted,
-    SnapshotFailed,
     Stepped,
     TrainerLost,
+)
+from statemachine.messages.common import (
+    Finished,
+    PeerSuspected,
+    Prepared,
+    Quiesce,
+    ReplicaDiverged,
+    Resumed,
+    Snapping,
+    SnapshotFailed,
 )
 from statemachine.messages.values import ClusterPhase
 

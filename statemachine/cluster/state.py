@@ -26,7 +26,8 @@ from statemachine.effects import (
     WeighPlan,
 )
 from statemachine.events import RestoreChecked
-from statemachine.messages.cluster import Command, Finished, Resumed
+from statemachine.messages.cluster import Command
+from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import (
     Checkpoint,
     ClusterPhase,

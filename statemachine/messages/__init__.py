@@ -6,5 +6,6 @@ struct is both the value that a state machine handles and what goes over the wir
 values     values that occur in several messages, events and effects
 cluster    messages between the coordinator and the nodes, and their envelopes
 trainer    messages between a node and its trainers
+common     messages that both of these protocols have
 trace      messages by which a node asks its trainers what they do when
 """

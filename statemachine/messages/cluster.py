@@ -10,20 +10,28 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from planner.values import ModelProfile, Plan
+from planner.values import Plan
 from statemachine.messages.base import Message
+from statemachine.messages.common import (
+    Finished,
+    PeerSuspected,
+    Prepared,
+    Quiesce,
+    ReplicaDiverged,
+    Resumed,
+    Snapping,
+    SnapshotFailed,
+)
 from statemachine.messages.values import (
     Buddy,
     CommittedStep,
     DeviceReport,
-    Evaluation,
     FailureCause,
     HeldPart,
     HeldSnapshot,
     Job,
     LayerOnDisk,
     NodeFacts,
-    QuiesceMode,
     Restore,
     Snapshot,
     Vote,
@@ -66,29 +74,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """What a trainer here does to build the job, in words; empty when all have built it."""
 
 
-class Prepared(Message, frozen=True, kw_only=True):
-    """Every trainer has built the job and is idle, ready for a Quiesce."""
-
-    job_id: str
-    profile: ModelProfile | None
-    """Present when ``Prepare`` asked for it."""
-
-
 class Quiesced(Message, frozen=True, kw_only=True):
     """Every trainer stopped under ``generation``; one report per device that is alive and prepared."""
 
     generation: int
     reports: tuple[DeviceReport, ...]
-
-
-class Resumed(Message, frozen=True, kw_only=True):
-    """Every trainer met the others under ``generation`` and holds its layers at the resume step."""
-
-    generation: int
-    bytes_moved: int
-    """Received by this node's trainers."""
-    rendezvous_s: float
-    state_s: float
 
 
 class Stepped(Message, frozen=True, kw_only=True):
@@ -114,43 +104,10 @@ class TrainerLost(Message, frozen=True, kw_only=True):
     """For people: exit status or exception, and the tail of its stderr."""
 
 
-class PeerSuspected(Message, frozen=True, kw_only=True):
-    """A hint: a trainer here saw a connection to a peer break."""
-
-    generation: int
-    detail: str
-
-
-class ReplicaDiverged(Message, frozen=True, kw_only=True):
-    """A replica here (AOR) differed from its owner's part behind ``step``; it was made anew."""
-
-    generation: int
-    step: int
-    layer: int
-    detail: str
-
-
-class Finished(Message, frozen=True, kw_only=True):
-    """All steps are done; checksum (hex) of each layer's parameters held here."""
-
-    generation: int
-    step: int
-    digests: dict[int, str] = field(default_factory=dict)
-    evaluation: Evaluation | None = None
-    """Of the state after the last step, if the group evaluated it."""
-
-
 class Leaving(Message, frozen=True, kw_only=True):
     """The node wants to leave gracefully (SIGTERM, a spot notice): replan without it at a boundary."""
 
     reason: str
-
-
-class Snapping(Message, frozen=True, kw_only=True):
-    """The trainers here began a snapshot of the state behind ``step``."""
-
-    generation: int
-    step: int
 
 
 class SnapshotCompleted(Message, frozen=True, kw_only=True):
@@ -164,14 +121,6 @@ class SnapshotCompleted(Message, frozen=True, kw_only=True):
     """The longest of a device."""
     stall_s: float
     """How long training waited for the copying."""
-
-
-class SnapshotFailed(Message, frozen=True, kw_only=True):
-    """A trainer here cannot finish the snapshot, or this node's buddy has no copy; training goes on."""
-
-    generation: int
-    step: int
-    detail: str
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True):
@@ -237,13 +186,6 @@ class Prepare(Message, frozen=True, kw_only=True):
     job: Job
     profile: bool
     """Measure the model and send the profile along."""
-
-
-class Quiesce(Message, frozen=True, kw_only=True):
-    """Enter ``generation``: stop in this mode and report, idle trainers at once. A higher one supersedes."""
-
-    generation: int
-    mode: QuiesceMode
 
 
 class Resume(Message, frozen=True, kw_only=True):

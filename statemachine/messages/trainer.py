@@ -12,7 +12,7 @@ Order of a trainer's life::
     node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
     trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
                      StagingSpoiled(g, …) where what it was to go on from is no good: Resume(g, …) once more
-    trainer → node   Done(g, …)         after the last step; the trainer stays, quiescable
+    trainer → node   Finished(g, …)      after the last step; the trainer stays, quiescable
     trainer → node   Beat               all the time, from the control thread
     node → trainer   Exit
 
@@ -29,10 +29,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from planner.values import ActivationCheckpointing, ModelProfile, Recompute, StatePart, Within, WithinNode
+from planner.values import ActivationCheckpointing, Recompute, Within, WithinNode
 from statemachine.messages.base import Message
+from statemachine.messages.common import (
+    Finished,
+    PeerSuspected,
+    Prepared,
+    Quiesce,
+    ReplicaDiverged,
+    Resumed,
+    Snapping,
+    SnapshotFailed,
+)
 from statemachine.messages.trace import Trace, Traced
-from statemachine.messages.values import Evaluation, Vote
+from statemachine.messages.values import TrainerState, Vote
 
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,12 +156,6 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Send a description of the model, for checkpoints, before ``Prepared``."""
 
 
-class Quiesce(Message, frozen=True, kw_only=True):
-    generation: int
-    mode: str
-    """``abort`` or ``boundary``."""
-
-
 class Resume(Message, frozen=True, kw_only=True):
     generation: int
     step: int
@@ -250,26 +254,10 @@ class Described(Message, frozen=True, kw_only=True):
     """What ``storage.description.encode_description`` made."""
 
 
-class Prepared(Message, frozen=True, kw_only=True):
-    job_id: str
-    profile: ModelProfile | None
-
-
-class Quiesced(Message, frozen=True, kw_only=True):
-    """See statemachine.messages.values.DeviceReport: the same fields, the same meaning."""
+class Quiesced(Message, TrainerState, frozen=True, kw_only=True):
+    """The trainer stopped under ``generation`` and waits for its Resume."""
 
     generation: int
-    committed_step: int
-    ready_step: int | None
-    vote: Vote | None
-    held: tuple[int, ...]
-    """Layers whose parameters and buffers are whole at ``committed_step``, and, without ZeRO-1, all else."""
-    lineage: int = 0
-    """Of the last Resume obeyed."""
-    parts: tuple[StatePart, ...] = ()
-    """Under ZeRO-1, at ``committed_step``."""
-    evaluation: Evaluation | None = None
-    """Of the state after ``committed_step``, if this group evaluated it."""
 
 
 class StagingSpoiled(Message, frozen=True, kw_only=True):
@@ -282,13 +270,6 @@ class StagingSpoiled(Message, frozen=True, kw_only=True):
     detail: str
 
 
-class Resumed(Message, frozen=True, kw_only=True):
-    generation: int
-    bytes_moved: int
-    rendezvous_s: float
-    state_s: float
-
-
 class Stepped(Message, frozen=True, kw_only=True):
     generation: int
     step: int
@@ -298,13 +279,6 @@ class Stepped(Message, frozen=True, kw_only=True):
     """Time of this step that the main thread waited for peers."""
     microbatch_ms: float = 0.0
     """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
-
-
-class Snapping(Message, frozen=True, kw_only=True):
-    """The VOTE of ``step`` passed with a flag: its state is going to be copied. Said by every rank."""
-
-    generation: int
-    step: int
 
 
 class Snapped(Message, frozen=True, kw_only=True):
@@ -325,23 +299,6 @@ class Snapped(Message, frozen=True, kw_only=True):
     """Of the state, read while the main thread waited for peers anyway."""
 
 
-class SnapshotFailed(Message, frozen=True, kw_only=True):
-    """There is no snapshot of ``step`` here; the ones before stay. Training goes on."""
-
-    generation: int
-    step: int
-    detail: str
-
-
-class ReplicaDiverged(Message, frozen=True, kw_only=True):
-    """This rank's replica of another owner's part differed from it behind ``step``; it is made anew."""
-
-    generation: int
-    step: int
-    layer: int
-    detail: str
-
-
 class Beat(Message, frozen=True, kw_only=True):
     progress: int
     waiting: bool
@@ -349,20 +306,6 @@ class Beat(Message, frozen=True, kw_only=True):
     """Samples of the data set."""
     doing: str = ""
     """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
-
-
-class PeerSuspected(Message, frozen=True, kw_only=True):
-    generation: int
-    detail: str
-
-
-class Done(Message, frozen=True, kw_only=True):
-    generation: int
-    step: int
-    digests: dict[int, str]
-    """Hex digest of each owned layer's parameters."""
-    evaluation: Evaluation | None = None
-    """Of the state after the last step, if this group evaluated it."""
 
 
 class Raised(Message, frozen=True, kw_only=True):
@@ -375,14 +318,21 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 SnapshotReport = Snapping | Snapped | SnapshotFailed
-TrainingReport = Resumed | Stepped | ReplicaDiverged | Done
 MachineReport = (
-    Attached | Prepared | Quiesced | TrainingReport | SnapshotReport | Beat | PeerSuspected | Raised
+    Prepared
+    | Quiesced
+    | Resumed
+    | Stepped
+    | ReplicaDiverged
+    | Finished
+    | SnapshotReport
+    | Beat
+    | PeerSuspected
 )
-"""Reports for the node's machine."""
+"""Reports that the node's machine decides on."""
 AsideReport = Traced | StagingSpoiled | Described
 """Reports for other parts of the node: who asked for a trace, who staged, who writes checkpoints."""
-Report = MachineReport | AsideReport
+Report = Attached | MachineReport | Raised | AsideReport
 
 
 class Output(Message, frozen=True, kw_only=True):

@@ -193,28 +193,31 @@ class HeldPart(Struct, frozen=True, kw_only=True):
     """It holds all parameters and buffers of these layers besides."""
 
 
-class DeviceReport(Struct, frozen=True, kw_only=True):
-    """What the trainer of one device says when it has quiesced.
+class TrainerState(Struct, frozen=True, kw_only=True):
+    """State of a trainer that has quiesced."""
 
-    ``committed_step`` is the last step it applied. ``ready_step`` is ``committed_step + 1`` when it holds
-    the complete, all-reduced gradients of that step (it is at VOTE), else ``None``. ``held`` names the
-    layers whose state it holds complete at ``committed_step``; ``vote`` is that step's vote.
-    ``lineage`` is that of the last Resume it obeyed: all this is of another past than the cluster's where
-    it is not the cluster's.
+    committed_step: int
+    """The last step that it applied."""
+    ready_step: int | None
+    """``committed_step + 1`` if it holds the complete, all-reduced gradients of that step (it is at VOTE), else
+    ``None``."""
+    vote: Vote | None
+    """That of ``committed_step``."""
+    held: tuple[int, ...]
+    """Layers whose state it holds complete at ``committed_step``; under ZeRO-1, whose parameters and buffers."""
+    lineage: int = 0
+    """That of the last Resume obeyed. If it is not the cluster's, all of this is of a past that was undone."""
+    parts: tuple[StatePart, ...] = ()
+    """Under ZeRO-1: parts of layers of which it has the optimizer state, and the parameters at least; otherwise
+    empty."""
+    evaluation: Evaluation | None = None
+    """Evaluation of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
-    Under ZeRO-1 ``held`` are the layers whose parameters and buffers are whole, and ``parts`` says of which
-    parts of layers it has the optimizer state, and the parameters at least; without ZeRO-1 it is empty.
-    """
+
+class DeviceReport(TrainerState, frozen=True, kw_only=True):
+    """State of the trainer of one device of a node."""
 
     device: int
-    committed_step: int
-    ready_step: int | None
-    vote: Vote | None
-    held: tuple[int, ...]
-    lineage: int = 0
-    parts: tuple[StatePart, ...] = ()
-    evaluation: Evaluation | None = None
-    """Of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
 
 PROTOCOL = 7

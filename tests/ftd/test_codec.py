@@ -69,8 +69,6 @@ from statemachine.messages.cluster import (
     Heartbeat,
     Hello,
     Prepare,
-    Prepared,
-    Quiesce,
     Quiesced,
     Resume,
     Signal,
@@ -78,6 +76,7 @@ from statemachine.messages.cluster import (
     ToNode,
     ToNodes,
 )
+from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     MOST_METRIC_CHARACTERS,
     MOST_METRICS,

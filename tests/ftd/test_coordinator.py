@@ -42,17 +42,15 @@ from statemachine.messages.cluster import (
     Hello,
     Inquiry,
     Prepare,
-    Prepared,
-    Quiesce,
     Quiesced,
     Resume,
-    Resumed,
     Signal,
     Stepped,
     StepsWanted,
     Stop,
     ToNode,
 )
+from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 from tests.ftd.conftest import RunningBroker
 

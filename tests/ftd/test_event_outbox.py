@@ -15,16 +15,8 @@ from ftd.client import ClusterClient
 from ftd.mqtt.session import MqttSession
 from ftd.wire.public import StopRequest, SubmitRequest
 from ftd.wire.topics import Topics
-from statemachine.messages.cluster import (
-    Command,
-    Inquiry,
-    Prepare,
-    Prepared,
-    Quiesce,
-    Quiesced,
-    Resume,
-    Resumed,
-)
+from statemachine.messages.cluster import Command, Inquiry, Prepare, Quiesced, Resume
+from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import DeviceReport
 from tests.ftd.conftest import RunningBroker
 from tests.ftd.test_coordinator import (

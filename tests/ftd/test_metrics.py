@@ -30,11 +30,12 @@ from ftd.metrics.server import MOST_CONNECTIONS, MetricsServer
 from ftd.mqtt.mosquitto import free_port
 from ftd.observe.goodput import Goodput
 from ftd.wire.public import EventMessage
-from statemachine.agent.events import TrainerSnapped, TrainerStepped, TrainerUp
+from statemachine.agent.events import TrainerReported, TrainerUp
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, PublishNode, SendSignal
 from statemachine.events import BrokerLost
 from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.trainer import Snapped, Stepped
 from statemachine.messages.values import NodeState, Vote
 from statemachine.timing import Timing
 
@@ -253,17 +254,22 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
     for it in (
         TrainerUp(**STAMP, device=0, pid=1),
         TrainerUp(**STAMP, device=1, pid=2),
-        TrainerStepped(
+        TrainerReported(
             **STAMP,
             device=1,
-            generation=1,
-            step=3,
-            vote=Vote(loss=1.0, gradient_norm=1.0, skipped=False),
-            step_s=0.2,
-            microbatch_ms=50.0,
+            report=Stepped(
+                generation=1,
+                step=3,
+                vote=Vote(loss=1.0, gradient_norm=1.0, skipped=False),
+                step_s=0.2,
+                bubble_s=0.0,
+                microbatch_ms=50.0,
+            ),
         ),
-        TrainerSnapped(
-            **STAMP, device=0, generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4
+        TrainerReported(
+            **STAMP,
+            device=0,
+            report=Snapped(generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4),
         ),
         SendSignal(cause="c", signal=lost),
         SendSignal(cause="c", signal=lost),  # Said again to a coordinator that was away.

@@ -28,9 +28,9 @@ from ftd.node.restoring.restore import RestoreError
 from ftd.node.restoring.staging import Stage
 from ftd.node.shards.arenas import Arenas
 from ftd.node.snapshots.persist import Persister, read_checkpoint
-from statemachine.agent.events import LayersFailed, LayersWritten
+from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
-from statemachine.messages.cluster import Persist
+from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
 from statemachine.messages.values import Restore, Snapshot, SnapshotGroup, Vote
 from storage.checkpoint import CheckpointStore, LayerFile
 from storage.description import ModelDescription, encode_description
@@ -89,7 +89,7 @@ class Hosts:
             tell=lambda job, step: lambda *said: self.told.append(said),
         )
 
-    async def persist(self, node: str, order: Persist) -> LayersWritten | LayersFailed:
+    async def persist(self, node: str, order: Persist) -> LayersPersisted | PersistFailed:
         """Do it, and say what was fed."""
         persister = self.persister(node)
         if self.description:
@@ -99,13 +99,18 @@ class Hosts:
         await self.until(lambda: self.events)
         await persister.close()
         [event] = self.events
-        assert isinstance(event, LayersWritten | LayersFailed)
-        assert event.attempt == order.attempt
-        return event
+        assert isinstance(event, PersistEnded)
+        answer = event.answer
+        assert (answer.job_id, answer.attempt, answer.step) == (
+            order.job_id,
+            order.attempt,
+            order.record.step,
+        )
+        return answer
 
     async def failure(self, node: str, order: Persist) -> str:
         event = await self.persist(node, order)
-        assert isinstance(event, LayersFailed)
+        assert isinstance(event, PersistFailed)
         return event.detail
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -119,14 +124,14 @@ class Hosts:
     async def checkpoint(self) -> Restore:
         """Written whole by ``n0``, and committed."""
         event = await self.persist("n0", self.order(self.layers))
-        assert isinstance(event, LayersWritten)
+        assert isinstance(event, LayersPersisted)
         commit(self, [event])
         return Restore(
             job_id="job-2", step=STEP, generation=0, groups=(), sources={}, url=self.url, job_name="gpt"
         )
 
 
-def commit(hosts: Hosts, written: Sequence[LayersWritten]) -> None:
+def commit(hosts: Hosts, written: Sequence[LayersPersisted]) -> None:
     files = [LayerFile(**asdict(layer)) for event in written for layer in event.layers]
     store = hosts.store()
     draft = store.begin(STEP, "7")
@@ -163,7 +168,7 @@ def test_the_nodes_shares_together_are_the_checkpoint(lost: str) -> None:
         for number, name in enumerate(writers):
             share = [layer for layer in hosts.layers if layer % len(writers) == number]
             events.append(await hosts.persist(name, hosts.order(share)))
-            assert isinstance(events[-1], LayersWritten)
+            assert isinstance(events[-1], LayersPersisted)
             assert [layer.layer for layer in events[-1].layers] == share
         assert hosts.store().steps() == ()
         commit(hosts, events)
@@ -306,7 +311,7 @@ def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointStore, "write_layer", then_lose)
             event = await hosts.persist("newcomer", hosts.order([0, 1, 2]))
-        return event.detail if isinstance(event, LayersFailed) else ""
+        return event.detail if isinstance(event, PersistFailed) else ""
 
     with_hosts(body, serving=["n0"])
 

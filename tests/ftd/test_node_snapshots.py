@@ -192,7 +192,7 @@ def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_
         assert "ShardDamaged" in {name for name, _ in daemon.told}
         stager.spoiled(0, StagingSpoiled(generation=3, part="", detail="gone"))
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed) and "device 0 cannot use" in event.detail
+        assert isinstance(event, RestoringFailed) and "device 0 cannot use" in event.failure.detail
         stager.spoiled(1, StagingSpoiled(generation=3, part="", detail="gone"))
         assert len(sent) == 3 and len(daemon.events) == 1
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_put_together_is_told_to_the_machine() -> None:
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, RestoringFailed)
-        assert (event.generation, event.bad, sent) == (3, ("n0", "n1"), [])
+        assert (event.failure.generation, event.failure.bad, sent) == (3, ("n0", "n1"), [])
         assert {details["owner"] for _, details in daemon.told} == {"n0", "n1"}
 
     with_daemon(body)
@@ -271,7 +271,11 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, RestoringFailed)
-        assert event.damaged and event.bad == () and "layer-0001.bin has 4 bytes" in event.detail
+        assert (
+            event.failure.damaged
+            and event.failure.bad == ()
+            and "layer-0001.bin has 4 bytes" in event.failure.detail
+        )
 
     with_daemon(body)
 
@@ -286,7 +290,7 @@ def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, RestoringFailed)
-        assert (event.bad, "internal error" in event.detail) == ((), True)
+        assert (event.failure.bad, "internal error" in event.failure.detail) == ((), True)
 
     with_daemon(body)
 
@@ -301,7 +305,7 @@ def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, RestoringFailed)
-        assert event.bad == () and "No space left" in event.detail
+        assert event.failure.bad == () and "No space left" in event.failure.detail
 
     with_daemon(body)
 
@@ -340,7 +344,7 @@ def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
         await daemon.until(lambda: daemon.events)
         failed = last()
         assert isinstance(failed, CopyFailed)
-        assert failed.detail.startswith("no copy at its buddy n1: the snapshot server of n1")
+        assert failed.failure.detail.startswith("no copy at its buddy n1: the snapshot server of n1")
         peer.copies.begin(JOB, None)
         daemon.snapshots.send_copy(send_to(peer.address))
         await daemon.until(lambda: daemon.events)
@@ -350,7 +354,7 @@ def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
         daemon.snapshots.send_copy(send_to(peer.address, generation=2))
         await daemon.until(lambda: daemon.events)
         gone = last()
-        assert isinstance(gone, CopyFailed) and gone.detail.endswith("not in this node's memory")
+        assert isinstance(gone, CopyFailed) and gone.failure.detail.endswith("not in this node's memory")
 
     with_daemon(body)
 

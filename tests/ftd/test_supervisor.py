@@ -9,29 +9,25 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 
 from ftd.node import zygote
+from ftd.node.instructions import prepare_instruction
 from ftd.node.processes import alive, tail
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.supervisor import Supervisor
-from ftd.node.translation import prepare_frame
-from planner.values import Policy
+from ftd.node.supervisor import Supervisor, Trainer
+from planner.values import LayerProfile, ModelProfile, Policy
 from runtime.wire import frames
 from statemachine.agent.events import (
-    TrainerBeat,
-    TrainerDone,
     TrainerFailed,
-    TrainerPrepared,
-    TrainerQuiesced,
-    TrainerResumed,
-    TrainerStepped,
+    TrainerReported,
     TrainerUp,
 )
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
+from statemachine.messages.common import Finished, Prepared, Quiesce, ReplicaDiverged, Resumed, SnapshotFailed
 from statemachine.messages.values import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,6 +71,57 @@ class Trainers:
                         return event
                 self._news.clear()
                 await self._news.wait()
+
+    async def report(self, kind: type[Any]) -> Any:
+        """The next message of this kind from a trainer; it is removed."""
+        return (await self.take(TrainerReported, lambda event: isinstance(event.report, kind))).report
+
+
+def heard(frame: protocol.Report) -> list[Event]:
+    """What a supervisor makes of a frame of device 1's trainer, process 99."""
+    events: list[Event] = []
+    supervisor = Supervisor(
+        devices=2,
+        directory=Path(),
+        feed=events.append,
+        cause=lambda: "test",
+        environment=lambda device: {},
+        aside=lambda device, frame: None,
+    )
+    trainer = Trainer(device=1, pid=99)
+    trainer.exited.set()
+    supervisor._hear(trainer, frame)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("where", "cause"), [("prepare", "unprepared"), ("restore", "foreign"), ("training", "raised")]
+)
+def test_what_was_raised_where(where: Literal["prepare", "restore", "training"], cause: str) -> None:
+    (failed,) = heard(protocol.Raised(where=where, detail="Traceback"))
+    assert isinstance(failed, TrainerFailed)
+    assert (failed.device, failed.pid, failed.cause_of_failure, failed.detail) == (1, 99, cause, "Traceback")
+
+
+def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
+    layer = LayerProfile(
+        forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
+        activation_bytes=1, output_bytes=1,
+    )  # fmt: skip
+    (failed,) = heard(Prepared(job_id="j", profile=ModelProfile(layers=(layer,), microbatch_rows=1)))
+    assert isinstance(failed, TrainerFailed) and failed.cause_of_failure == "unprepared"
+    assert "layers[0].forward_ms is nan" in failed.detail
+
+
+def test_a_report_is_an_event_as_it_is() -> None:
+    for report in (
+        Prepared(job_id="j", profile=None),
+        SnapshotFailed(generation=3, step=9, detail="no room"),
+        ReplicaDiverged(generation=2, step=50, layer=3, detail="momentum"),
+    ):
+        (event,) = heard(report)
+        assert isinstance(event, TrainerReported)
+        assert (event.cause, event.device, event.report) == ("test", 1, report)
 
 
 def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int = 1) -> None:
@@ -123,14 +170,14 @@ def test_trains_alone_and_reports_every_stage_of_it() -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerUp)
         assert trainers.supervisor.pids() == [up.pid] == trainers.supervisor.pids(0)
-        trainers.supervisor.send(0, prepare_frame(mlp_job(hidden_layers=2), profile=True))
-        prepared = await trainers.take(TrainerPrepared)
+        trainers.supervisor.send(0, prepare_instruction(mlp_job(hidden_layers=2), profile=True))
+        prepared = await trainers.report(Prepared)
         assert prepared.profile is not None
         layers = len(prepared.profile.layers)
-        trainers.supervisor.send(0, protocol.Quiesce(generation=1, mode="abort"))
-        quiesced = await trainers.take(TrainerQuiesced)
-        assert quiesced.report.committed_step == 0
-        assert quiesced.report.held == tuple(range(layers))
+        trainers.supervisor.send(0, Quiesce(generation=1, mode="abort"))
+        quiesced = await trainers.report(protocol.Quiesced)
+        assert quiesced.committed_step == 0
+        assert quiesced.held == tuple(range(layers))
         stage = protocol.StageData(first_layer=0, end_layer=layers, ranks=(0,))
         pipeline = protocol.PipelineData(stages=(stage,), first_microbatch=0, microbatches=2)
         world = protocol.WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
@@ -146,11 +193,11 @@ def test_trains_alone_and_reports_every_stage_of_it() -> None:
                 token="token",
             )
             trainers.supervisor.send(0, resume)
-            assert (await trainers.take(TrainerResumed)).generation == 1
-            assert [(await trainers.take(TrainerStepped)).step for _ in range(3)] == [1, 2, 3]
-            done = await trainers.take(TrainerDone)
+            assert (await trainers.report(Resumed)).generation == 1
+            assert [(await trainers.report(protocol.Stepped)).step for _ in range(3)] == [1, 2, 3]
+            done = await trainers.report(Finished)
             assert sorted(done.digests) == list(range(layers))
-        await trainers.take(TrainerBeat)
+        await trainers.report(protocol.Beat)
 
     run_with_trainers(body)
 
@@ -206,7 +253,7 @@ def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         await trainers.take(TrainerUp)
-        trainers.supervisor.send(0, prepare_frame(mlp_job("spawner.py:build", tmp_path), profile=False))
+        trainers.supervisor.send(0, prepare_instruction(mlp_job("spawner.py:build", tmp_path), profile=False))
         failed = await trainers.take(TrainerFailed)
         assert "exited with code 7" in failed.detail
         assert "a child of 0" in failed.detail
@@ -221,7 +268,7 @@ def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: P
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerUp)
-        trainers.supervisor.send(0, prepare_frame(mlp_job("broken.py:build", tmp_path), profile=False))
+        trainers.supervisor.send(0, prepare_instruction(mlp_job("broken.py:build", tmp_path), profile=False))
         failed = await trainers.take(TrainerFailed)
         assert failed.cause_of_failure == "unprepared"
         assert "no such data" in failed.detail

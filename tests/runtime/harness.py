@@ -29,6 +29,7 @@ from runtime.groups.store import Rendezvous
 from runtime.wire import frames
 from runtime.wire import zygote_protocol as z
 from statemachine.messages import trainer as p
+from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import Vote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,13 +240,13 @@ class Cluster:
                 )
             )
         for trainer in trainers:
-            trainer.take(p.Prepared)
+            trainer.take(Prepared)
 
     def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> list[p.Quiesced]:
         """Enter the next generation."""
         self.generation += 1
         for trainer in trainers:
-            trainer.send(p.Quiesce(generation=self.generation, mode=mode))
+            trainer.send(Quiesce(generation=self.generation, mode=mode))
         return [trainer.take(p.Quiesced, generation=self.generation) for trainer in trainers]
 
     def resume(
@@ -284,8 +285,8 @@ class Cluster:
             token=TOKEN,
         )
 
-    def resumed(self, ranks: Sequence[TrainerHandle]) -> list[p.Resumed]:
-        return [trainer.take(p.Resumed, generation=self.generation) for trainer in ranks]
+    def resumed(self, ranks: Sequence[TrainerHandle]) -> list[Resumed]:
+        return [trainer.take(Resumed, generation=self.generation) for trainer in ranks]
 
     # --- plumbing ------------------------------------------------------------------------------
 

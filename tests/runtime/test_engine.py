@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from statemachine.messages import trainer as p
+from statemachine.messages.common import Finished, PeerSuspected, Quiesce
 from statemachine.messages.values import Vote
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
@@ -57,7 +58,7 @@ def replicas_agree(trainers: Sequence[TrainerHandle]) -> dict[int, str]:
     """Wait for Done; owners of a layer must hold the same bytes."""
     digests: dict[int, str] = {}
     for trainer in trainers:
-        for layer, digest in trainer.take(p.Done).digests.items():
+        for layer, digest in trainer.take(Finished).digests.items():
             assert digests.setdefault(layer, digest) == digest, f"owners of layer {layer} differ"
     assert sorted(digests) == list(range(LAYERS))
     return digests
@@ -243,7 +244,7 @@ def test_a_neighbour_hints_at_a_dead_peer_and_survives(cluster: Cluster) -> None
     cluster.resume(trainers, (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),), 0)
     trainers[0].take(p.Stepped)
     trainers[1].kill()
-    hint = trainers[0].take(p.PeerSuspected)
+    hint = trainers[0].take(PeerSuspected)
     assert hint.generation == cluster.generation and hint.detail
     (report,) = cluster.quiesce(trainers[:1])
     assert report.committed_step > 0 and report.held == (0, 1)
@@ -284,13 +285,13 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
     idle.send(cluster.resume_frame(-1, 1, ALONE, 0))
     busy.take(p.Stepped, step=2)
     stale = cluster.resume_frame(0, 1, ALONE, 0)
-    idle.send(p.Quiesce(generation=cluster.generation + 1, mode="abort"))
+    idle.send(Quiesce(generation=cluster.generation + 1, mode="abort"))
     idle.send(stale)  # Of the generation before: to be ignored.
     cluster.generation += 1
     assert idle.take(p.Quiesced).held == (0, 1, 2, 3)
     cluster.generation += 1
     for mode in ("boundary", "abort"):
-        busy.send(p.Quiesce(generation=cluster.generation, mode=mode))
+        busy.send(Quiesce(generation=cluster.generation, mode=mode))
         cluster.generation += 1
     cluster.generation -= 1
     report = busy.take(p.Quiesced, generation=cluster.generation)

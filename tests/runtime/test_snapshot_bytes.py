@@ -19,6 +19,7 @@ from runtime.snapshots.writer import SnapshotWriter
 from runtime.watch.pace import Pace
 from runtime.zero.parts import everything
 from statemachine.messages import trainer as p
+from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.buckets import derive_buckets
@@ -437,7 +438,7 @@ def test_what_cannot_be_copied_is_said_and_training_goes_on(
     said = [(type(r).__name__, r.step) for r in alone.rank.reports]
     assert said == [("Snapped", 1), ("SnapshotFailed", 2), ("Snapped", 3)]
     failed = alone.rank.reports[1]
-    assert isinstance(failed, p.SnapshotFailed) and failed.detail == "OSError: the memory is gone"
+    assert isinstance(failed, SnapshotFailed) and failed.detail == "OSError: the memory is gone"
 
 
 def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:

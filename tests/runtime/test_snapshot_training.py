@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from statemachine.messages import trainer as p
+from statemachine.messages.common import Snapping, SnapshotFailed
 from storage.arena import Arena
 from tests.runtime.harness import Cluster, TrainerHandle, pipeline
 from tests.runtime.reference import load, reference_run
@@ -54,7 +55,7 @@ def start(
 def snap(cluster: Cluster, trainers: Sequence[TrainerHandle], by: int = 0) -> int:
     """Order a snapshot; the step that it is behind."""
     trainers[by].send(p.Snap(generation=cluster.generation))
-    steps = {t.take(p.Snapping, generation=cluster.generation).step for t in trainers}
+    steps = {t.take(Snapping, generation=cluster.generation).step for t in trainers}
     (step,) = steps
     return step
 
@@ -128,7 +129,7 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     for trainer in trainers:
         trainer.send(p.Snap(generation=cluster.generation - 1, last=True))  # of another generation
         trainer.send(p.Snap(generation=cluster.generation, last=True))
-    begun = [trainer.take(p.Snapping, generation=cluster.generation).step for trainer in trainers]
+    begun = [trainer.take(Snapping, generation=cluster.generation).step for trainer in trainers]
     assert begun == [3, 3, 3, 3]
     assert all(report.size_bytes > 0 for report in snapped(trainers, 3))
     vote = vote_of(tmp_path, 3)
@@ -231,7 +232,7 @@ def test_memory_that_is_too_small_is_said_and_training_goes_on(cluster: Cluster,
     trainers = start(cluster, job, TWO_AND_TWO, tmp_path, limit_bytes=8192)
     step = snap(cluster, trainers)
     for trainer in trainers:
-        failed = trainer.take(p.SnapshotFailed, step=step)
+        failed = trainer.take(SnapshotFailed, step=step)
         assert "8192 bytes leaves 8192" in failed.detail
     assert losses_of(trainers[0], 1, 40) == pytest.approx(expected, rel=1e-9)
     replicas_agree(trainers)
@@ -246,7 +247,7 @@ def test_a_protection_that_these_owners_cannot_have_is_said_and_training_goes_on
     trainers = start(cluster, data(steps=40), TWO_AND_TWO, tmp_path, protection="aec3")
     step = snap(cluster, trainers)
     for trainer in trainers:
-        assert "'aec3' is no protection" in trainer.take(p.SnapshotFailed, step=step).detail
+        assert "'aec3' is no protection" in trainer.take(SnapshotFailed, step=step).detail
     finish(trainers)
 
 
@@ -257,7 +258,7 @@ def test_without_an_arena_an_order_is_answered(cluster: Cluster) -> None:
     alone = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
     cluster.resume(trainers, alone, step=0)
     step = snap(cluster, trainers)
-    failed = trainers[0].take(p.SnapshotFailed)
+    failed = trainers[0].take(SnapshotFailed)
     assert (failed.step, failed.detail) == (step, "this trainer was given no memory for snapshots")
     trainers[0].take(p.Stepped, step=step + 2)
     finish(trainers)

@@ -11,6 +11,7 @@ import torch
 
 from runtime.training import TrainingError, torch_device
 from statemachine.messages import trainer as p
+from statemachine.messages.common import Prepared
 from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script
@@ -137,7 +138,7 @@ def test_a_trainer_says_what_it_does_until_it_is_prepared(cluster: Cluster, tmp_
     (trainer,) = cluster.fork(1)
     trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
     eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "measuring layer 2 of 2")
-    trainer.take(p.Prepared)
+    trainer.take(Prepared)
     eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "")
 
 
@@ -183,7 +184,7 @@ def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
     trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True, devices_per_node=2))
-    prepared = trainer.take(p.Prepared)
+    prepared = trainer.take(Prepared)
     assert prepared.profile is not None and len(prepared.profile.layers) == 4
     assert [[s.devices for s in layer.split] for layer in prepared.profile.layers] == [[2]] * 4
     trainer.close()
@@ -197,7 +198,7 @@ def test_the_model_is_described_where_that_is_asked_for(cluster: Cluster) -> Non
     assert decode_description(described.description, "it") == ModelDescription(
         aliases={"0.token.weight": ("3.weight",)}
     )
-    trainer.take(p.Prepared)
+    trainer.take(Prepared)
     trainer.close()
 
 
@@ -224,7 +225,7 @@ def test_a_model_that_cannot_be_described_is_trained_all_the_same(cluster: Clust
     (trainer,) = cluster.fork(1)
     data = data_for("mine.py:build", tmp_path)
     trainer.send(p.Prepare(job_id="job", training=data, profile=False, describe=True))
-    trainer.take(p.Prepared)
+    trainer.take(Prepared)
     eventually(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
     trainer.close()
 

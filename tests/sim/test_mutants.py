@@ -21,7 +21,6 @@ from ftd.sim.voice import Voice
 from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots
-from statemachine.agent.events import TrainerSnapped
 from statemachine.cluster import (
     forgetting,
     jobs,
@@ -45,6 +44,7 @@ from statemachine.election import machine as election
 from statemachine.election.leadership import LeaderSessionOpened
 from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
+from statemachine.messages.trainer import Snapped
 from statemachine.messages.values import CommittedStep, Evaluation, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import BEHIND_A_SAVE
 
@@ -436,8 +436,8 @@ def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest
 def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrote(a: agent_commands.Agent, event: TrainerSnapped) -> None:
-        real(a, event)
+    def wrote(a: agent_commands.Agent, device: int, report: Snapped) -> None:
+        real(a, device, report)
         underway = a.underway
         if underway is not None and underway.written is not None and underway.completed is None:
             agent_snapshots.complete(a, underway.written)

@@ -5,27 +5,21 @@ from typing import Any
 import pytest
 from transcripts import PROFILE, Script, committed, facts, job, report, vote
 
-from planner.values import Device, PipelinePlacement, Plan, StagePlacement
+from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
-    TrainerBeat,
-    TrainerDone,
     TrainerFailed,
-    TrainerPrepared,
-    TrainerQuiesced,
-    TrainerReplicaDiverged,
-    TrainerResumed,
+    TrainerReported,
     TrainerStarved,
-    TrainerStepped,
-    TrainerSuspectedPeer,
     TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
 from statemachine.effects import (
     EmitEvent,
     ExitDaemon,
+    InstructTrainer,
     KillTrainer,
     PublishNode,
     RemoveSnapshots,
@@ -34,35 +28,30 @@ from statemachine.effects import (
     SetTimer,
     StartTrainer,
     TrainerPrepare,
-    TrainerQuiesce,
     TrainerResume,
 )
 from statemachine.events import BrokerConnected, BrokerLost
+from statemachine.messages import trainer
 from statemachine.messages.cluster import (
     Command,
     Fence,
-    Finished,
     Heartbeat,
     Hello,
     Inquiry,
     Leaving,
-    PeerSuspected,
     Prepare,
-    Prepared,
-    Quiesce,
     Quiesced,
     Rejection,
     Released,
-    ReplicaDiverged,
     Resume,
-    Resumed,
     Stepped,
     StepsWanted,
     Stop,
     ToNode,
     TrainerLost,
 )
-from statemachine.messages.values import Evaluation, NodeState
+from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged, Resumed
+from statemachine.messages.values import DeviceReport, Evaluation, NodeState, TrainerState
 from statemachine.timing import Timing
 
 
@@ -109,23 +98,20 @@ class Daemon(Script):
         self.order(Prepare(job=job(), profile=profile))
         for device in range(self.devices):
             self.feed(
-                TrainerPrepared,
+                TrainerReported,
                 device=device,
-                job_id="job-1",
-                profile=PROFILE if profile and device == 0 else None,
+                report=Prepared(job_id="job-1", profile=PROFILE if profile and device == 0 else None),
             )
 
     def quiesced(self, generation: int, step: int = 0, mode: str = "abort") -> None:
         self.order(Quiesce(generation=generation, mode="boundary" if mode == "boundary" else "abort"))
         for device in range(self.devices):
-            values = report(step)
-            self.feed(
-                TrainerQuiesced,
-                generation=generation,
-                report=type(values)(
-                    device=device, committed_step=step, ready_step=None, vote=values.vote, held=values.held
-                ),
-            )
+            self.answered(generation, step, device)
+
+    def answered(self, generation: int, step: int, device: int = 0) -> None:
+        """A trainer's answer to a Quiesce."""
+        values = {name: getattr(report(step), name) for name in TrainerState.__struct_fields__}
+        self.feed(TrainerReported, device=device, report=trainer.Quiesced(generation=generation, **values))
 
     def resume(self, generation: int, step: int, *nodes: str, **others: Any) -> Resume:
         return Resume(
@@ -145,21 +131,28 @@ class Daemon(Script):
         self.order(self.resume(generation, step))
         for device in range(self.devices):
             self.feed(
-                TrainerResumed,
+                TrainerReported,
                 device=device,
-                generation=generation,
-                bytes_moved=10,
-                rendezvous_s=0.1 * (device + 1),
-                state_s=0.2,
+                report=Resumed(
+                    generation=generation, bytes_moved=10, rendezvous_s=0.1 * (device + 1), state_s=0.2
+                ),
             )
 
     def stepped(self, step: int, device: int = 0, generation: int = 1) -> None:
         self.feed(
-            TrainerStepped, device=device, generation=generation, step=step, vote=vote(step), step_s=0.1
+            TrainerReported,
+            device=device,
+            report=trainer.Stepped(
+                generation=generation, step=step, vote=vote(step), step_s=0.1, bubble_s=0.0
+            ),
         )
 
     def beat(self, device: int = 0, progress: int = 1, waiting: bool = False, reading: bool = False) -> None:
-        self.feed(TrainerBeat, device=device, progress=progress, waiting=waiting, reading=reading)
+        self.feed(
+            TrainerReported,
+            device=device,
+            report=trainer.Beat(progress=progress, waiting=waiting, reading=reading),
+        )
 
     def signals(self, kind: type[Any] | None = None) -> list[Any]:
         said = [effect.signal for effect in self.all(SendSignal)]
@@ -191,7 +184,7 @@ def test_a_node_s_life_word_for_word() -> None:
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="late news of one we killed")
     d.up(60)
     for device in (0, 1):
-        d.feed(TrainerPrepared, device=device, job_id="job-1", profile=None)
+        d.feed(TrainerReported, device=device, report=Prepared(job_id="job-1", profile=None))
     d.compare("a_node_s_life")
 
 
@@ -213,7 +206,7 @@ def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None
     d.up()
     d.order(Prepare(job=job(), profile=True))
     for device, doing in ((0, "measuring layer 3 of 10"), (1, "")):
-        d.feed(TrainerBeat, device=device, progress=1, waiting=False, doing=doing)
+        d.feed(TrainerReported, device=device, report=trainer.Beat(progress=1, waiting=False, doing=doing))
     d.fire("heartbeat", 0.25)
     (heartbeat,) = d.signals()
     assert isinstance(heartbeat, Heartbeat) and heartbeat.doing == "measuring layer 3 of 10"
@@ -283,7 +276,7 @@ def test_an_older_quiesce_and_a_resume_nobody_waits_for_are_ignored() -> None:
     d = running()
     d.quiesced(5, 3)
     d.order(Quiesce(generation=4, mode="abort"))
-    assert not d.all(TrainerQuiesce)
+    assert not d.all(InstructTrainer)
     d.order(d.resume(4, 3))
     assert not d.all(TrainerResume)
     d.order(d.resume(5, 3))
@@ -297,17 +290,17 @@ def test_a_quiesce_said_again_is_answered_again() -> None:
     d.quiesced(2, 1)
     d.order(Quiesce(generation=2, mode="abort"))
     assert len(d.signals(Quiesced)) == 1
-    assert not d.all(TrainerQuiesce)
+    assert not d.all(InstructTrainer)
 
 
 def test_a_higher_quiesce_overtakes_one_that_is_not_answered() -> None:
     d = running()
     d.order(Quiesce(generation=2, mode="boundary"))
     d.order(Quiesce(generation=3, mode="abort"))
-    assert d.one(TrainerQuiesce).generation == 3
-    d.feed(TrainerQuiesced, generation=2, report=report(1))
+    assert d.one(InstructTrainer).instruction == Quiesce(generation=3, mode="abort")
+    d.answered(2, 1)
     assert not d.signals()
-    d.feed(TrainerQuiesced, generation=3, report=report(1))
+    d.answered(3, 1)
     assert d.signals(Quiesced)[0].generation == 3
 
 
@@ -330,7 +323,9 @@ def test_other_nodes_keep_steps_for_who_asks() -> None:
     d.prepared()
     d.quiesced(1)
     d.order(d.resume(1, 0, "b", "a"))
-    d.feed(TrainerResumed, device=0, generation=1, bytes_moved=0, rendezvous_s=0.0, state_s=0.0)
+    d.feed(
+        TrainerReported, device=0, report=Resumed(generation=1, bytes_moved=0, rendezvous_s=0.0, state_s=0.0)
+    )
     for step in (1, 2, 3):
         d.stepped(step)
         assert not d.signals()
@@ -348,7 +343,7 @@ def test_a_roll_forward_is_remembered_and_an_undone_step_is_not() -> None:
     d.stepped(5)
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
     d.up(60)
-    d.feed(TrainerPrepared, device=0, job_id="job-1", profile=None)
+    d.feed(TrainerReported, device=0, report=Prepared(job_id="job-1", profile=None))
     assert d.machine.remembers(3)
     assert not d.machine.remembers(4), "perhaps the whole group died with it"
     d.quiesced(2)
@@ -378,13 +373,16 @@ def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
     def step(number: int, *computed_ms: float) -> None:
         for device, value in enumerate(computed_ms):
             d.feed(
-                TrainerStepped,
+                TrainerReported,
                 device=device,
-                generation=1,
-                step=number,
-                vote=vote(number),
-                step_s=0.1,
-                microbatch_ms=value,
+                report=trainer.Stepped(
+                    generation=1,
+                    step=number,
+                    vote=vote(number),
+                    step_s=0.1,
+                    bubble_s=0.0,
+                    microbatch_ms=value,
+                ),
             )
 
     step(2, 5.0, 0.0)
@@ -405,9 +403,9 @@ def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
 
 def test_the_end_gathers_the_digests_of_all_devices() -> None:
     d = running(devices=2)
-    d.feed(TrainerDone, device=0, generation=1, step=10, digests={0: "aa", 1: "bb"})
+    d.feed(TrainerReported, device=0, report=Finished(generation=1, step=10, digests={0: "aa", 1: "bb"}))
     assert not d.signals()
-    d.feed(TrainerDone, device=1, generation=1, step=10, digests={1: "bX", 2: "cc"})
+    d.feed(TrainerReported, device=1, report=Finished(generation=1, step=10, digests={1: "bX", 2: "cc"}))
     assert d.signals() == [Finished(generation=1, step=10, digests={0: "aa", 1: "bb|bX", 2: "cc"})]
 
 
@@ -415,23 +413,46 @@ def test_what_the_last_evaluation_found_comes_with_the_digests_and_again_with_th
     d = running()
     d.stepped(10)
     found = Evaluation(loss=0.5, weight=37.0, took_s=2.0)
-    d.feed(TrainerDone, device=0, generation=1, step=10, digests={0: "aa"}, evaluation=found)
+    d.feed(
+        TrainerReported, device=0, report=Finished(generation=1, step=10, digests={0: "aa"}, evaluation=found)
+    )
     finished = Finished(generation=1, step=10, digests={0: "aa"}, evaluation=found)
     assert d.signals()[-1] == finished
     d.order(Inquiry())
     assert d.signals()[-1] == finished
 
 
+def test_a_node_reports_all_that_a_trainer_says_of_its_state() -> None:
+    d = Daemon(devices=2)
+    d.prepared()
+    d.quiesced(1)
+    d.order(Quiesce(generation=2, mode="abort"))
+    said: dict[str, Any] = {
+        "committed_step": 8,
+        "ready_step": 9,
+        "vote": vote(8),
+        "held": (0, 2),
+        "lineage": 1,
+        "parts": (StatePart(layer=2, start=2, end=4, of=4, replica=True),),
+        "evaluation": Evaluation(loss=0.5, weight=37.0, took_s=2.0),
+    }
+    assert set(said) == set(TrainerState.__struct_fields__)
+    for device in (1, 0):
+        d.feed(TrainerReported, device=device, report=trainer.Quiesced(generation=2, **said))
+    (quiesced,) = d.signals(Quiesced)
+    assert quiesced.reports == tuple(DeviceReport(device=device, **said) for device in (0, 1))
+
+
 def test_a_suspicion_is_passed_on() -> None:
     d = running()
-    d.feed(TrainerSuspectedPeer, device=0, generation=1, detail="reset")
+    d.feed(TrainerReported, device=0, report=PeerSuspected(generation=1, detail="reset"))
     assert d.signals() == [PeerSuspected(generation=1, detail="reset")]
 
 
 def test_a_replica_that_differed_is_told() -> None:
     d = running()
     where = {"generation": 1, "step": 50, "layer": 3, "detail": "the momentum differs"}
-    d.feed(TrainerReplicaDiverged, device=0, **where)
+    d.feed(TrainerReported, device=0, report=ReplicaDiverged(**where))
     assert d.signals() == [ReplicaDiverged(**where)]
 
 
@@ -506,7 +527,11 @@ def test_a_trainer_whose_host_is_busy_does_not_hang() -> None:
 
 def test_long_steps_get_long_patience() -> None:
     d = running()
-    d.feed(TrainerStepped, device=0, generation=1, step=1, vote=vote(1), step_s=2.0)
+    d.feed(
+        TrainerReported,
+        device=0,
+        report=trainer.Stepped(generation=1, step=1, vote=vote(1), step_s=2.0, bubble_s=0.0),
+    )
     assert not watch(d, 7.0)
     assert watch(d, 2.0)
 
@@ -593,9 +618,11 @@ def test_what_fell_into_an_outage_is_said_again() -> None:
     assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Quiesced]
     assert d.signals(Hello)[0].quiesced
     d.order(d.resume(2, 1))
-    d.feed(TrainerResumed, device=0, generation=2, bytes_moved=1, rendezvous_s=0.0, state_s=0.0)
+    d.feed(
+        TrainerReported, device=0, report=Resumed(generation=2, bytes_moved=1, rendezvous_s=0.0, state_s=0.0)
+    )
     d.feed(BrokerLost)
-    d.feed(TrainerDone, device=0, generation=2, step=10, digests={0: "aa"})
+    d.feed(TrainerReported, device=0, report=Finished(generation=2, step=10, digests={0: "aa"}))
     d.feed(BrokerConnected)
     assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Resumed, Finished]
     assert d.signals(Hello)[0].training
@@ -694,7 +721,7 @@ def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
 def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
     d = running()
     d.stepped(1)
-    d.feed(TrainerSuspectedPeer, device=0, generation=1, detail="reset")
+    d.feed(TrainerReported, device=0, report=PeerSuspected(generation=1, detail="reset"))
     d.stepped(2)
     d.feed(BrokerConnected)
     assert d.signals(PeerSuspected)

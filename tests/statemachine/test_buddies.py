@@ -16,7 +16,8 @@ from statemachine.events import (
     PlanImpossible,
     TemplatesReady,
 )
-from statemachine.messages.cluster import Heartbeat, Prepared, Quiesce, Resume, Snapping, SnapshotCompleted
+from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted
+from statemachine.messages.common import Prepared, Quiesce, Snapping
 from statemachine.messages.values import Buddy, HeldSnapshot, NodeFacts, SnapshotPolicy
 
 

@@ -46,17 +46,12 @@ from statemachine.events import (
 )
 from statemachine.messages.cluster import (
     Fence,
-    Finished,
     Heartbeat,
     Inquiry,
     Leaving,
-    PeerSuspected,
     Prepare,
-    Prepared,
-    Quiesce,
     Rejection,
     Released,
-    ReplicaDiverged,
     Resume,
     Signal,
     Stepped,
@@ -64,6 +59,7 @@ from statemachine.messages.cluster import (
     Stop,
     TrainerLost,
 )
+from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, FailureCause, Vote
 from statemachine.timing import Timing
 

@@ -4,7 +4,8 @@ from transcripts import PROFILE, Coordination, job, report
 
 from statemachine.effects import AnswerRequest
 from statemachine.events import BrokerConnected, DrainRequested, JobSubmitted, NodeVanished, TemplatesReady
-from statemachine.messages.cluster import Finished, Prepared, TrainerLost
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.common import Finished, Prepared
 
 
 def test_start_and_finish() -> None:

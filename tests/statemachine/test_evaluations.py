@@ -12,7 +12,8 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Resumption, decide
 from statemachine.effects import EmitEvent
 from statemachine.events import JobSubmitted, NodeVanished, TemplatesReady
-from statemachine.messages.cluster import Finished, Heartbeat, Resume, Stepped, StepsWanted
+from statemachine.messages.cluster import Heartbeat, Resume, Stepped, StepsWanted
+from statemachine.messages.common import Finished
 from statemachine.messages.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
 from statemachine.timing import Timing
 

@@ -16,7 +16,8 @@ from statemachine.events import (
     PlanReady,
     TemplatesReady,
 )
-from statemachine.messages.cluster import Fence, Heartbeat, Inquiry, PeerSuspected, Prepared, TrainerLost
+from statemachine.messages.cluster import Fence, Heartbeat, Inquiry, TrainerLost
+from statemachine.messages.common import PeerSuspected, Prepared
 from statemachine.messages.values import ClusterPhase
 
 DAY_S = 86_400.0

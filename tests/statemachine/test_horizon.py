@@ -18,7 +18,8 @@ from statemachine.events import (
     StopRequested,
     TemplatesReady,
 )
-from statemachine.messages.cluster import Leaving, Prepare, Prepared
+from statemachine.messages.cluster import Leaving, Prepare
+from statemachine.messages.common import Prepared
 from statemachine.timing import Timing
 
 

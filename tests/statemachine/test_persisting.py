@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
 
 from planner.errors import StateLostError
-from statemachine.agent.events import AgentStarted, CommandArrived, LayersFailed, LayersWritten
+from statemachine.agent.events import AgentStarted, CommandArrived, PersistEnded
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.snapshots.persisting import attempt_of, shared
@@ -36,7 +36,6 @@ from statemachine.events import (
 from statemachine.messages.cluster import (
     CancelPersist,
     Command,
-    Finished,
     Heartbeat,
     Hello,
     KeepSnapshot,
@@ -44,7 +43,6 @@ from statemachine.messages.cluster import (
     Persist,
     PersistFailed,
     Prepare,
-    Prepared,
     RestoreFailed,
     Resume,
     Snap,
@@ -52,6 +50,7 @@ from statemachine.messages.cluster import (
     ToNode,
     TrainerLost,
 )
+from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import (
     Checkpoint,
     CheckpointPolicy,
@@ -482,14 +481,16 @@ def test_a_node_obeys_an_order_once_and_answers_until_the_next_one() -> None:
     assert s.one(PersistLayers).order == order()
     s.command(order())
     assert s.last == []
-    s.feed(LayersWritten, attempt=order().attempt, layers=on_disk((0, 1)), took_s=2.0)
-    (first,) = s.said(LayersPersisted)
-    assert (first.step, first.layers) == (5, on_disk((0, 1)))
+    written = LayersPersisted(
+        job_id="job-1", attempt=order().attempt, step=5, layers=on_disk((0, 1)), took_s=2.0
+    )
+    s.feed(PersistEnded, answer=written)
+    assert s.said(LayersPersisted) == [written]
     s.command(order())
-    assert s.said(LayersPersisted) == [first]
+    assert s.said(LayersPersisted) == [written]
     s.feed(BrokerConnected)
     assert s.said(Hello)
-    assert s.said(LayersPersisted) == [first]
+    assert s.said(LayersPersisted) == [written]
 
 
 def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
@@ -498,7 +499,8 @@ def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
     s.command(order(9))
     assert s.one(StopPersisting).attempt == order(5).attempt
     assert s.one(PersistLayers).order == order(9)
-    s.feed(LayersFailed, attempt=order(5).attempt, detail="late")
+    late = PersistFailed(job_id="job-1", attempt=order(5).attempt, step=5, detail="late")
+    s.feed(PersistEnded, answer=late)
     assert s.last == []
     s.command(CancelPersist(job_id="job-1", attempt=order(9).attempt))
     assert s.one(StopPersisting).attempt == order(9).attempt

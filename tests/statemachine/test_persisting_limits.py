@@ -4,10 +4,12 @@ from test_agent import Daemon
 from test_persisting import NODES, Writing, all_done, gone
 from transcripts import LAYERS, report, vote
 
-from statemachine.agent.events import TrainerDone, TrainerResumed, TrainerStepped
-from statemachine.effects import CommitCheckpoint, FindCheckpoint, KeepCopies, SetTimer, TrainerSnap
+from statemachine.agent.events import TrainerReported
+from statemachine.effects import CommitCheckpoint, FindCheckpoint, InstructTrainer, KeepCopies, SetTimer
 from statemachine.events import CheckpointFound, CheckpointWritten, RestoreChecked
+from statemachine.messages import trainer
 from statemachine.messages.cluster import KeepSnapshot, RestoreFailed, Snap
+from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import Checkpoint, ClusterPhase, Restore
 from statemachine.timing import Timing
 
@@ -209,29 +211,39 @@ def training(devices: int = 2) -> Daemon:
     s.order(s.resume(1, 0))
     for device in range(devices):
         moved = {"bytes_moved": 0, "rendezvous_s": 0.0, "state_s": 0.0}
-        s.feed(TrainerResumed, device=device, generation=1, **moved)
+        s.feed(TrainerReported, device=device, report=Resumed(generation=1, **moved))
     for device in range(devices):
-        s.feed(TrainerStepped, device=device, generation=1, step=1, vote=vote(1), step_s=0.1)
+        s.feed(
+            TrainerReported,
+            device=device,
+            report=trainer.Stepped(generation=1, step=1, vote=vote(1), step_s=0.1, bubble_s=0.0),
+        )
     return s
+
+
+def snapped(s: Daemon) -> list[tuple[int, bool]]:
+    """Devices whose trainers were told to take a snapshot, and whether as the last one."""
+    told = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
+    return [(device, snap.last) for device, snap in told if isinstance(snap, trainer.Snap)]
 
 
 def test_only_one_trainer_asks_for_a_snapshot() -> None:
     """Else the second could ask behind the ballot in which the first one did: two, for one order."""
     s = training(devices=2)
     s.order(Snap(generation=1, behind=1))
-    assert [(snap.device, snap.last) for snap in s.all(TrainerSnap)] == [(0, False)]
+    assert snapped(s) == [(0, False)]
     s.order(Snap(generation=1, behind=1))
-    assert not s.all(TrainerSnap), "obeyed once"
+    assert not snapped(s), "obeyed once"
     s.order(Snap(generation=0, behind=9))
-    assert not s.all(TrainerSnap), "of another generation"
+    assert not snapped(s), "of another generation"
 
 
 def test_all_trainers_snapshot_behind_the_last_step() -> None:
     s = training(devices=2)
     for device in range(2):
-        s.feed(TrainerDone, device=device, generation=1, step=10, digests={})
+        s.feed(TrainerReported, device=device, report=Finished(generation=1, step=10, digests={}))
     s.order(Snap(generation=1, behind=10))
-    assert [(snap.device, snap.last) for snap in s.all(TrainerSnap)] == [(0, True), (1, True)]
+    assert snapped(s) == [(0, True), (1, True)]
 
 
 def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothing() -> None:
@@ -244,7 +256,7 @@ def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothi
     s.order(KeepSnapshot(job_id="job-1", step=9))
     assert s.all(KeepCopies) == [], "of the past that was undone"
     s.order(KeepSnapshot(job_id="job-1", step=6, lineage=2))
-    assert [kept.step for kept in s.all(KeepCopies)] == [6]
+    assert [kept.order.step for kept in s.all(KeepCopies)] == [6]
     s.order(KeepSnapshot(job_id="job-1", step=5, lineage=2))
     assert s.all(KeepCopies) == [], "an older one"
 

@@ -7,7 +7,8 @@ from transcripts import PROFILE, Coordination, job, report
 from planner.planner import Planner
 from planner.values import Policy
 from statemachine.events import BrokerConnected, JobSubmitted, TemplatesReady
-from statemachine.messages.cluster import Prepared, TrainerLost
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.common import Prepared
 from statemachine.messages.values import ClusterPhase
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\nValueError: 7 classes\n'

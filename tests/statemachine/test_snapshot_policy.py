@@ -10,15 +10,8 @@ from ftd.protection_choice import protect
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
-from statemachine.messages.cluster import (
-    Heartbeat,
-    Quiesce,
-    Resume,
-    Snap,
-    Snapping,
-    SnapshotCompleted,
-    Stepped,
-)
+from statemachine.messages.cluster import Heartbeat, Resume, Snap, SnapshotCompleted, Stepped
+from statemachine.messages.common import Quiesce, Snapping
 from statemachine.messages.values import Vote
 from statemachine.timing import Timing
 

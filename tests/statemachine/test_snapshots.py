@@ -23,16 +23,14 @@ from statemachine.events import (
 from statemachine.messages.cluster import (
     Heartbeat,
     KeepSnapshot,
-    Prepared,
     RestoreFailed,
     Resume,
     Snap,
-    Snapping,
     SnapshotCompleted,
-    SnapshotFailed,
     Stepped,
     TrainerLost,
 )
+from statemachine.messages.common import Prepared, Snapping, SnapshotFailed
 from statemachine.messages.values import HeldSnapshot, NodeState, SnapshotPolicy
 from statemachine.timing import Timing
 

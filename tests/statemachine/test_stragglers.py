@@ -9,7 +9,8 @@ from transcripts import Coordination, committed, report
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
 from statemachine.events import NodeVanished, PlanReady, PlanWeighed
-from statemachine.messages.cluster import Heartbeat, Quiesce
+from statemachine.messages.cluster import Heartbeat
+from statemachine.messages.common import Quiesce
 from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
 

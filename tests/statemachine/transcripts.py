@@ -15,9 +15,18 @@ import msgspec
 
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
+from statemachine.agent.events import TrainerReported
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.effects import BroadcastCommand, ComputePlan, Effect, EmitEvent, SendCommand, SetTimer
+from statemachine.effects import (
+    BroadcastCommand,
+    ComputePlan,
+    Effect,
+    EmitEvent,
+    InstructTrainer,
+    SendCommand,
+    SetTimer,
+)
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -26,17 +35,9 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages.cluster import (
-    FromNode,
-    Hello,
-    Prepared,
-    Quiesced,
-    Resumed,
-    Signal,
-    Stepped,
-    ToNode,
-    TrainerLost,
-)
+from statemachine.messages import trainer
+from statemachine.messages.cluster import FromNode, Hello, Quiesced, Signal, Stepped, ToNode, TrainerLost
+from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
@@ -44,13 +45,14 @@ from statemachine.messages.values import (
     NodeFacts,
     ProtectionWish,
     SnapshotPolicy,
+    TrainerState,
     Vote,
 )
 from statemachine.timing import Timing
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
-HIDDEN = {"at", "cause", "facts", "training", "policy"}
+HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s"}
 PLAIN = {
     "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy",
     "buddies", "owner", "copied", "held_parts", "evaluation", "evaluated", "doing", "in_memory",
@@ -136,6 +138,11 @@ def short(value: Any) -> str:
             return _event(value)
         case FromNode():
             return f"{value.node} says {short(value.signal)}"
+        case TrainerReported():
+            return _report(value)
+        case InstructTrainer():
+            inner = short(value.instruction).replace("(", f"(device={value.device}, ", 1)
+            return f"Trainer{inner}"
         case Enum():
             return str(value.value)
         case dict():
@@ -159,6 +166,16 @@ def short(value: Any) -> str:
             return f"{type(value).__name__}({inner})"
         case _:
             return str(value)
+
+
+def _report(event: TrainerReported) -> str:
+    match event.report:
+        case trainer.Quiesced(generation=generation) as state:
+            fields = {name: getattr(state, name) for name in TrainerState.__struct_fields__}
+            state_of = DeviceReport(device=event.device, **fields)
+            return f"TrainerQuiesced(generation={generation}, report={short(state_of)})"
+        case report:
+            return f"Trainer{short(report).replace('(', f'(device={event.device}, ', 1)}"
 
 
 def _fields(value: Any) -> Iterable[Any]:

@@ -23,9 +23,9 @@ from ftd.node.restoring.restore import DamageTold, RestoreError, Restorer
 from ftd.node.restoring.staging import OneByOne, Put
 from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
-from statemachine.agent.events import LayersFailed, LayersWritten
+from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
-from statemachine.messages.cluster import Persist
+from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
 from statemachine.messages.values import LayerOnDisk, Restore
 from storage.checkpoint import Checkpoint, CheckpointStore, Draft
 from storage.description import decode_description
@@ -80,7 +80,7 @@ class Persister:
         self._described = job_id, description
 
     def begin(self, order: Persist) -> None:
-        """Feed ``LayersWritten`` or ``LayersFailed`` some time. What was begun before is given up."""
+        """Feed ``PersistEnded`` some time. What was begun before is given up."""
         self.stop()
         self._order, self._flow = order, Flow(self._rate_bytes_s)
         self._task = asyncio.ensure_future(self._work(order, self._flow))
@@ -113,13 +113,21 @@ class Persister:
             log.info(
                 "persisted", attempt=order.attempt, layers=len(layers), size_bytes=size_bytes, took_s=took_s
             )
-            self._feed(
-                LayersWritten(**self._stamp(), attempt=order.attempt, layers=tuple(layers), took_s=took_s)
+            written = LayersPersisted(
+                job_id=order.job_id,
+                attempt=order.attempt,
+                step=order.record.step,
+                layers=tuple(layers),
+                took_s=took_s,
             )
+            self._feed(PersistEnded(**self._stamp(), answer=written))
 
     def _fail(self, order: Persist, detail: str) -> None:
         log.warning("persist", attempt=order.attempt, step=order.record.step, reason=detail)
-        self._feed(LayersFailed(**self._stamp(), attempt=order.attempt, detail=detail))
+        failed = PersistFailed(
+            job_id=order.job_id, attempt=order.attempt, step=order.record.step, detail=detail
+        )
+        self._feed(PersistEnded(**self._stamp(), answer=failed))
 
     async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
         written: list[LayerOnDisk] = []

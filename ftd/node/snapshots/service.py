@@ -32,6 +32,7 @@ from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, Hel
 from statemachine.effects import SendCopy
 from statemachine.events import Event
 from statemachine.messages.cluster import Persist
+from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy
 
@@ -274,7 +275,7 @@ class Snapshots:
         except (PeerError, OSError, ValueError) as error:
             detail = f"no copy at its buddy {order.buddy.node}: {error}"
             log.warning("send_copy", reason=detail, **said)
-            self._feed(CopyFailed(**self._stamp(), **said, detail=detail))
+            self._feed(CopyFailed(**self._stamp(), failure=SnapshotFailed(**said, detail=detail)))
         else:
             log.info("send_copy", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
             self._feed(CopyCommitted(**self._stamp(), **said, size_bytes=size))

@@ -16,16 +16,16 @@ from typing import Any
 
 import structlog
 
+from ftd.node.instructions import layers_of
 from ftd.node.restoring.restore import DamageTold, RestoreError, Restorer
 from ftd.node.restoring.staging import Stage
 from ftd.node.shards.arenas import Arenas
 from ftd.node.shards.client import ShardClient
 from ftd.node.snapshots.persist import read_checkpoint
-from ftd.node.translation import layers_of
 from planner.values import Device
 from statemachine.agent.events import RestoringFailed
 from statemachine.events import Event
-from statemachine.messages.cluster import Resume
+from statemachine.messages.cluster import RestoreFailed, Resume
 from statemachine.messages.trainer import StagingSpoiled
 from statemachine.messages.values import Restore
 
@@ -210,6 +210,5 @@ class Stager:
         generation = self._resume.generation
         log.warning("stage", generation=generation, reason=detail, bad=bad)
         self._trainers.clear()
-        self._feed(
-            RestoringFailed(**self._stamp(), generation=generation, detail=detail, bad=bad, damaged=damaged)
-        )
+        failure = RestoreFailed(generation=generation, detail=detail, bad=bad, damaged=damaged)
+        self._feed(RestoringFailed(**self._stamp(), failure=failure))

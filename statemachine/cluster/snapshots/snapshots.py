@@ -16,14 +16,8 @@ from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapsho
 from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.cluster.words import who
-from statemachine.messages.cluster import (
-    Heartbeat,
-    Hello,
-    KeepSnapshot,
-    Snapping,
-    SnapshotCompleted,
-    SnapshotFailed,
-)
+from statemachine.messages.cluster import Heartbeat, Hello, KeepSnapshot, SnapshotCompleted
+from statemachine.messages.common import Snapping, SnapshotFailed
 from statemachine.messages.values import (
     ClusterPhase,
     CommittedStep,

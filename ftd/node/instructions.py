@@ -1,0 +1,122 @@
+"""Instructions to trainers: what a job and a plan of named devices mean for one device.
+
+Rank r is ``plan.devices[r]``: what names a device in the plan names its rank in the instruction.
+"""
+
+import msgspec
+
+from planner.values import Device, Plan
+from statemachine.messages import cluster, trainer
+from statemachine.messages.values import HeldPart, Job
+
+
+def world_data(plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ...] = ()) -> trainer.WorldData:
+    """The training group of a plan; ``hosts`` maps each of its nodes to an address."""
+    ranks = {device: rank for rank, device in enumerate(plan.devices)}
+    return trainer.WorldData(
+        pipelines=tuple(
+            trainer.PipelineData(
+                stages=tuple(
+                    trainer.StageData(
+                        first_layer=stage.first_layer,
+                        end_layer=stage.end_layer,
+                        ranks=tuple(ranks[device] for device in stage.devices),
+                        recompute=stage.recompute,
+                        within=stage.within,
+                    )
+                    for stage in pipeline.stages
+                ),
+                first_microbatch=pipeline.first_microbatch,
+                microbatches=pipeline.microbatches,
+            )
+            for pipeline in plan.pipelines
+        ),
+        transfers=tuple(
+            trainer.TransferData(layer=t.layer, source=ranks[t.source], target=ranks[t.target])
+            for t in plan.transfers
+        ),
+        hosts=tuple(hosts[device.node] for device in plan.devices),
+        held_parts=tuple(
+            trainer.PartData(
+                rank=ranks[held.device],
+                layer=layer,
+                start=held.start,
+                end=held.end,
+                of=held.of,
+                replica=held.replica,
+                whole=held.whole,
+            )
+            for held in held_parts
+            for layer in range(held.first_layer, held.end_layer)
+        ),
+    )
+
+
+def rank_of(plan: Plan, device: Device) -> int:
+    """The device's rank in the plan, or -1 where it idles."""
+    try:
+        return plan.devices.index(device)
+    except ValueError:
+        return -1
+
+
+def resume_instruction(
+    resume: cluster.Resume, device: Device, token: str, restore: str = ""
+) -> trainer.Resume:
+    """The instruction for one device.
+
+    :param restore: the directory in which its layers are staged; empty: it keeps what it holds.
+    :raises ValueError: the rendezvous address is no host:port.
+    """
+    host, _, port = resume.rendezvous.rpartition(":")
+    released = next((each for each in resume.plan.released if each.device == device), None)
+    return trainer.Resume(
+        generation=resume.generation,
+        step=resume.step,
+        vote=resume.vote,
+        rank=rank_of(resume.plan, device),
+        world=world_data(resume.plan, resume.hosts, resume.held_parts),
+        rendezvous_host=host,
+        rendezvous_port=int(port),
+        token=token,
+        nodes=tuple(device.node for device in resume.plan.devices),
+        protection=resume.protection,
+        restore=restore,
+        lineage=resume.lineage,
+        evaluated=resume.evaluated,
+        parked=() if released is None else released.parked,
+        dropped=() if released is None else released.dropped,
+    )
+
+
+def layers_of(plan: Plan, node: str, device: int | None = None) -> tuple[int, ...]:
+    """All layers that devices of this node hold under the plan, or one of them; ascending."""
+    layers = {
+        layer
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        if any(one.node == node and device in (None, one.index) for one in stage.devices)
+        for layer in range(stage.first_layer, stage.end_layer)
+    }
+    return tuple(sorted(layers))
+
+
+def prepare_instruction(
+    job: Job,
+    profile: bool,
+    arena: str = "",
+    arena_limit_bytes: int | None = None,
+    *,
+    describe: bool = False,
+) -> trainer.Prepare:
+    """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
+    training = msgspec.convert(job.training, trainer.TrainingData)
+    return trainer.Prepare(
+        job_id=job.job_id,
+        training=training,
+        profile=profile,
+        devices_per_node=job.policy.devices_per_node,
+        arena=arena,
+        arena_limit_bytes=arena_limit_bytes,
+        describe=describe,
+    )
