@@ -48,7 +48,8 @@ def with_new_fields(state: Any) -> Any:
             optional = ("flops", "device_peak_flops", "inner", "shard_problem")
             return whole | dict.fromkeys(optional)
         if whole.pop("checkpoint_activations", None) is False:
-            return whole | {"activation_checkpointing": "none", "within_node": "replicate"}
+            new = {"activation_checkpointing": "none", "within_node": "replicate", "batch_solver": "exact"}
+            return whole | new
         return whole | ({"exported_step": 0} if "spoiled" in whole else {})
     return [with_new_fields(value) for value in state] if isinstance(state, list) else state
 
