@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from test_snapshots import HELD, KEY, Snapshots
 from transcripts import GOLDEN, Coordination, report
 
+from planner.values import LayerProfile, ModelProfile, Plan, Policy, StagePlacement
 from statemachine.cluster.durable.columns import columns, rows
 from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
 from statemachine.cluster.durable.records import put_together
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
-from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, NodeFacts, Vote
+from statemachine.messages.values import CheckpointPolicy, Job, NodeFacts, SnapshotGroup, Vote
 from statemachine.timing import Timing
 
 
@@ -26,30 +27,28 @@ def plain(state: Any) -> dict[str, Any]:
     return decoded
 
 
+KINDS: dict[str, Any] = {
+    "gradient_norm": Vote,
+    "keep": CheckpointPolicy,
+    "activation_bytes": LayerProfile,
+    "stage_devices": ModelProfile,
+    "batch_objective": Policy,
+    "devices": StagePlacement,
+    "owners": SnapshotGroup,
+    "policy": Job,
+    "transfers": Plan,
+}
+"""Values that have more fields today, by a field that no other value has."""
+
+
 def with_new_fields(state: Any) -> Any:
-    """The state of an older program, with what its values have today: votes, policies, jobs, stages, groups, …"""
+    """The state of an older program, with the fields that its values have today."""
     if isinstance(state, dict):
         whole = {name: with_new_fields(value) for name, value in state.items()}
-        if set(whole) == {"loss", "gradient_norm", "skipped"}:
-            return plain(Vote(**whole))
-        if set(whole) == {"url", "every_steps", "keep", "resume"}:
-            return plain(CheckpointPolicy(**whole))
-        if {"job_id", "policy"} <= set(whole):
-            whole["logging"] = plain(LoggingPolicy())
-        if set(whole) == {"first_layer", "end_layer", "devices"}:
-            return whole | {"recompute": "none", "within": "replicate"}
-        if set(whole) == {"first_layer", "end_layer", "owners", "protection", "buddy"}:
-            return whole | {"whole": False}
-        if {"pipelines", "transfers", "method"} <= set(whole):
-            return whole | {"released": []}
-        if "activation_bytes" in whole:
-            return whole | {"full": None, "selective": None}
-        if "stage_devices" in whole:
-            optional = ("flops", "device_peak_flops", "inner", "shard_problem")
-            return whole | dict.fromkeys(optional)
-        if whole.pop("checkpoint_activations", None) is False:
-            new = {"activation_checkpointing": "none", "within_node": "replicate", "batch_solver": "exact"}
-            return whole | new
+        assert not whole.pop("checkpoint_activations", False)
+        kind = next((kind for field, kind in KINDS.items() if field in whole), None)
+        if kind is not None and {"host", "rendezvous_port"}.isdisjoint(whole):
+            return plain(msgspec.convert(whole, kind))
         return whole | ({"exported_step": 0} if "spoiled" in whole else {})
     return [with_new_fields(value) for value in state] if isinstance(state, list) else state
 
