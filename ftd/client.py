@@ -22,6 +22,7 @@ from ftd.wire.public import (
     HistoryRequest,
     NodeStateMessage,
     Request,
+    SubmitRequest,
     TraceRequest,
     decode_json,
     encode_json,
@@ -31,6 +32,8 @@ from ftd.wire.topics import Topics
 
 CONNECT_S = 3.0
 ANSWER_S = 5.0
+SOLVER_ANSWER_S = 60.0
+"""Time for the answer to a job that wants a solver: the coordinator imports and tries it first."""
 
 
 class ClusterClient:
@@ -93,15 +96,20 @@ class ClusterClient:
         request: Request | ChaosRequest | TraceRequest,
         *,
         topic: str | None = None,
-        timeout_s: float = ANSWER_S,
+        timeout_s: float | None = None,
     ) -> Answer:
         """Send a request (to the coordinator, or to ``topic``) and wait for its answer.
 
         It is sent again every second: it is served once, whatever is lost or doubled.
 
+        :param timeout_s: ``None``: as long as the answer to such a request may take.
+
         :raises RequestRefused: the answer is no.
         :raises Unreachable: nobody answers.
         """
+        if timeout_s is None:
+            solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
+            timeout_s = SOLVER_ANSWER_S if solver else ANSWER_S
         payload = encode_json(request)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.request] = answer
