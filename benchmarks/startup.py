@@ -18,14 +18,14 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.clusters import FTD, REPOSITORY
 from benchmarks.common import Limit, Result, Summary, command_line, main
-from ftd.client import ClusterClient
 from ftd.config.address import ClusterAddress
-from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.cluster import ClusterOptions
+from ftd.local.driver import LocalDriver
 from ftd.local.fleet import private_directory
-from ftd.local.readiness import Readiness
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"
@@ -47,21 +47,22 @@ MILESTONES = {
 class Nodes:
     """A cluster that runs before the first job and after the last one."""
 
-    def __init__(self, client: ClusterClient, url: str, cluster: str) -> None:
-        self._client = client
-        self._url = url
-        self._cluster = cluster
+    def __init__(self, heard: asyncio.Queue[dict[str, Any]], address: ClusterAddress) -> None:
+        """:param heard: the cluster's events."""
+        self._heard = heard
+        self._address = address
 
     async def start(self, job: Path) -> dict[str, float]:
         """Submit a job; return the seconds from the command to each milestone. Waits until the job is over."""
         began = time.monotonic()
-        command = [str(FTD), "submit", str(job), "--steps", str(STEPS), "--broker", self._url]
+        command = [str(FTD), "submit", str(job), "--steps", str(STEPS), "--broker", self._address.broker.url]
         process = await asyncio.create_subprocess_exec(
-            *command, "--cluster", self._cluster, stdout=subprocess.DEVNULL
+            *command, "--cluster", self._address.cluster, stdout=subprocess.DEVNULL
         )
         found: dict[str, float] = {}
         async with asyncio.timeout(LIMIT_S):
-            async for event in self._client.events():
+            while True:
+                event = await self._heard.get()
                 for milestone, name in MILESTONES.items():
                     if event["event"] == name:
                         found.setdefault(milestone, time.monotonic() - began)
@@ -105,20 +106,16 @@ async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], li
         text = JOB.read_text().replace("failures = 1", f"failures = {min(1, given.nodes - 1)}")
         text = text.replace("llama.py:build", f"{JOB.parent}/llama.py:build")
         job.write_text(text.replace("seed = 1", f"seed = 1\ncompile = {str(given.compile).lower()}"))
-        cluster = LocalCluster(directory, ClusterOptions(broker="mosquitto", preload=("transformers",)))
-        stack.push_async_callback(cluster.end)
-        await cluster.start_broker()
-        await cluster.start_coordinators()
         names = [f"node-{index}" for index in range(given.nodes)]
-        for name in names:
-            await cluster.start_node(name)
-        ready = Readiness(devices_per_node=1)
-        address = ClusterAddress(broker=cluster.broker, cluster=cluster.options.cluster)
-        client = await stack.enter_async_context(ClusterClient(address, listen=True, on_state=ready.on_state))
-        reading = asyncio.ensure_future(_until_ready(client, ready, names))
-        await reading
+        options = ClusterOptions(broker="mosquitto", preload=("transformers",))
+        driver = await stack.enter_async_context(LocalDriver(options, names))
+        heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        await stack.enter_async_context(
+            driver.connected(on_event=lambda event, _: heard.put_nowait(event), on_state=lambda _: None)
+        )
+        await driver.ready(LIMIT_S)
         await asyncio.sleep(WARM_S)
-        nodes = Nodes(client, cluster.broker.url, cluster.options.cluster)
+        nodes = Nodes(heard, driver.address)
         for number in range(given.rounds):
             for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
                 if side == "ours":
@@ -128,15 +125,6 @@ async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], li
                         await asyncio.to_thread(script_s, given.compile, directory / "compiled-by-the-script")
                     )
     return ours, theirs
-
-
-async def _until_ready(client: ClusterClient, ready: Readiness, names: list[str]) -> None:
-    """Read events until all nodes have their trainers."""
-    async with asyncio.timeout(LIMIT_S):
-        async for event in client.events():
-            ready.on_event(event)
-            if not ready.missing(names):
-                return
 
 
 def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: list[float]) -> Result:

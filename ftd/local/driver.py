@@ -15,12 +15,12 @@ from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.mounts import small_file_system
 from ftd.local.namespaces import Network
-from ftd.local.readiness import NODES_START_S, Readiness
 from ftd.node.processes import tail
 from ftd.observe.run import Fact, Run
 from ftd.wire.public import JobData, StopRequest, SubmitRequest
 
 REQUEST_S = 10.0
+NODES_START_S = 60.0
 _LOG_BYTES = 2000
 
 
@@ -60,6 +60,7 @@ class LocalDriver:
         self.run = Run()
         """What was seen of the cluster."""
         self.cluster: LocalCluster
+        """Its processes; known in the first block."""
         self.client: ClusterClient
         self.following: asyncio.Task[None]
         """Ends with an error when the events cannot be followed any more, and never by itself."""
@@ -67,7 +68,8 @@ class LocalDriver:
         """A directory for checkpoints."""
         self._options = options
         self._surroundings = surroundings or Surroundings()
-        self._ready = Readiness(options.devices_per_node)
+        self._devices = options.devices_per_node
+        self._news = asyncio.Event()
         self._undo = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -122,14 +124,15 @@ class LocalDriver:
         """
 
         def take_state(state: dict[str, Any]) -> None:
-            self._ready.on_state(state)
             self.run.on_state(state)
+            self._news.set()
             on_state(state)
 
         async def follow() -> None:
             async for event in self.client.events():
-                self._ready.on_event(event)
-                on_event(event, self.run.on_event(event))
+                fact = self.run.on_event(event)
+                self._news.set()
+                on_event(event, fact)
 
         async with ClusterClient(
             self.address, listen=True, on_state=take_state, on_node=on_node, on_broker=on_broker
@@ -153,7 +156,7 @@ class LocalDriver:
     @property
     def state(self) -> Mapping[str, Any]:
         """The cluster's state, as it was published last."""
-        return self._ready.state
+        return self.run.state
 
     async def submit(self, job: JobData, timeout_s: float = REQUEST_S) -> str:
         """Return the id of the job. :raises RequestRefused: it cannot run. :raises Unreachable: nobody answers."""
@@ -174,8 +177,7 @@ class LocalDriver:
 
     def on_start(self, name: str, pid: int) -> None:
         """Note that a daemon was started: its trainers are not up yet."""
-        self._ready.forget(name)
-        self.run.on_process(name, pid)
+        self.run.on_daemon(name, pid)
 
     # --- how the processes are -----------------------------------------------------------------------
 
@@ -185,16 +187,20 @@ class LocalDriver:
         :raises PeerError: they are not in time; carries the end of the log of the first that is not.
         """
         try:
-            await self._ready.wait(self.nodes, limit_s)
-        except PeerError as error:
-            raise self.death(self._ready.missing(self.nodes)[0], str(error)) from None
+            async with asyncio.timeout(limit_s):
+                while self.run.missing(self.nodes, self._devices):
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            # The news may have come with the end of the wait.
+            if late := self.run.missing(self.nodes, self._devices):
+                raise self.death(late[0], f"{late[0]} was not ready within {limit_s:g} s") from None
 
     @property
     def healthy(self) -> bool:
         """Whether all nodes whose daemons run can take a job."""
-        return not self._ready.missing(
-            [name for name in self.cluster.nodes if self.cluster.fleet.running(name)]
-        )
+        running = [name for name in self.cluster.nodes if self.cluster.fleet.running(name)]
+        return not self.run.missing(running, self._devices)
 
     def ended(self, absent: set[str]) -> list[str]:
         """Return which of the broker and the coordinators have ended, but for those that are away on purpose."""

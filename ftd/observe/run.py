@@ -9,7 +9,7 @@ are compared by their generation, and what relates several events is related whe
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -334,6 +334,8 @@ class Run:
         self.faults: dict[tuple[str | None, float], FaultInjected] = {}
         """By node and moment of the strike."""
         self.processes: dict[str, NodeProcesses] = {}
+        self.trainers: dict[str, set[int]] = {}
+        """Devices of each node whose trainer was up at some time since ``on_daemon``."""
         self.recovering: RecoveryCourse | None = None
         """The recovery that is under way."""
         self.started_generation = 0
@@ -388,6 +390,21 @@ class Run:
         known = processes.daemon if device is None else processes.trainers.setdefault(device, [])
         if pid not in known:
             known.append(pid)
+
+    def on_daemon(self, node: str, pid: int) -> None:
+        """Note that the daemon of a node was started: none of its trainers is up yet."""
+        self.trainers.pop(node, None)
+        self.on_process(node, pid)
+
+    def missing(self, nodes: Iterable[str], devices: int) -> list[str]:
+        """Return those nodes that cannot take a job yet: not healthy, or not with so many trainers."""
+        # Nothing is known of nodes while nobody coordinates.
+        states = {} if self.state.get("phase") == "UNREACHABLE" else self.state.get("nodes") or {}
+        return [
+            name
+            for name in nodes
+            if states.get(name, {}).get("state") != "HEALTHY" or len(self.trainers.get(name, ())) < devices
+        ]
 
     def on_event(self, event: Json, at: float | None = None) -> Fact | None:
         """Fold one event envelope in and return what it says; ``None`` when it was seen before.
@@ -547,6 +564,7 @@ class Run:
     def _start_trainer(self, fact: TrainerStarted) -> None:
         if fact.node is None:
             return
+        self.trainers.setdefault(fact.node, set()).add(fact.device)
         if fact.daemon_pid is not None:
             self.on_process(fact.node, fact.daemon_pid)
         if fact.pid is not None:
