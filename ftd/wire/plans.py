@@ -7,23 +7,13 @@ less, the same for all nodes, hence made once (``codec``). There is no shared pa
 """
 
 import zlib
-from typing import Any, TypeVar
+from types import GenericAlias
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from planner.values import (
-    Considered,
-    Device,
-    Method,
-    PipelinePlacement,
-    Plan,
-    Recompute,
-    StagePlacement,
-    Transfer,
-    Within,
-)
+from planner.values import Device, PipelinePlacement, Plan, Released, StagePlacement, Transfer
 from statemachine.messages.cluster import Resume
-from statemachine.messages.values import Buddy, HeldPart, Restore, Vote
 
 T = TypeVar("T")
 
@@ -32,63 +22,61 @@ MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 _LEVEL = 1
 
 
-class _Stage(msgspec.Struct, array_like=True, frozen=True):
-    first_layer: int
-    end_layer: int
-    devices: list[int]
-    recompute: Recompute
-    within: Within
+def _array_of(kind: type, **others: Any) -> Any:
+    """Return a struct that is encoded as an array of the fields of ``kind``, of which ``others`` have these types."""
+    fields = [(name, others.get(name, hint)) for name, hint in get_type_hints(kind).items()]
+    return msgspec.defstruct(kind.__name__, fields, array_like=True, frozen=True)
 
 
-class _Pipeline(msgspec.Struct, array_like=True, frozen=True):
-    stages: list[_Stage]
-    first_microbatch: int
-    microbatches: int
-    estimated_s: float
+def _list_of(kind: Any) -> Any:
+    return GenericAlias(list, (kind,))
 
 
-class _Plan(msgspec.Struct, array_like=True, frozen=True):
-    """Devices are positions in ``devices``, whose nodes are positions in ``nodes``."""
-
-    nodes: list[str]
-    devices: list[tuple[int, int]]
-    pipelines: list[_Pipeline]
-    transfers: list[tuple[int, int, int, int]]
-    """Layer, source, target, bytes."""
-    method: Method
-    reason: str
-    estimated_iteration_s: float
-    idle_nodes: tuple[str, ...]
-    considered: tuple[Considered, ...]
-    part_bytes: int
+_Stage = _array_of(StagePlacement, devices=list[int])
+_Pipeline = _array_of(PipelinePlacement, stages=_list_of(_Stage))
+_Transfer = _array_of(Transfer, source=int, target=int)
+_Released = _array_of(Released, device=int)
+_Plan = _array_of(
+    Plan, pipelines=_list_of(_Pipeline), transfers=_list_of(_Transfer), released=_list_of(_Released)
+)
+_Resume = _array_of(Resume, plan=_Plan)
 
 
-class _Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """``Resume`` with its plan in this form; the fields of the same names mean the same."""
-
-    generation: int
-    job_id: str
-    step: int
-    vote: Vote | None
-    plan: _Plan
-    hosts: dict[str, str]
-    rendezvous: str
-    lineage: int
-    protection: str
-    restore: Restore | None
-    held_parts: tuple[HeldPart, ...]
-    buddies: dict[str, Buddy]
-    evaluated: int
-
+_Packed: Any = msgspec.defstruct(
+    "_Packed",
+    [("nodes", list[str]), ("devices", list[tuple[int, int]]), ("resume", _Resume)],
+    array_like=True,
+    frozen=True,
+)
+"""A Resume whose plan names devices by their positions in ``devices``, whose nodes are positions in ``nodes``."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Resume)
-_FIELDS = tuple(field for field in _Resume.__struct_fields__ if field != "plan")
+_DECODER = msgspec.msgpack.Decoder(_Packed)
 
 
 def pack(resume: Resume) -> bytes:
-    fields: dict[str, Any] = {name: getattr(resume, name) for name in _FIELDS}
-    return zlib.compress(_ENCODER.encode(_Resume(plan=_small(resume.plan), **fields)), _LEVEL)
+    """Return the body of a message to nodes."""
+    numbers: dict[Device, int] = {}
+    nodes: dict[str, int] = {}
+
+    def number(device: Device) -> int:
+        return numbers.setdefault(device, len(numbers))
+
+    plan = resume.plan
+    pipelines = [
+        _with(
+            _Pipeline, p, stages=[_with(_Stage, s, devices=[number(d) for d in s.devices]) for s in p.stages]
+        )
+        for p in plan.pipelines
+    ]
+    transfers = [
+        _with(_Transfer, t, source=number(t.source), target=number(t.target)) for t in plan.transfers
+    ]
+    released = [_with(_Released, r, device=number(r.device)) for r in plan.released]
+    small = _with(_Plan, plan, pipelines=pipelines, transfers=transfers, released=released)
+    devices = [(nodes.setdefault(device.node, len(nodes)), device.index) for device in numbers]
+    packed = _Packed(list(nodes), devices, _with(_Resume, resume, plan=small))
+    return zlib.compress(_ENCODER.encode(packed), _LEVEL)
 
 
 def unpack(packed: bytes) -> Resume:
@@ -101,85 +89,44 @@ def unpack(packed: bytes) -> Resume:
     if not inflater.eof:
         raise ValueError("it is cut short, or too large")
     found = _DECODER.decode(plain)
-    return Resume(plan=_whole(found.plan), **{name: getattr(found, name) for name in _FIELDS})
+    try:
+        devices = [Device(node=_at(found.nodes, node), index=index) for node, index in found.devices]
+        return _whole(Resume, found.resume, plan=_plan(found.resume.plan, devices))
+    except IndexError:
+        raise ValueError("its plan names a device that it does not list") from None
 
 
-def _small(plan: Plan) -> _Plan:
-    numbers: dict[Device, int] = {}
-    nodes: dict[str, int] = {}
+def _plan(small: Any, devices: list[Device]) -> Plan:
+    """:raises IndexError: it names a device that is not among these."""
 
-    def number(device: Device) -> int:
-        return numbers.setdefault(device, len(numbers))
+    def stage(one: Any) -> StagePlacement:
+        return _whole(StagePlacement, one, devices=tuple([_at(devices, number) for number in one.devices]))
 
-    pipelines = [
-        _Pipeline(
-            [
-                _Stage(s.first_layer, s.end_layer, [number(d) for d in s.devices], s.recompute, s.within)
-                for s in pipeline.stages
-            ],
-            pipeline.first_microbatch,
-            pipeline.microbatches,
-            pipeline.estimated_s,
-        )
-        for pipeline in plan.pipelines
-    ]
-    transfers = [(t.layer, number(t.source), number(t.target), t.size_bytes) for t in plan.transfers]
-    devices = [(nodes.setdefault(device.node, len(nodes)), device.index) for device in numbers]
-    return _Plan(
-        list(nodes),
-        devices,
-        pipelines,
-        transfers,
-        plan.method,
-        plan.reason,
-        plan.estimated_iteration_s,
-        plan.idle_nodes,
-        plan.considered,
-        plan.part_bytes,
+    return _whole(
+        Plan,
+        small,
+        pipelines=tuple(
+            _whole(PipelinePlacement, one, stages=tuple(map(stage, one.stages))) for one in small.pipelines
+        ),
+        transfers=tuple(
+            _whole(Transfer, one, source=_at(devices, one.source), target=_at(devices, one.target))
+            for one in small.transfers
+        ),
+        released=tuple(_whole(Released, one, device=_at(devices, one.device)) for one in small.released),
     )
 
 
-def _whole(small: _Plan) -> Plan:
-    """:raises ValueError: it names a device or a node that is not in its tables."""
-    try:
-        devices = [Device(node=_at(small.nodes, node), index=index) for node, index in small.devices]
-        return Plan(
-            pipelines=tuple(
-                PipelinePlacement(
-                    stages=tuple(
-                        StagePlacement(
-                            first_layer=stage.first_layer,
-                            end_layer=stage.end_layer,
-                            devices=tuple([_at(devices, number) for number in stage.devices]),
-                            recompute=stage.recompute,
-                            within=stage.within,
-                        )
-                        for stage in pipeline.stages
-                    ),
-                    first_microbatch=pipeline.first_microbatch,
-                    microbatches=pipeline.microbatches,
-                    estimated_s=pipeline.estimated_s,
-                )
-                for pipeline in small.pipelines
-            ),
-            transfers=tuple(
-                Transfer(
-                    layer=layer,
-                    source=_at(devices, source),
-                    target=_at(devices, target),
-                    size_bytes=size_bytes,
-                )
-                for layer, source, target, size_bytes in small.transfers
-            ),
-            method=small.method,
-            reason=small.reason,
-            estimated_iteration_s=small.estimated_iteration_s,
-            idle_nodes=small.idle_nodes,
-            considered=small.considered,
-            part_bytes=small.part_bytes,
-        )
-    except IndexError:
-        raise ValueError("its plan names a device that it does not list") from None
+def _with(kind: Any, value: Any, **others: Any) -> Any:
+    """Return the array of a value, with other values of some fields."""
+    return kind(
+        *[others[name] if name in others else getattr(value, name) for name in kind.__struct_fields__]
+    )
+
+
+def _whole(kind: type[T], small: Any, **others: Any) -> T:
+    """Return the value of an array, with other values of some fields."""
+    names = small.__struct_fields__
+    return kind(**{name: others[name] if name in others else getattr(small, name) for name in names})
 
 
 def _at(table: list[T], number: int) -> T:

@@ -220,7 +220,7 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
     device: int
 
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 

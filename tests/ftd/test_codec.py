@@ -31,6 +31,7 @@ from ftd.wire.codec import (
     encode_to_node,
     encode_to_nodes,
 )
+from ftd.wire.plans import pack
 from ftd.wire.public import (
     Answer,
     AnyRequest,
@@ -55,6 +56,7 @@ from planner.values import (
     Plan,
     Policy,
     Recomputation,
+    Released,
     SplitTime,
     StagePlacement,
     StatePart,
@@ -259,6 +261,16 @@ plans = st.builds(
     reason=texts,
     estimated_iteration_s=reals,
     idle_nodes=st.lists(names, max_size=2).map(tuple),
+    part_bytes=numbers,
+    released=st.lists(
+        st.builds(
+            Released,
+            device=devices,
+            parked=st.lists(numbers, max_size=2).map(tuple),
+            dropped=st.lists(numbers, max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
 )
 facts = st.builds(
     NodeFacts,
@@ -674,21 +686,15 @@ def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("number", [-1, 7])
 def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
-    plan: list[Any] = [
-        ["a"],
-        [[0, 0]],
-        [[[[0, 1, [number], "none", "replicate"]], 0, 1, 1.0]],
-        [],
-        "best",
-        "so.",
-        1.0,
-        [],
-        [],
-        0,
-    ]
-    fields = {"generation": 1, "job_id": "j", "step": 1, "vote": None, "plan": plan, "hosts": {}}
-    fields |= {"rendezvous": "h:1", "lineage": 0, "protection": "none", "restore": None, "held_parts": []}
-    body = zlib.compress(msgspec.msgpack.encode(fields | {"buddies": {}, "evaluated": 0}))
+    stage = StagePlacement(first_layer=0, end_layer=1, devices=(Device(node="a", index=0),))
+    pipeline = PipelinePlacement(stages=(stage,), first_microbatch=0, microbatches=1, estimated_s=1.0)
+    plan = Plan(pipelines=(pipeline,), transfers=(), method="best", reason="so.", estimated_iteration_s=1.0)
+    resume = Resume(generation=1, job_id="j", step=1, vote=None, plan=plan, hosts={}, rendezvous="h:1")
+    nodes, devices, arrays = msgspec.msgpack.decode(zlib.decompress(pack(resume)))
+    found = arrays[Resume.__struct_fields__.index("plan")][0][0][0][0]
+    assert found[2] == [0]
+    found[2] = [number]
+    body = zlib.compress(msgspec.msgpack.encode([nodes, devices, arrays]))
     envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
     with pytest.raises(WireError, match="does not list"):
         decode_to_node(msgspec.msgpack.encode(envelope), "n")
