@@ -20,8 +20,8 @@ Json = Mapping[str, Any]
 FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 FAULT_COUNTS_S = 60.0
 """A fault that was injected longer before a loss did not cause it."""
-MOST_IDENTITIES = 100_000
-"""Events that are remembered, so that a second delivery is recognised."""
+MOST_IDENTITIES = 20_000
+"""Events that a bounded model remembers, so that a second delivery is recognised."""
 MOST_LOSSES = 32
 """Losses of one recovery, and nodes whose fault no loss has followed yet; the newest ones count."""
 
@@ -317,7 +317,8 @@ Value = TypeVar("Value")
 class Run:
     """What is known of the newest job of a cluster, and of the cluster since reading began.
 
-    :param most: how many steps, recoveries and so on are kept, the newest ones; ``None``: all of them.
+    :param most: how many steps, recoveries and so on are kept, the newest ones, and without the layouts of recoveries,
+        which are as large as the cluster; ``None``: all of them, whole.
     """
 
     def __init__(self, *, most: int | None = None) -> None:
@@ -472,7 +473,7 @@ class Run:
             identity = (*(event.get(key) for key in of), repr(event.get("details")))
         if identity in self._seen:
             return True
-        self._put(self._seen, identity, None, MOST_IDENTITIES)
+        self._put(self._seen, identity, None, None if self._most is None else MOST_IDENTITIES)
         return False
 
     def _submit(self, fact: JobSubmitted) -> None:
@@ -558,6 +559,8 @@ class Run:
             return None
         fact = replace(fact, course=self.recovering)
         self.recovering = None
+        if self._most is not None:
+            fact = replace(fact, recovery=replace(fact.recovery, pipelines_before=[], pipelines_after=[]))
         self._put(self.recoveries, generation, fact)
         return fact
 

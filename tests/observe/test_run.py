@@ -114,6 +114,11 @@ def test_what_is_kept_is_bounded() -> None:
         run.on_event(commit(number, float(number)))
         run.on_event(event("NodeLost", float(number), node=f"n-{number}", how="silence"))
         run.on_event(event("ClusterPaused", float(number)))
+        layout = [{"stages": [], "microbatches": 1}]
+        recovery = {"generation": number, "pipelines_before": layout, "pipelines_after": layout}
+        run.on_event(event("RecoveryCompleted", float(number), recovery=recovery))
+    assert list(run.recoveries) == list(range(91, 101))
+    assert not any(one.recovery.pipelines_after for one in run.recoveries.values())
     assert (len(run.steps), len(run.detections), len(run.pauses)) == (10, 10, 10)
     assert (run.step, run.commits) == (100, 100)
 
