@@ -113,11 +113,4 @@ def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> Checkpo
     :raises ConfigurationError: names the field and the remedy.
     """
     check_checkpoint(data, snapshots=snapshot.every_steps > 0)
-    return CheckpointPolicy(
-        url=data.url,
-        every_steps=data.every_steps,
-        keep=data.keep,
-        resume=data.resume,
-        huggingface_every_steps=data.huggingface_every_steps,
-        huggingface_directory=data.huggingface_directory,
-    )
+    return CheckpointPolicy(**msgspec.structs.asdict(data))

@@ -329,19 +329,8 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         name=data.name,
         steps=data.steps,
         policy=Policy(
-            devices_per_node=devices_per_node,
-            tolerate=data.policy.tolerate,
-            global_batch=data.policy.global_batch,
-            microbatch_rows=data.policy.microbatch_rows,
-            minimum=data.policy.minimum,
-            objective=data.policy.objective,
-            split=data.policy.split,
-            batch_objective=data.policy.batch_objective,
-            batch_solver=data.policy.batch_solver,
-            activation_checkpointing=data.policy.activation_checkpointing,
-            device_memory_bytes=data.policy.device_memory_bytes,
-            within_node=data.policy.within_node,
-            zero1=training.zero1,
+            **msgspec.structs.asdict(data.policy)
+            | {"devices_per_node": devices_per_node, "zero1": training.zero1}
         ),
         training={
             **data.training,

@@ -8,7 +8,7 @@ import msgspec
 
 from ftd.errors import ConfigurationError
 from ftd.wire.public import LoggingData, MlflowData, WandbData
-from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from statemachine.messages.values import LoggingPolicy
 
 _PACKAGES = {
     "tensorboard": ("tensorboard",),
@@ -93,17 +93,7 @@ def logging_policy(data: LoggingData) -> LoggingPolicy:
                 field=f"logging.{field}",
                 remedy="the coordinators were started elsewhere: write the whole path",
             )
-    wandb, mlflow = data.wandb, data.mlflow
-    return LoggingPolicy(
-        directory=data.directory,
-        tensorboard=data.tensorboard,
-        wandb=None
-        if wandb is None
-        else WandbPolicy(project=wandb.project, entity=wandb.entity, mode=wandb.mode, tags=wandb.tags),
-        mlflow=None
-        if mlflow is None
-        else MlflowPolicy(tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
-    )
+    return msgspec.convert(msgspec.to_builtins(data), LoggingPolicy)
 
 
 def sinks_of(policy: LoggingPolicy) -> tuple[str, ...]:

@@ -278,22 +278,15 @@ def _check_node(claimed: str, topic: str | None) -> None:
         raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
-_COUNTS = frozenset(
-    {
-        "generation", "step", "first", "last", "bytes_moved", "device", "lineage", "kept", "behind",
-        "size_bytes", "pinned", "evaluated",
-    }
-)  # fmt: skip
-_DURATIONS = frozenset({"rendezvous_s", "state_s", "step_s", "copy_s", "stall_s", "took_s"})
 _LIMITED: dict[type, tuple[tuple[str, float], ...]] = {
     kind: tuple(
-        (field.name, MOST_NUMBER if field.name in _COUNTS else MOST_S)
+        (field.name, MOST_NUMBER if field.type is int else MOST_S)
         for field in fields(kind)
-        if field.name in _COUNTS | _DURATIONS
+        if field.type is int or (field.type is float and field.name.endswith("_s"))
     )
     for kind in (*get_args(Signal), *get_args(Command))
 }
-"""Which of its numbers have a limit, and which one."""
+"""Counts and durations of each message, and the most that each can be."""
 
 
 def _check_numbers(message: Any) -> None:

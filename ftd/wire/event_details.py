@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from statemachine.messages.values import FailureCause
+from planner.values import Recompute, Within
+from statemachine.messages.values import FailureCause, QuiesceMode
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,9 +31,9 @@ class StageData(Details, frozen=True, kw_only=True):
     """One behind the last."""
     devices: list[str]
     """``node/index``."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Which activations are computed again in the backward pass: none, all but matrix products, or all."""
-    within: Literal["replicate", "shard", "tensor"] = "replicate"
+    within: Within = "replicate"
     """What each device of the stage holds: all of its parameters and state, or a shard of them."""
 
 
@@ -225,7 +226,7 @@ class PeerSuspected(Limited, frozen=True, kw_only=True):
 class GenerationStarted(Details, frozen=True, kw_only=True):
     """Everybody is told to stop."""
 
-    mode: Literal["abort", "boundary"]
+    mode: QuiesceMode
     why: str
 
 

@@ -13,8 +13,9 @@ import msgspec
 from ftd.errors import WireError
 from ftd.wire.catalogue import Severity, severity_of
 from ftd.wire.codec import check_size
+from planner.values import ActivationCheckpointing, WithinNode
 from statemachine.effects import EmitEvent
-from statemachine.messages.values import NodeState
+from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, NodeState, WandbPolicy
 
 SCHEMA = 1
 
@@ -83,9 +84,9 @@ class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     split: Literal["any", "aligned"] = "any"
     batch_objective: Literal["minmax", "variance"] = "minmax"
     batch_solver: Literal["exact", "pyomo"] = "exact"
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     device_memory_bytes: int | None = None
-    within_node: Literal["auto", "replicate", "shard", "tensor"] = "replicate"
+    within_node: WithinNode = "replicate"
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,38 +97,21 @@ class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cheap_share: float = 0.01
 
 
-class CheckpointData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointData(CheckpointPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``statemachine.messages.values.CheckpointPolicy``."""
 
-    url: str = ""
-    every_steps: int = 0
-    keep: int = 3
-    resume: bool = True
-    huggingface_every_steps: int = 0
-    huggingface_directory: str = ""
 
-
-class WandbData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WandbData(WandbPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``statemachine.messages.values.WandbPolicy``."""
 
-    project: str
-    entity: str = ""
-    mode: Literal["online", "offline"] = "online"
-    tags: tuple[str, ...] = ()
 
-
-class MlflowData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MlflowData(MlflowPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``statemachine.messages.values.MlflowPolicy``."""
 
-    tracking_uri: str
-    experiment: str
 
-
-class LoggingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoggingData(LoggingPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``statemachine.messages.values.LoggingPolicy``."""
 
-    directory: str = ""
-    tensorboard: str = ""
     wandb: WandbData | None = None
     mlflow: MlflowData | None = None
 
