@@ -315,6 +315,7 @@ class ClusterMachine:
         if first:
             c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
         else:
+            c.wills_doubtful_until = c.grace_until
             c.emit("BrokerRestored", "the broker is back")
         c.presumed_at = c.at
         inquire_all(c)

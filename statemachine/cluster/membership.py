@@ -263,7 +263,7 @@ def silent(c: Cluster) -> list[NodeMachine]:
     newest = max((c.heard_at(node) for node in alive), default=c.at)
     newest = max(newest, c.others_heard_at)
     if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
-        c.grace_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
+        c.grace_until = c.wills_doubtful_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
     if c.at < c.grace_until:
         return []
     limit = c.at - c.timing.silence_s

@@ -329,5 +329,7 @@ def vanished(c: Cluster, event: NodeVanished) -> None:
         return
     if event.graceful:
         node_lost(c, node, "goodbye", f"{node.name} left")
+    elif c.at < c.wills_doubtful_until:
+        inquire(c, node.name, node.incarnation)  # If it does not answer, it is lost for its silence.
     else:
         node_lost(c, node, "last_will", f"the broker lost the session of {node.name}")

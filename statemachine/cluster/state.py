@@ -254,6 +254,8 @@ class Cluster:
     """Made from a journal, and the broker has not been there yet."""
     connected: bool = False
     grace_until: float = 0.0
+    wills_doubtful_until: float = 0.0
+    """Time until which a last will proves nothing. A broker that stood still ends the sessions of nodes that live."""
     others_heard_at: float = 0.0
     """Somebody who is not a member, such as a node that came back: so it is not we who are cut off."""
     presumed_at: float = 0.0

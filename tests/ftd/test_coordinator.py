@@ -21,7 +21,7 @@ from ftd.config.profile_file import profile_document, save_profile
 from ftd.coordinator import commands
 from ftd.errors import RequestRefused, Unreachable
 from ftd.mqtt.mosquitto import free_port
-from ftd.mqtt.session import MqttSession, Will
+from ftd.mqtt.session import KEEP_ALIVE_S, MqttSession, Will
 from ftd.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, decode_to_nodes, encode_from_node
 from ftd.wire.public import (
     DrainRequest,
@@ -588,6 +588,40 @@ def test_the_broker_may_be_away_for_a_while(daemon: Daemon, mosquitto: RunningBr
             names = await events_of(client)
             assert names.count("BrokerLost") == names.count("BrokerRestored") == 1
             assert "NodeLost" not in names
+
+    asyncio.run(scene())
+
+
+def test_a_broker_that_stands_still_for_longer_than_keep_alive_loses_no_node(
+    daemon: Daemon, mosquitto: RunningBroker, tmp_path: Path
+) -> None:
+    """When it goes on, it ends the sessions that it has not heard for 1.5 keep-alives, and publishes their wills."""
+
+    async def scene() -> None:
+        async with (
+            ClusterClient(daemon.address) as client,
+            PlayedNode(daemon, "node-0") as node,
+            PlayedNode(daemon, "node-1") as other,
+        ):
+            job_id = await submitted(client, job_data(tmp_path))
+            generation = await node.start_training(job_id)
+            await state_when(client, lambda s: s["phase"] == "RUNNING" and s["step"] == 3)
+            assert mosquitto.process is not None
+            mosquitto.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(1.5 * KEEP_ALIVE_S + 2.0)
+            mosquitto.process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(4.0)
+            for each in (node, other):
+                await each.session.wait_connected(PATIENCE_S)
+            node.step(generation, 4, 5)
+            state = await state_when(client, lambda s: s["step"] == 5)
+            assert (state["phase"], state["generation"]) == ("RUNNING", generation)
+            assert {name: each["state"] for name, each in state["nodes"].items()} == {
+                "node-0": "HEALTHY",
+                "node-1": "HEALTHY",
+            }
+            names = await events_of(client)
+            assert "BrokerRestored" in names and "NodeLost" not in names
 
     asyncio.run(scene())
 

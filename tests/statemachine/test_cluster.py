@@ -973,6 +973,29 @@ def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
     assert [e.node for e in s.all(EmitEvent) if e.name == "NodeLost"] == ["node-3"]
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> None:
+    """A broker that stood still ends the sessions of nodes that live; who does not answer is lost for its silence."""
+    s = running()
+    s.feed(BrokerLost)
+    s.wait(9.0)
+    s.feed(BrokerConnected)
+    s.wait(0.5)
+    s.feed(NodeVanished, node="node-3", incarnation=s.incarnations["node-3"])
+    assert "NodeLost" not in events(s) and set(sent(s, Inquiry)) == {"node-3"}
+    s.wait(2.4)
+    for name in ("node-0", "node-1", "node-2", *(["node-3"] if heard else [])):
+        s.say(name, Heartbeat(generation=1, committed=committed(1)))
+    s.machine._c.due["tick"] = s.now
+    s.fire("tick", 0.2)
+    assert [(e.node, e.details["how"]) for e in s.all(EmitEvent) if e.name == "NodeLost"] == (
+        [] if heard else [("node-3", "silence")]
+    )
+    s.wait(0.1)
+    s.feed(NodeVanished, node="node-2", incarnation=s.incarnations["node-2"])
+    assert "NodeLost" in events(s), "the doubt ends with the time that nodes have for coming back"
+
+
 def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     s = running()
     s.stepped("node-0", 1, 1)
