@@ -26,6 +26,11 @@ class Timing:
     """A node that was not heard of for so long, and that the job under way does not name, is forgotten; where
     more are OFFLINE than are here, and more than a hundred, those that went first go sooner."""
 
+    repeat_s: float = 0.5
+    """An order that a node's heartbeats do not acknowledge, or a report that they mention and that has not
+    arrived, was lost when this has passed: the order is sent again, the report asked for. Until it is there,
+    this is the period."""
+
     # --- reconfiguration (coordinator) ---
     quiesce_s: float = 5.0
     """A node that does not answer ``Quiesce(abort)`` for this long is fenced. Above the longest single

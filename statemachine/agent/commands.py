@@ -3,10 +3,12 @@
 from typing import assert_never
 
 from statemachine.agent import persisting as agent_persisting
+from statemachine.agent import snapshots as agent_snapshots
 from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent.state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, InstructTrainer, RenewIncarnation, TrainerPrepare, TrainerResume
 from statemachine.messages.cluster import (
+    Acknowledgement,
     CancelPersist,
     Command,
     Fence,
@@ -27,7 +29,7 @@ from statemachine.messages.cluster import (
     Stop,
 )
 from statemachine.messages.common import Finished, Prepared, Quiesce, Resumed
-from statemachine.messages.values import CommittedStep, NodeState
+from statemachine.messages.values import CommittedStep, NodeActivity, NodeState
 
 STEPS_PER_MESSAGE = 50
 """With as many metrics as a step and an evaluation may have, of the longest names, so many fit into one signal."""
@@ -99,13 +101,15 @@ def hello(a: Agent) -> None:
     say_quiesced(a)
     say_resumed(a)
     say_finished(a)
-    if a.suspected is not None:
-        a.say(a.suspected)
+    for standing in (a.suspected, a.restore_failed):
+        if standing is not None:
+            a.say(standing)
     if a.leaving is not None:
         a.say(Leaving(reason=a.leaving))
 
 
 def heartbeat(a: Agent) -> None:
+    """Send the newest commit and what the node does, and acknowledge orders and mention reports by that."""
     a.say(
         Heartbeat(
             generation=a.generation,
@@ -115,14 +119,31 @@ def heartbeat(a: Agent) -> None:
             kept=a.kept,
             spoiled=a.spoiled,
             doing=next((t.doing for t in a.trainers if t.phase is TrainerPhase.PREPARING and t.doing), ""),
+            acknowledgement=Acknowledgement(
+                activity=a.activity,
+                job_id=a.job.job_id if a.job is not None else None,
+                leaving=a.leaving is not None,
+                suspects_peer=a.suspected is not None,
+                restore_failed=a.restore_failed is not None,
+                snap_after=a.snap_order[1] if a.snap_order[0] == a.generation else 0,
+                snapped=agent_snapshots.reported_step(a),
+                persist=a.persist.attempt if a.persist is not None else a.cancelled,
+                persisted=a.persisted is not None or a.persist is None,
+            ),
         )
     )
 
 
 def say_quiesced(a: Agent) -> None:
+    """Send the reports once every trainer has stopped."""
     if a.quiesced:
-        reports = tuple(report for trainer in a.trainers if (report := trainer.report) is not None)
-        a.say(Quiesced(generation=a.generation, reports=reports))
+        say_reports(a)
+
+
+def say_reports(a: Agent) -> None:
+    """Send the reports of those trainers that have one."""
+    reports = tuple(report for trainer in a.trainers if (report := trainer.report) is not None)
+    a.say(Quiesced(generation=a.generation, reports=reports))
 
 
 def say_resumed(a: Agent) -> None:
@@ -219,12 +240,14 @@ def quiesce(a: Agent, command: Quiesce) -> None:
         a.ignore("a Quiesce of an older generation")
         return
     if command.generation == a.generation:
-        say_quiesced(a)  # said again because the coordinator did not hear it
+        # The report was lost. Trainers that were not built when the order came, or that were lost since, have none.
+        if a.quiesced or not a.built or a.activity is NodeActivity.PREPARED:
+            say_reports(a)
         return
     a.generation = command.generation
-    a.suspected = None
+    a.suspected = a.restore_failed = a.snapshot_failed = None
     if not a.built:
-        a.say(Quiesced(generation=a.generation, reports=()))
+        say_reports(a)
         return
     for trainer in a.trainers:
         trainer.phase = TrainerPhase.QUIESCING

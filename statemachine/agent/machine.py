@@ -161,6 +161,7 @@ class AgentMachine:
                 agent_snapshots.failed(a, event.failure)
             case RestoringFailed():
                 if self._in_group(event.failure.generation):
+                    a.restore_failed = event.failure
                     a.say(event.failure)
             case PersistEnded():
                 agent_persisting.take(a, event)

@@ -127,6 +127,15 @@ def say_snapshot(a: Agent) -> None:
         a.say(a.underway.snapping)
         if a.underway.completed is not None:
             a.say(a.underway.completed)
+    if a.snapshot_failed is not None:
+        a.say(a.snapshot_failed)
+
+
+def reported_step(a: Agent) -> int:
+    """Return the step of the snapshot whose end was reported last under the present group; 0: none."""
+    if a.underway is not None and a.underway.completed is not None:
+        return a.underway.completed.step
+    return a.snapshot_failed.step if a.snapshot_failed is not None and a.underway is None else 0
 
 
 # --- trainers ------------------------------------------------------------------------------------
@@ -159,6 +168,7 @@ def began(a: Agent, report: Snapping) -> None:
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.kept}
     a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
+    a.snapshot_failed = None
     a.underway = BegunSnapshot(snapping=report)
     a.say(a.underway.snapping)
     a.publish(NodeState.SNAP, f"a snapshot of step {report.step}")
@@ -231,5 +241,6 @@ def failed(a: Agent, failure: SnapshotFailed) -> None:
         )
     ):
         return
+    a.snapshot_failed = failure
     a.say(failure)
     settle(a, f"no snapshot of step {failure.step}: {failure.detail}")

@@ -21,18 +21,20 @@ from statemachine.messages.cluster import (
     LayersPersisted,
     Persist,
     PersistFailed,
+    RestoreFailed,
     Resume,
     Signal,
     SnapshotCompleted,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping
+from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping, SnapshotFailed
 from statemachine.messages.trainer import Quiesced, Snapped
 from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
     HeldSnapshot,
     Job,
+    NodeActivity,
     NodeFacts,
     NodeState,
     TrainerState,
@@ -159,6 +161,8 @@ class Agent:
     """A connection of the present group broke. The step that was past its VOTE may still commit; more
     steps say that it was a false alarm."""
     suspected_at_step: int = 0
+    restore_failed: RestoreFailed | None = None
+    """The state of the present generation cannot be restored here."""
     resume: Resume | None = None
     """The last Resume obeyed by the trainers that live now."""
     lineage: int = 0
@@ -191,6 +195,8 @@ class Agent:
     snap_order: tuple[int, int] = (0, 0)
     """(generation, behind) of the last Snap obeyed."""
     underway: BegunSnapshot | None = None
+    snapshot_failed: SnapshotFailed | None = None
+    """The newest snapshot of the present group, where it failed here."""
     over: set[int] = field(default_factory=set)
     """Process ids that this agent ended: late news of them means nothing."""
     ignored: Counter[str] = field(default_factory=Counter)
@@ -216,6 +222,27 @@ class Agent:
     def quiesced(self) -> bool:
         """Every trainer has reported and waits for a Resume."""
         return bool(self.trainers) and all(t.phase is TrainerPhase.QUIESCED for t in self.trainers)
+
+    @property
+    def activity(self) -> NodeActivity:
+        """Summarise the phases of all trainers."""
+        if self.job is None:
+            return NodeActivity.NONE
+        if not self.built:
+            return NodeActivity.BUILDING
+        phases = {trainer.phase for trainer in self.trainers}
+        # The first of these that any trainer is in says what the node as a whole still does.
+        for phase, activity in (
+            (TrainerPhase.QUIESCING, NodeActivity.QUIESCING),
+            (TrainerPhase.QUIESCED, NodeActivity.QUIESCED),
+            (TrainerPhase.RESUMING, NodeActivity.RESUMING),
+            (TrainerPhase.TRAINING, NodeActivity.TRAINING),
+            (TrainerPhase.DONE, NodeActivity.FINISHED),
+            (TrainerPhase.PARKED, NodeActivity.IDLE),
+        ):
+            if phase in phases:
+                return activity
+        return NodeActivity.PREPARED
 
     def mine(self, resume: Resume) -> list[int]:
         """This node's devices that have a rank in the plan."""
@@ -294,6 +321,7 @@ class Agent:
             # other rounding.
             self.forget_beyond(self.resume.step)
         self.resume = self.committed = self.suspected = self.underway = None
+        self.restore_failed = self.snapshot_failed = None
         self.stepping = False
         self.unsent.clear()
         self.cancel_timer(STEPPED)

@@ -34,25 +34,6 @@ def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
     c.dirty = True
 
 
-def fruitless(c: Cluster) -> list[NodeMachine]:
-    """The group's nodes while it has committed nothing since it resumed: one of them may have lost a trainer,
-    and the word of it be lost, too."""
-    resumption = c.resumption
-    if c.phase is not ClusterPhase.RUNNING or resumption is None or c.ledger.known_step > resumption.step:
-        return []
-    planned = set(c.planned)
-    return [node for node in c.alive() if node.name in planned]
-
-
-def unfinished(c: Cluster) -> list[NodeMachine]:
-    """Who has not said that it is done, though the last step was committed."""
-    attempt = c.attempt
-    if attempt is None or not attempt.resume_sent or c.job is None or c.ledger.known_step < c.job.steps:
-        return []
-    missing = set(c.planned) - attempt.finished.keys()
-    return [node for node in c.alive() if node.name in missing]
-
-
 def follow_group(c: Cluster) -> None:
     """Step 6: has the group resumed, has it committed its first step?"""
     attempt, resumption, record = c.attempt, c.resumption, c.recovery

@@ -97,9 +97,11 @@ class NodeMachine:
     heard_at: float = 0.0
     """Time of the last signal of this incarnation."""
     asked: bool = False
+    """``Prepare`` was sent for the present job and is not answered."""
+    lost_message: tuple[str, float] | None = None
+    """What its heartbeats say is missing, and since when (``acknowledgement``)."""
     doing: str = ""
     """What its trainers do to build the job, in words."""
-    """``Prepare`` was sent for the present job and is not answered."""
     prepared: bool = False
     """Every trainer built the present job."""
     unfit: str | None = None
@@ -112,8 +114,6 @@ class NodeMachine:
     """It may go: it gets no work until it comes back as a new incarnation."""
     returning: bool = False
     """It lost a trainer and has not taken part since."""
-    blank: int = 0
-    """So many of its heartbeats, one after the other, know of no commit of the group that it is in."""
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
     obeyed: int = 0

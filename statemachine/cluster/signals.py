@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from statemachine.cluster.acknowledgement import take_acknowledgement
 from statemachine.cluster.forgetting import unknown
 from statemachine.cluster.group import take_finished, take_resumed
 from statemachine.cluster.jobs import fail, say_not_under_way, set_draining, take_doing, take_prepared
@@ -56,8 +57,6 @@ from statemachine.messages.common import (
 )
 from statemachine.messages.values import ClusterPhase
 
-_BLANK = 3
-"""Heartbeats: the first ones may be from before the first commit."""
 _LINE_CHARACTERS = 200
 """Of a failure, in the reason of its event: the whole detail is there, too."""
 
@@ -98,7 +97,9 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
             take_doing(c, node, signal)
-            look_behind(c, node, signal)
+            if not node.greeted:  # Its Hello was lost, or this coordinator is a new one.
+                remind(c, node, c.timing.silence_s)
+            take_acknowledgement(c, node, signal)
             snapshots.take_kept(c, node, signal)
             take_times(node, signal)
         case Prepared():
@@ -140,26 +141,6 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
                 fail(c, lost)
         case _:
             assert_never(signal)
-
-
-def look_behind(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Is something lost that it said before? Its Hello will say so.
-
-    That Hello itself; or that its trainers are other ones, which know of nothing while the group commits.
-    """
-    # A look into the plan is dear with a thousand nodes, and most heartbeats need none.
-    node.blank = node.blank + 1 if signal.committed is None and _group_commits(c, node, signal) else 0
-    if node.blank >= _BLANK:
-        inquire(c, node.name, node.incarnation)
-    if not node.greeted:
-        remind(c, node, c.timing.silence_s)
-
-
-def _group_commits(c: Cluster, node: NodeMachine, signal: Heartbeat) -> bool:
-    attempt, resumption = c.attempt, c.resumption
-    in_group = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
-    commits = resumption is not None and c.ledger.known_step > resumption.step
-    return in_group and commits and c.phase is ClusterPhase.RUNNING and node.name in c.planned
 
 
 # --- Hello ---------------------------------------------------------------------------------------

@@ -248,6 +248,8 @@ class Cluster:
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)
     """When each incarnation was last sent an Inquiry."""
+    unacknowledged: dict[str, list[str]] = field(default_factory=dict)
+    """Nodes that an order did not reach, by the order (``acknowledgement``): sent again at the next tick."""
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     restored: bool = False

@@ -1,9 +1,9 @@
 """What the coordinator does when time has passed."""
 
+from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.forgetting import forget
-from statemachine.cluster.group import fruitless, unfinished
 from statemachine.cluster.ledger import ask, look
-from statemachine.cluster.membership import fence, lose, remind, silent
+from statemachine.cluster.membership import fence, lose, silent
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.recovery import after_loss, note_cause, reconfigure
 from statemachine.cluster.state import QUIESCE, RESUME, SUSPICION, SUSPICIOUS, TICK, Attempt, Cluster
@@ -21,10 +21,7 @@ def tick(c: Cluster, late_s: float) -> None:
     for node in silent(c):
         c.cause = f"silence:{node.name}:{node.incarnation}"
         node_lost(c, node, "silence", f"nothing heard from {node.name} for {c.timing.silence_s} s")
-    for node in [node for node in c.alive() if node.asked] + fruitless(c):
-        remind(c, node, c.timing.resume_s)
-    for node in unfinished(c):
-        remind(c, node, c.timing.silence_s)
+    repeat_orders(c)
     forget(c)
     c.dirty = c.dirty or c.recovery is not None
 

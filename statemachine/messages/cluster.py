@@ -31,6 +31,7 @@ from statemachine.messages.values import (
     HeldSnapshot,
     Job,
     LayerOnDisk,
+    NodeActivity,
     NodeFacts,
     Restore,
     Snapshot,
@@ -57,6 +58,32 @@ class Hello(Message, frozen=True, kw_only=True):
     """What its memory holds complete, also of trainers and daemons that are gone."""
 
 
+class Acknowledgement(Struct, frozen=True, kw_only=True):
+    """Which orders have reached a node, and which reports it has sent.
+
+    The coordinator compares it with what it ordered and received, and so finds every message that was lost
+    (``statemachine.cluster.acknowledgement``).
+    """
+
+    activity: NodeActivity
+    job_id: str | None
+    """The job that its trainers build or train."""
+    leaving: bool = False
+    """It has sent Leaving."""
+    suspects_peer: bool = False
+    """It has sent PeerSuspected, and no commit has disproved it."""
+    restore_failed: bool = False
+    """It has sent RestoreFailed under the heartbeat's generation."""
+    snap_after: int = 0
+    """``Snap.behind`` of the newest order obeyed under the heartbeat's generation; 0: none."""
+    snapped: int = 0
+    """Step of the snapshot for which SnapshotCompleted or SnapshotFailed was sent last; 0: none."""
+    persist: str = ""
+    """Attempt of the last Persist or CancelPersist received; empty: none."""
+    persisted: bool = False
+    """LayersPersisted or PersistFailed was sent for it."""
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """I am alive; every ``heartbeat_s``. Carries the newest committed step it knows of."""
 
@@ -72,6 +99,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Step of the one of which bytes changed here that cannot be made again; 0: of none."""
     doing: str = ""
     """What a trainer here does to build the job, in words; empty when all have built it."""
+    acknowledgement: Acknowledgement | None = None
+    """``None``: the sender makes no statement."""
 
 
 class Quiesced(Message, frozen=True, kw_only=True):

@@ -37,6 +37,26 @@ class ClusterPhase(StrEnum):
     FAILED = "FAILED"
 
 
+class NodeActivity(StrEnum):
+    """What the trainers of a node do, as its heartbeats report it."""
+
+    NONE = "NONE"
+    """The node has no job."""
+    BUILDING = "BUILDING"
+    """At least one trainer is starting or building the job."""
+    PREPARED = "PREPARED"
+    """All trainers have built the job and have not taken part in a generation since."""
+    QUIESCING = "QUIESCING"
+    QUIESCED = "QUIESCED"
+    """All trainers have stopped and reported, and wait for a Resume."""
+    RESUMING = "RESUMING"
+    TRAINING = "TRAINING"
+    FINISHED = "FINISHED"
+    """All trainers with a rank have finished the last step."""
+    IDLE = "IDLE"
+    """Resumed under a plan that has no rank for this node."""
+
+
 FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
 """Of a trainer: its process ended; its code raised; it made no progress; it could not build the job; the
 state that it was to go on from is of another model."""

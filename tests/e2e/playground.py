@@ -32,7 +32,7 @@ from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
 from statemachine.messages.trainer import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
 """What trainers compute on; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
 SILENCE_S = 3.0

@@ -66,6 +66,7 @@ from planner.values import (
 from statemachine.agent.commands import STEPS_PER_MESSAGE
 from statemachine.effects import EmitEvent
 from statemachine.messages.cluster import (
+    Acknowledgement,
     Command,
     FromNode,
     Heartbeat,
@@ -90,6 +91,7 @@ from statemachine.messages.values import (
     HeldSnapshot,
     Job,
     LayerOnDisk,
+    NodeActivity,
     NodeFacts,
     NodeState,
     Restore,
@@ -311,6 +313,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     Plan: plans,
     Job: jobs,
     CommittedStep | None: st.none() | steps,
+    Acknowledgement | None: st.none()
+    | st.builds(Acknowledgement, activity=st.sampled_from(NodeActivity), job_id=st.none() | names),
     Vote | None: st.none() | votes,
     Vote: votes,
     Evaluation | None: st.none() | evaluations,

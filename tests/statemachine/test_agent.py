@@ -9,6 +9,7 @@ from planner.values import Device, PipelinePlacement, Plan, StagePlacement, Stat
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
+    RestoringFailed,
     TerminationRequested,
     TrainerFailed,
     TrainerReported,
@@ -33,6 +34,7 @@ from statemachine.effects import (
 from statemachine.events import BrokerConnected, BrokerLost
 from statemachine.messages import trainer
 from statemachine.messages.cluster import (
+    Acknowledgement,
     Command,
     Fence,
     Heartbeat,
@@ -43,6 +45,7 @@ from statemachine.messages.cluster import (
     Quiesced,
     Rejection,
     Released,
+    RestoreFailed,
     Resume,
     Stepped,
     StepsWanted,
@@ -51,7 +54,7 @@ from statemachine.messages.cluster import (
     TrainerLost,
 )
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged, Resumed
-from statemachine.messages.values import DeviceReport, Evaluation, NodeState, TrainerState
+from statemachine.messages.values import DeviceReport, Evaluation, NodeActivity, NodeState, TrainerState
 from statemachine.timing import Timing
 
 
@@ -355,11 +358,45 @@ def test_the_heartbeat_carries_the_newest_step_of_the_living_trainers() -> None:
     d = running()
     d.stepped(1)
     d.fire("heartbeat", 0.25)
-    assert d.signals() == [Heartbeat(generation=1, committed=committed(1))]
+    [beat] = d.signals(Heartbeat)
+    assert (beat.generation, beat.committed) == (1, committed(1))
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
     assert [type(s) for s in d.signals()] == [Heartbeat, TrainerLost]
     d.fire("heartbeat", 0.25)
-    assert d.signals() == [Heartbeat(generation=1, committed=None)]
+    [beat] = d.signals(Heartbeat)
+    assert (beat.generation, beat.committed) == (1, None)
+
+
+def test_the_heartbeat_acknowledges_orders_and_mentions_reports() -> None:
+    d = Daemon()
+
+    def said() -> Acknowledgement:
+        d.fire("heartbeat", 0.25)
+        [beat] = d.signals(Heartbeat)
+        assert beat.acknowledgement is not None
+        return beat.acknowledgement
+
+    assert (said().activity, said().job_id) == (NodeActivity.NONE, None)
+    d.prepared()
+    assert (said().activity, said().job_id) == (NodeActivity.PREPARED, "job-1")
+    d.order(Quiesce(generation=1, mode="abort"))
+    assert said().activity is NodeActivity.QUIESCING
+    d.answered(1, 0)
+    assert said().activity is NodeActivity.QUIESCED
+    d.order(d.resume(1, 0))
+    assert said().activity is NodeActivity.RESUMING
+    d.feed(RestoringFailed, failure=RestoreFailed(generation=1, detail="no bytes"))
+    assert said().restore_failed
+    d.order(Inquiry())
+    assert [one.detail for one in d.signals(RestoreFailed)] == ["no bytes"]
+
+
+def test_a_quiesce_that_comes_again_is_answered_again_also_without_trainers() -> None:
+    d = Daemon()
+    d.order(Prepare(job=job(), profile=False))
+    for _ in range(2):
+        d.order(Quiesce(generation=1, mode="abort"))
+        assert d.signals(Quiesced) == [Quiesced(generation=1, reports=())]
 
 
 def test_the_heartbeat_carries_how_long_each_device_computes() -> None:

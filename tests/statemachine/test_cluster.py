@@ -45,6 +45,7 @@ from statemachine.events import (
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
+    Acknowledgement,
     Fence,
     Heartbeat,
     Inquiry,
@@ -60,7 +61,14 @@ from statemachine.messages.cluster import (
     TrainerLost,
 )
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged
-from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, FailureCause, Vote
+from statemachine.messages.values import (
+    ClusterPhase,
+    CommittedStep,
+    Evaluation,
+    FailureCause,
+    NodeActivity,
+    Vote,
+)
 from statemachine.timing import Timing
 
 
@@ -263,67 +271,6 @@ def test_replicas_that_diverged_are_reported() -> None:
     assert s.machine.phase is ClusterPhase.FINISHED
 
 
-def test_who_does_not_say_that_it_is_done_is_asked() -> None:
-    """Its word was lost, as where a broker's queue is full; all steps are committed, and nobody would end."""
-    s = running(4, steps=1)
-    for name in ("node-0", "node-1", "node-2"):
-        s.say(name, Finished(generation=1, step=1, digests={}))
-    vote = Vote(loss=1.0, gradient_norm=1.0, skipped=False)
-    step = CommittedStep(step=1, vote=vote)
-    s.say("node-0", Stepped(generation=1, steps=(step,), step_s=0.1, lineage=0))
-    asked: set[str] = set()
-    while not asked:
-        s.wait(1.0)
-        for name in ("node-0", "node-1", "node-2", "node-3"):
-            s.say(name, Heartbeat(generation=1, committed=step))
-        s.machine._c.due["tick"] = s.now
-        s.fire("tick")
-        asked = set(sent(s, Inquiry))
-        assert s.now < 60.0 and s.machine.phase is ClusterPhase.RUNNING
-    assert asked == {"node-3"}
-    s.say("node-3", Finished(generation=1, step=1, digests={}))
-    assert s.machine.phase is ClusterPhase.FINISHED
-
-
-def test_trainers_that_know_of_no_step_of_their_group_are_asked_about() -> None:
-    """That they were started again was lost on its way here: the Hello says it."""
-    s = running(4)
-    vote = Vote(loss=1.0, gradient_norm=1.0, skipped=False)
-    step = CommittedStep(step=1, vote=vote)
-    s.say("node-0", Stepped(generation=1, steps=(step,), step_s=0.1, lineage=0))
-    for beat in range(3):
-        s.wait(1.0)
-        s.say("node-1", Heartbeat(generation=1, committed=step))
-        assert not sent(s, Inquiry)
-        s.say("node-2", Heartbeat(generation=1, committed=None))
-        assert set(sent(s, Inquiry)) == ({"node-2"} if beat == 2 else set())
-    s.hello("node-2", s.incarnations["node-2"], job_id="job-1", prepared=True, generation=1)
-    assert "node-2" not in sent(s, Resume) and s.machine.phase is ClusterPhase.QUIESCING
-
-
-def test_a_group_that_commits_nothing_is_asked_about() -> None:
-    """A trainer was lost before the first commit, and the word of it, too: the others wait for it."""
-    s = running(3)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 2, report(1, held=(0, 1, 2, 3)))
-    s.quiesced("node-1", 2, report(1, held=(0, 1, 2, 3)))
-    s.plan()
-    for name in layers_of(s):
-        s.resumed(name, 2)
-    assert s.machine.phase is ClusterPhase.RUNNING
-    asked: set[str] = set()
-    began_at = s.now
-    while not asked:
-        for name in ("node-0", "node-1"):
-            s.say(name, Heartbeat(generation=2, committed=committed(1)))
-        s.fire("tick", 1.0)
-        asked = set(sent(s, Inquiry))
-    assert asked == set(layers_of(s)) and s.now - began_at <= Timing().resume_s + 2.0
-    name = min(asked)
-    s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=2)
-    assert s.machine.phase is ClusterPhase.QUIESCING
-
-
 # --- members -------------------------------------------------------------------------------------
 
 
@@ -407,19 +354,18 @@ def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again(
     s.feed(JobSubmitted, request="next", job=job("job-2"))
     for name in ("node-1", "node-2", "node-3"):
         s.say(name, Prepared(job_id="job-2", profile=None))
-    asked: list[float] = []
-    began = s.now
-    while not asked and s.now < began + 3 * s.machine._c.timing.resume_s:
-        s.wait(1.0)
+    nothing = Acknowledgement(activity=NodeActivity.NONE, job_id=None)
+    built = Acknowledgement(activity=NodeActivity.PREPARED, job_id="job-2")
+    orders: list[tuple[str, Prepare]] = []
+    for _ in range(5):
         for name in ("node-0", "node-1", "node-2", "node-3"):
-            s.say(name, Heartbeat(generation=1, committed=None))
-        s.machine._c.due["tick"] = s.now
-        s.fire("tick")
-        asked += [s.now - began for name in sent(s, Inquiry) if name == "node-0"]
-        assert set(sent(s, Inquiry)) <= {"node-0"}
-    assert asked and asked[0] >= s.machine._c.timing.resume_s
-    s.hello("node-0", s.incarnations["node-0"], generation=1)
-    assert sent(s, Prepare)["node-0"].profile
+            said = nothing if name == "node-0" else built
+            s.say(name, Heartbeat(generation=1, committed=None, acknowledgement=said))
+            assert not sent(s, Inquiry)
+        s.fire("tick", s.machine._c.timing.heartbeat_s)
+        orders += sent(s, Prepare).items()
+    assert {name for name, _ in orders} == {"node-0"}
+    assert orders[0][1].profile
 
 
 def test_a_node_that_holds_state_nobody_accounts_for_is_fenced() -> None:

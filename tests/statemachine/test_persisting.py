@@ -38,6 +38,7 @@ from statemachine.messages.cluster import (
     Command,
     Heartbeat,
     Hello,
+    Inquiry,
     KeepSnapshot,
     LayersPersisted,
     Persist,
@@ -445,6 +446,28 @@ def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_laye
 
 
 # --- a node --------------------------------------------------------------------------------------
+
+
+def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_asked_for() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(4)
+    attempt = s.machine.writing
+    shares = {one.node for one in s.commands(Persist)}
+    assert attempt
+    assert shares
+    name = min(shares)
+    assert {type(command) for command in s.acknowledge(name)} >= {Persist}
+    assert Persist not in {type(command) for command in s.acknowledge(name, persist=attempt)}
+    assert Inquiry in {type(command) for command in s.acknowledge(name, persist=attempt, persisted=True)}
+
+
+def test_a_lost_order_to_write_no_more_is_sent_again() -> None:
+    s = Writing()
+    s.train()
+    assert CancelPersist in {type(command) for command in s.acknowledge("node-1", persist="another")}
+    done = s.acknowledge("node-1", persist="another", persisted=True)
+    assert CancelPersist not in {type(command) for command in done}
 
 
 class Node(Script):

@@ -22,6 +22,7 @@ from statemachine.events import (
 )
 from statemachine.messages.cluster import (
     Heartbeat,
+    Inquiry,
     KeepSnapshot,
     RestoreFailed,
     Resume,
@@ -334,6 +335,19 @@ def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
     assert ordered()
     s.completed(*HELD, step=36)
     assert s.machine.snapshot.step == 36
+
+
+def test_a_lost_snap_is_sent_again_and_a_lost_end_asked_for() -> None:
+    s = Snapshots()
+    s.begin()
+    s.ordered()
+    assert s.acknowledge("node-1") == [], "only the node of rank 0 gets the order"
+    assert Snap in {type(command) for command in s.acknowledge("node-0")}
+    assert s.acknowledge("node-0", snap_after=2) == []
+    s.say("node-0", Snapping(generation=1, step=3))
+    s.completed("node-0", "node-2", "node-3")
+    assert s.acknowledge("node-0", snap_after=2, snapped=3) == []
+    assert {type(command) for command in s.acknowledge("node-1", snapped=3)} == {Inquiry}
 
 
 class Tried(Snapshots):

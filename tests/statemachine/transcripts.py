@@ -36,12 +36,23 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.messages import trainer
-from statemachine.messages.cluster import FromNode, Hello, Quiesced, Signal, Stepped, ToNode, TrainerLost
+from statemachine.messages.cluster import (
+    Acknowledgement,
+    FromNode,
+    Heartbeat,
+    Hello,
+    Quiesced,
+    Signal,
+    Stepped,
+    ToNode,
+    TrainerLost,
+)
 from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
     Job,
+    NodeActivity,
     NodeFacts,
     ProtectionWish,
     SnapshotPolicy,
@@ -52,7 +63,7 @@ from statemachine.timing import Timing
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 4
-HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s"}
+HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s", "acknowledgement"}
 PLAIN = {
     "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy",
     "buddies", "owner", "copied", "held_parts", "evaluation", "evaluated", "doing", "in_memory",
@@ -291,6 +302,24 @@ class Coordination(Script):
     def stepped(self, node: str, generation: int, *steps: int) -> list[Effect]:
         signal = Stepped(generation=generation, steps=tuple(committed(s) for s in steps), step_s=0.1)
         return self.say(node, signal)
+
+    def acknowledge(
+        self, node: str, generation: int = 1, activity: NodeActivity = NodeActivity.TRAINING, **said: Any
+    ) -> list[Any]:
+        """Let the node's heartbeats say this for as long as a lost message may take to be repeated.
+
+        :returns: the commands to this node that follow.
+        """
+        found: list[Any] = []
+        acknowledgement = Acknowledgement(activity=activity, job_id="job-1", **said)
+        for _ in range(5):
+            beat = Heartbeat(generation=generation, committed=committed(1), acknowledgement=acknowledgement)
+            for other in self.incarnations.keys() - {node}:
+                self.say(other, Heartbeat(generation=generation, committed=committed(1)))
+            for effects in (self.say(node, beat), self.fire("tick", Timing().heartbeat_s)):
+                self.last = effects
+                found += [one.command for one in self.commands() if one.node == node]
+        return found
 
     def plan(self) -> list[Effect]:
         """Answer the ComputePlan among the last effects."""

@@ -17,6 +17,10 @@ class Underway:
     behind: int
     """It is of a later step than this: the newest committed one when it was ordered."""
     began_at: float
+    snap_after: int = 0
+    """``Snap.behind`` of the order."""
+    ordered: tuple[str, ...] = ()
+    """Nodes that it was sent to; empty where another coordinator ordered it."""
     last: bool = False
     """Of the last step, whose trainers are done."""
     urgent: bool = False

@@ -35,17 +35,19 @@ def pursue(c: Cluster) -> None:
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
     known, last = c.ledger.known_step, c.ended
+    # Whose trainers are done has no ballot to ask the others in.
+    asked = c.planned if last else (resumption.plan.devices[0].node,)
     keeping.underway = Underway(
         generation=attempt.generation,
         behind=known - 1 if last else known,
         began_at=c.at,
+        snap_after=known,
+        ordered=asked,
         last=last,
         urgent=keeping.urgent,
         asked=keeping.asked,
     )
     keeping.behind, keeping.urgent, keeping.asked = known, False, False
-    # Whose trainers are done has no ballot to ask the others in.
-    asked = c.planned if last else (resumption.plan.devices[0].node,)
     c.send_all((c.nodes[name] for name in asked), Snap(generation=attempt.generation, behind=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
 

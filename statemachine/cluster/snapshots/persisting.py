@@ -122,7 +122,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     )
     c.persist()
     for name in shares:
-        _order(c, c.nodes[name])
+        order(c, c.nodes[name])
     c.set_timer(PERSIST, c.timing.persist_s)
     c.emit(
         "CheckpointStarted",
@@ -138,7 +138,8 @@ def _server(node: NodeMachine) -> str:
     return f"{node.facts.host}:{node.facts.snapshot_port}"
 
 
-def _order(c: Cluster, node: NodeMachine) -> None:
+def order(c: Cluster, node: NodeMachine) -> None:
+    """Send a node the order to write its share."""
     job, writing = c.job, c.persisting.writing
     assert job is not None, "a snapshot is of a job"
     assert writing is not None, "one is being written"
@@ -162,7 +163,7 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     if writing is None or job is None or signal.job_id != job.job_id:
         return
     if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
-        _order(c, node)
+        order(c, node)
 
 
 # --- what becomes of it --------------------------------------------------------------------------

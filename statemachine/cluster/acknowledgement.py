@@ -1,0 +1,182 @@
+"""Lost messages: what a node's heartbeats acknowledge is compared with what was ordered and received.
+
+The lines to the broker may lose any message. A heartbeat says what the node does and which reports it has sent
+(``Acknowledgement``). If it contradicts for ``Timing.repeat_s`` what the coordinator knows, something was lost
+in between: an order is sent again at the next tick, to all nodes that lack it in one message; a report is asked
+for with an Inquiry, since the Hello that answers it repeats all reports that still count. Both go on until the
+heartbeats agree, so that one lost message costs about a second. Orders and reports that come twice are harmless.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from statemachine.cluster.membership import inquire
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.resuming import resume_command
+from statemachine.cluster.snapshots import persisting
+from statemachine.cluster.state import SUSPICION, SUSPICIOUS, Cluster
+from statemachine.messages.cluster import (
+    Acknowledgement,
+    CancelPersist,
+    Command,
+    Heartbeat,
+    Prepare,
+    Released,
+    Snap,
+)
+from statemachine.messages.common import Quiesce
+from statemachine.messages.values import ClusterPhase, NodeActivity
+
+Lost = Literal["report", "Prepare", "Quiesce", "Resume", "Released", "Snap", "Persist", "CancelPersist"]
+"""A report of the node, or the order that it lacks."""
+
+_BUILT = frozenset(NodeActivity) - {NodeActivity.NONE, NodeActivity.BUILDING}
+_RESUMED = frozenset({NodeActivity.TRAINING, NodeActivity.FINISHED})
+
+
+def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """Note what this node lacks; what it has lacked for ``repeat_s`` is repeated."""
+    lost = (
+        _lost(c, node, signal.generation, signal.acknowledgement)
+        if signal.acknowledgement is not None
+        else None
+    )
+    if lost is None:
+        node.lost_message = None
+    elif node.lost_message is None or node.lost_message[0] != lost:
+        # The heartbeat and the order or the report may have crossed.
+        node.lost_message = (lost, c.at)
+    elif c.at - node.lost_message[1] >= c.timing.repeat_s:
+        node.lost_message = (lost, c.at)
+        if lost == "report":
+            inquire(c, node.name, node.incarnation)
+        elif lost == "CancelPersist" and signal.acknowledgement is not None and c.job is not None:
+            c.send(node, CancelPersist(job_id=c.job.job_id, attempt=signal.acknowledgement.persist))
+        else:
+            c.unacknowledged.setdefault(lost, []).append(node.name)
+
+
+def repeat_orders(c: Cluster) -> None:
+    """At every tick: send the orders again that were lost, as far as they still stand."""
+    unacknowledged, c.unacknowledged = c.unacknowledged, {}
+    for lost, names in unacknowledged.items():
+        nodes = [c.nodes[name] for name in names if name in c.nodes]
+        nodes = [
+            node
+            for node in nodes
+            if node.alive and node.lost_message is not None and node.lost_message[0] == lost
+        ]
+        if nodes:
+            _SEND[lost](c, nodes)
+
+
+# --- what is lost --------------------------------------------------------------------------------
+
+
+def _lost(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
+    """Return what has not arrived, here or there, to judge by one heartbeat; ``None``: nothing."""
+    job, activity = c.job, said.activity
+    if node.released:
+        return "Released" if said.leaving or activity is not NodeActivity.NONE else None
+    if said.leaving and not node.leaving:
+        return "report"
+    if job is None or not c.active or said.job_id != job.job_id:
+        if job is not None and c.active and node.asked:
+            return "Prepare"
+        # Its Hello is answered with a Stop for a job that is not under way.
+        return "report" if said.job_id is not None or (c.active and node.prepared) else None
+    if node.asked or node.prepared:
+        built = activity in _BUILT
+        if built == node.asked:
+            # It has built the job, and Prepared was lost; or TrainerLost was.
+            return "report"
+    return _lost_in_generation(c, node, generation, said) or _lost_of_snapshots(c, node, generation, said)
+
+
+def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
+    attempt, activity = c.attempt, said.activity
+    if attempt is None:
+        return None
+    if c.phase is ClusterPhase.QUIESCING:
+        if node.name not in attempt.expected or node.name in attempt.reports:
+            return None
+        if generation < attempt.generation:
+            return "Quiesce"
+        return "report" if activity is not NodeActivity.QUIESCING else None
+    if not attempt.resume_sent or generation != attempt.generation or node.name not in attempt.members:
+        return None
+    if activity is NodeActivity.QUIESCED:
+        return "Resume"
+    lost = activity is NodeActivity.PREPARED  # Its trainers are new ones, and TrainerLost was lost.
+    lost = lost or (activity in _RESUMED and node.name not in attempt.resumed)
+    lost = lost or (activity is NodeActivity.FINISHED and node.name not in attempt.finished)
+    lost = lost or said.restore_failed
+    lost = lost or (said.suspects_peer and c.phase in SUSPICIOUS and SUSPICION not in c.due)
+    return "report" if lost else None
+
+
+def _lost_of_snapshots(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
+    underway, writing, attempt = c.keeping.underway, c.persisting.writing, c.attempt
+    if (
+        underway is not None
+        and attempt is not None
+        and generation == attempt.generation == underway.generation
+    ):
+        if node.name not in underway.completed and said.snapped and said.snapped == underway.step:
+            return "report"
+        if node.name in underway.ordered and said.snap_after < underway.snap_after:
+            return "Snap"
+    if writing is not None:
+        if node.name in writing.shares and node.name not in writing.files:
+            if said.persist != writing.attempt:
+                return "Persist"
+            return "report" if said.persisted else None
+    elif said.persist and not said.persisted:
+        return "CancelPersist"
+    return None
+
+
+# --- sending again -------------------------------------------------------------------------------
+
+
+def _prepare(c: Cluster, nodes: list[NodeMachine]) -> None:
+    for node in nodes:
+        if node.asked and c.job is not None:
+            c.send(node, Prepare(job=c.job, profile=c.profiler == node.name))
+
+
+def _to_all(command: Callable[[Cluster], Command | None]) -> Callable[[Cluster, list[NodeMachine]], None]:
+    def send(c: Cluster, nodes: list[NodeMachine]) -> None:
+        if (order := command(c)) is not None:
+            c.send_all(nodes, order)
+
+    return send
+
+
+def _quiesce(c: Cluster) -> Quiesce | None:
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.QUIESCING:
+        return None
+    return Quiesce(generation=attempt.generation, mode=attempt.mode)
+
+
+def _snap(c: Cluster) -> Snap | None:
+    underway = c.keeping.underway
+    return Snap(generation=underway.generation, behind=underway.snap_after) if underway is not None else None
+
+
+def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
+    writing = c.persisting.writing
+    for node in nodes:
+        if writing is not None and node.name in writing.shares and node.name not in writing.files:
+            persisting.order(c, node)
+
+
+_SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
+    "Prepare": _prepare,
+    "Quiesce": _to_all(_quiesce),
+    "Resume": _to_all(resume_command),
+    "Released": _to_all(lambda _: Released()),
+    "Snap": _to_all(_snap),
+    "Persist": _persist,
+}

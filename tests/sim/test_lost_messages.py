@@ -1,0 +1,162 @@
+"""Every kind of message is lost, repeated and delayed once, in a life that has all of them: nothing stands still."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from ftd.chaos.scenario import load_scenario
+from ftd.sim.scenario import ScenarioWorld
+from ftd.sim.setting import setting_of
+from statemachine.effects import EmitEvent
+from statemachine.messages.cluster import FromNode, ToNode, ToNodes
+
+Fate = Literal["lost", "repeated", "late"]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCENARIO = """
+[cluster]
+job = "{job}"
+nodes = 5
+steps = 100
+devices_per_node = 2
+[cluster.override.snapshot]
+every_steps = 5
+[cluster.override.checkpoint]
+url = "/kept"
+every_steps = 20
+[[fault]]
+at_step = 12
+do = "kill"
+node = "node-2"
+target = "trainer"
+device = 0
+[[fault]]
+at_step = 40
+do = "term"
+node = "node-3"
+[[fault]]
+at_step = 60
+do = "kill"
+node = "node-1"
+[expect]
+events = ["JobFinished"]
+no_events = ["JobFailed"]
+"""
+COST_S = 2.0
+LATE_S = 1.0
+KINDS = (
+    "Hello", "Heartbeat", "Prepared", "Quiesced", "Resumed", "Stepped", "TrainerLost", "Finished", "Leaving",
+    "Snapping", "SnapshotCompleted", "LayersPersisted", "Prepare", "Quiesce", "Resume", "Stop", "Released",
+    "Snap", "KeepSnapshot", "Persist",
+)  # fmt: skip
+
+
+class Life:
+    """One run of the scenario.
+
+    :param meddle: returns what becomes of a message, whose kind it is given.
+    """
+
+    def __init__(self, directory: Path, meddle: Callable[[str], Fate | None]) -> None:
+        path = directory / "scenario.toml"
+        path.write_text(SCENARIO.format(job=EXAMPLES / "chaos-job.toml"))
+        scenario = load_scenario(path)
+        self.world = ScenarioWorld(scenario, setting_of(scenario, None, None, path.name), seed=3)
+        self.met: dict[str, int] = {}
+        self.commits: list[float] = []
+        self.ended = ""
+        self._meddle, self._pass = meddle, self.world.network._pass
+        self.world.network._pass = self._passed  # type: ignore[method-assign]
+        told = self.world.on_event
+
+        def on_event(effect: EmitEvent) -> None:
+            if effect.name == "StepCommitted":
+                self.commits.append(self.world.world.now)
+            if effect.name in ("JobFinished", "JobFailed"):
+                self.ended = effect.name
+            told(effect)
+
+        self.world.on_event = on_event  # type: ignore[method-assign]
+        for coordinator in self.world.coordinators:
+            coordinator.on_event = on_event
+        self.world.run()
+
+    def _passed(self, sender: str, target: Any, action: Any, arguments: Any, **others: Any) -> None:
+        kind = next((kind_of(one) for one in arguments if isinstance(one, FromNode | ToNode | ToNodes)), "")
+        if not kind:
+            self._pass(sender, target, action, arguments, **others)
+            return
+        self.met[kind] = self.met.get(kind, 0) + 1
+        match self._meddle(kind):
+            case "lost":
+                return
+            case "repeated":
+                self._pass(sender, target, action, arguments, **others)
+            case "late":
+                self.world.world.at(LATE_S, self._pass, sender, target, action, arguments)
+                return
+        self._pass(sender, target, action, arguments, **others)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two commits."""
+        return max(later - earlier for earlier, later in zip(self.commits, self.commits[1:], strict=False))
+
+
+def kind_of(message: FromNode | ToNode | ToNodes) -> str:
+    return type(message.signal if isinstance(message, FromNode) else message.command).__name__
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    life = Life(tmp_path_factory.mktemp("life"), lambda kind: None)
+    assert life.ended == "JobFinished"
+    return life
+
+
+def test_the_life_has_messages_of_every_kind(undisturbed: Life) -> None:
+    assert set(KINDS) <= set(undisturbed.met), set(KINDS) - set(undisturbed.met)
+
+
+class Once:
+    """Meddles with one message of a kind: the one of this number."""
+
+    def __init__(self, kind: str, fate: Fate, number: int) -> None:
+        self._kind, self._fate, self._number = kind, fate, number
+        self._met = 0
+
+    def __call__(self, kind: str) -> Fate | None:
+        if kind != self._kind:
+            return None
+        self._met += 1
+        return self._fate if self._met == self._number else None
+
+
+def cost_s(life: Life, undisturbed: Life) -> float:
+    """Return how much longer the job took, or the longest time without a commit was, whichever is more."""
+    longer = life.world.world.now - undisturbed.world.world.now
+    return max(longer, life.longest_gap_s - undisturbed.longest_gap_s)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_that_is_lost_repeated_or_late_costs_little(
+    kind: str, undisturbed: Life, tmp_path: Path
+) -> None:
+    count = undisturbed.met[kind]
+    numbers = sorted({1, count // 2 + 1, count})
+    cases: list[tuple[Fate, int]] = [("lost", number) for number in numbers]
+    cases += [("repeated", numbers[0]), ("late", numbers[-1])]
+    for fate, number in cases:
+        life = Life(tmp_path, Once(kind, fate, number))
+        assert life.ended == "JobFinished", (fate, number, life.world.ended_by)
+        assert cost_s(life, undisturbed) <= COST_S, (fate, number)
+
+
+def test_it_is_the_acknowledgements_that_find_what_is_lost(
+    undisturbed: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statemachine.cluster.signals.take_acknowledgement", lambda c, node, signal: None)
+    life = Life(tmp_path, Once("Resume", "lost", 1))
+    assert cost_s(life, undisturbed) > 10 * COST_S

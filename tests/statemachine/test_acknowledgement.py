@@ -1,0 +1,211 @@
+"""Each order and each report is lost once: heartbeats show it, and it is repeated within a second."""
+
+from typing import Any
+
+import pytest
+from transcripts import Coordination, committed, report
+
+from statemachine.messages.cluster import (
+    Acknowledgement,
+    Command,
+    Heartbeat,
+    Inquiry,
+    Leaving,
+    Prepare,
+    Released,
+    Resume,
+    Stop,
+)
+from statemachine.messages.common import Finished, PeerSuspected, Quiesce
+from statemachine.messages.values import ClusterPhase, NodeActivity
+from statemachine.timing import Timing
+
+NODES = ("node-0", "node-1", "node-2", "node-3")
+BEAT_S = Timing().heartbeat_s
+LIMIT_S = 1.25
+"""An order is repeated a second after it was lost, at the latest with the tick that follows."""
+
+
+class Cluster(Coordination):
+    """Nodes whose heartbeats say what a test wants them to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activity = dict.fromkeys(NODES, NodeActivity.TRAINING)
+        self.acknowledged: dict[str, dict[str, Any]] = {name: {} for name in NODES}
+        self.job_ids: dict[str, str | None] = dict.fromkeys(NODES, "job-1")
+        self.generations = dict.fromkeys(NODES, 1)
+        self.step = 1
+
+    def beat(self, seconds: float = LIMIT_S) -> list[tuple[str, Command]]:
+        """Let all nodes send heartbeats for a while, and return the commands that follow."""
+        sent: list[tuple[str, Command]] = []
+
+        def collect() -> None:
+            sent.extend((one.node, one.command) for one in self.commands())
+
+        for _ in range(round(seconds / BEAT_S)):
+            for name in NODES:
+                said = Acknowledgement(
+                    activity=self.activity[name], job_id=self.job_ids[name], **self.acknowledged[name]
+                )
+                generation = self.generations[name]
+                beat = Heartbeat(generation=generation, committed=committed(self.step), acknowledgement=said)
+                self.say(name, beat)
+                collect()
+            self.fire("tick", BEAT_S)
+            collect()
+        return sent
+
+    def all_are(self, activity: NodeActivity, generation: int) -> None:
+        self.activity = dict.fromkeys(NODES, activity)
+        self.generations = dict.fromkeys(NODES, generation)
+
+
+@pytest.fixture
+def s() -> Cluster:
+    cluster = Cluster()
+    cluster.running()
+    return cluster
+
+
+def kinds(sent: list[tuple[str, Command]]) -> set[tuple[str, type[Command]]]:
+    return {(name, type(command)) for name, command in sent}
+
+
+def quiescing(s: Cluster) -> None:
+    """A trainer of node-3 fails, and generation 2 begins; all but node-3 and node-2 report."""
+    s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
+    s.all_are(NodeActivity.QUIESCED, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    for name in ("node-0", "node-1"):
+        s.quiesced(name, 2, report(1))
+
+
+def recovering(s: Cluster) -> None:
+    quiescing(s)
+    s.quiesced("node-2", 2, report(1))
+    s.plan()
+    assert s.machine.phase is ClusterPhase.RECOVERING
+
+
+def test_where_nothing_is_lost_nothing_is_repeated(s: Cluster) -> None:
+    assert s.beat(20.0) == []
+    quiescing(s)
+    s.activity["node-2"] = NodeActivity.QUIESCING
+    assert Quiesce not in {kind for _, kind in kinds(s.beat(2.0))}
+    s.quiesced("node-2", 2, report(1))
+    s.plan()
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    assert s.beat(20.0) == []
+
+
+def test_a_quiesce_is_sent_again(s: Cluster) -> None:
+    quiescing(s)
+    s.activity["node-2"], s.generations["node-2"] = NodeActivity.TRAINING, 1
+    assert ("node-2", Quiesce) in kinds(s.beat())
+    assert {name for name, command in s.beat() if isinstance(command, Quiesce)} == {"node-2"}
+
+
+def test_reports_are_asked_for(s: Cluster) -> None:
+    quiescing(s)
+    assert ("node-2", Inquiry) in kinds(s.beat())
+    s.hello("node-2", 102, job_id="job-1", prepared=True, generation=2, quiesced=True)
+    assert ("node-2", Quiesce) in {(one.node, type(one.command)) for one in s.commands()}
+
+
+def test_a_resume_is_sent_again_to_all_that_lack_it_at_once(s: Cluster) -> None:
+    recovering(s)
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    s.activity["node-1"] = s.activity["node-2"] = NodeActivity.QUIESCED
+    sent = s.beat()
+    assert {name for name, command in sent if isinstance(command, Resume)} == {"node-1", "node-2"}
+
+
+def test_a_resume_to_a_node_without_a_rank_is_sent_again_while_the_others_train(s: Cluster) -> None:
+    recovering(s)
+    for name in ("node-0", "node-1"):
+        s.resumed(name, 2)
+    s.all_are(NodeActivity.TRAINING, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    idle = [name for name in NODES[:3] if name not in s.machine._c.planned]
+    late = idle[0] if idle else "node-2"
+    s.activity[late] = NodeActivity.QUIESCED
+    assert (late, Resume) in kinds(s.beat())
+
+
+def test_a_resumed_is_asked_for(s: Cluster) -> None:
+    recovering(s)
+    s.resumed("node-0", 2)
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"], s.activity["node-1"] = NodeActivity.BUILDING, NodeActivity.TRAINING
+    assert kinds(s.beat()) == {("node-1", Inquiry)}
+
+
+@pytest.mark.parametrize("activity", [NodeActivity.BUILDING, NodeActivity.PREPARED])
+def test_a_lost_trainer_is_asked_about(s: Cluster, activity: NodeActivity) -> None:
+    s.activity["node-2"] = activity
+    assert ("node-2", Inquiry) in kinds(s.beat())
+    s.hello("node-2", 102, job_id="job-1", prepared=activity is NodeActivity.PREPARED, generation=1)
+    assert s.machine.phase is ClusterPhase.QUIESCING
+
+
+def test_a_restore_that_failed_and_a_suspected_peer_are_asked_about(s: Cluster) -> None:
+    s.acknowledged["node-1"] = {"suspects_peer": True}
+    assert kinds(s.beat()) == {("node-1", Inquiry)}
+    s.say("node-1", PeerSuspected(generation=1, detail="reset"))
+    assert s.beat(1.0) == []
+    recovering(s)
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    s.acknowledged = {name: {} for name in NODES}
+    s.acknowledged["node-0"] = {"restore_failed": True}
+    assert kinds(s.beat()) == {("node-0", Inquiry)}
+
+
+def test_the_end_of_the_job_is_asked_for() -> None:
+    s = Cluster()
+    s.running(steps=1)
+    s.all_are(NodeActivity.FINISHED, 1)
+    for name in NODES[:3]:
+        s.say(name, Finished(generation=1, step=1, digests={}))
+    assert kinds(s.beat()) == {("node-3", Inquiry)}
+    s.say("node-3", Finished(generation=1, step=1, digests={}))
+    assert s.machine.phase is ClusterPhase.FINISHED
+    assert {name for name, command in s.beat() if isinstance(command, Inquiry)} == set(NODES)
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+    assert [type(one.command) for one in s.commands()] == [Stop]
+
+
+def test_a_prepare_is_sent_again_and_prepared_is_asked_for(s: Cluster) -> None:
+    s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
+    s.job_ids["node-3"], s.activity["node-3"] = None, NodeActivity.NONE
+    s.all_are(NodeActivity.QUIESCED, 2)
+    for name in NODES[:3]:
+        s.quiesced(name, 2, report(1))
+    s.plan()
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"] = NodeActivity.NONE
+    assert ("node-3", Prepare) in kinds(s.beat())
+    s.job_ids["node-3"], s.activity["node-3"] = "job-1", NodeActivity.PREPARED
+    assert ("node-3", Inquiry) in kinds(s.beat())
+
+
+def test_a_wish_to_leave_is_asked_for_and_the_release_is_sent_again(s: Cluster) -> None:
+    s.acknowledged["node-3"] = {"leaving": True}
+    assert kinds(s.beat()) == {("node-3", Inquiry)}
+    s.say("node-3", Leaving(reason="spot notice"))
+    s.fire("join", 0.1)
+    s.all_are(NodeActivity.QUIESCED, 2)
+    for name in NODES:
+        s.quiesced(name, 2, report(1))
+    s.plan()
+    for name in NODES:
+        s.resumed(name, 2)
+    s.all_are(NodeActivity.TRAINING, 2)
+    s.activity["node-3"] = NodeActivity.IDLE
+    s.step = 2
+    s.stepped("node-0", 2, 2)
+    assert ("node-3", Released) in kinds(s.beat())
