@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
-from ftd.coordinator.first_plan import first_or_next_plan
-from ftd.coordinator.foresight import Foresight
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
-from ftd.coordinator.rehearsal import rehearse
+from ftd.coordinator.planning_ahead import Foresight, first_or_next_plan, rehearse
 from ftd.driver import Driver
 from ftd.errors import PeerError
 from ftd.protection_choice import protect

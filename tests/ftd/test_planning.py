@@ -20,7 +20,7 @@ from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache, code_of
 from ftd.coordinator.plan_process import COMMAND
 from ftd.coordinator.plan_worker import Work
 from ftd.coordinator.planning import PlanningService
-from ftd.coordinator.rehearsal import likely_losses, rehearse
+from ftd.coordinator.planning_ahead import likely_losses, rehearse
 from ftd.driver import Driver
 from ftd.node.processes import alive
 from planner.errors import PlanningError
