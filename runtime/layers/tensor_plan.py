@@ -255,7 +255,7 @@ class SplitRegions(TorchFunctionMode):
         """
         if self.problem is not None:
             raise TensorPlanError(self.problem)
-        return replace(self._plan, counts=(*self._plan.counts, *self._heads.items()))
+        return replace(self._plan, counts=(*self._heads.items(), *self._plan.counts))
 
     @contextmanager
     def watching(self, layer: int) -> Iterator[None]:

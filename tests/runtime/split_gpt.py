@@ -85,18 +85,26 @@ def build(
     dropout: float = 0.0,
     inner_dropout: float = 0.0,
     plan: dict[str, str] | None = None,
+    tied: bool = False,
+    held_out: bool = False,
 ) -> Training:
+    """:param tied: two blocks share a weight that the plan splits."""
+    blocks = [Block(width, heads, dropout, inner_dropout) for _ in range(3)]
+    if tied:
+        blocks[1].up.weight = blocks[0].up.weight
+
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> Any:
         return torch.optim.AdamW([p for _, p in named], lr=1e-2)
 
     return Training(
         layers=[
             nn.Embedding(WORDS, width),
-            *(Block(width, heads, dropout, inner_dropout) for _ in range(3)),
+            *blocks,
             Head(width),
         ],
         loss=loss,
         optimizer=optimizer,
         dataset=Tokens(length),
+        evaluation=Tokens(length) if held_out else None,
         tensor_plan=PLAN if plan is None else plan,
     )
