@@ -14,5 +14,6 @@ def build(layers: int):
     return Training(
         layers=[nn.Linear(1024, 1024) for _ in range(layers)], loss=functional.mse_loss, dataset=Rows(),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
+        tensor_plan={"*": "colwise_gather_output"},
     )
 """

@@ -1,16 +1,18 @@
-"""Devices of a stage that hold shards beside devices that hold replicas: memory of a device, and a step's time.
+"""Devices of a stage as replicas, with shards, and tensor-parallel: memory of a device, and a step's time.
 
-One process for each device of one stage, which holds the whole model. It is trained in two ways: each device has
-all parameters (replicate), or its share of them, gathered layer by layer while it computes (shard). Rows of a
-microbatch are split in both. All processes live at the same time and take turns of a few steps, so that they meet
-the same machine. Memory is what a process has grown by (resident, free memory given back) from before its model
-was made until behind its steps. State is the bytes of parameters, gradients and the optimizer's state that a
-device keeps between steps. Time is that of the slowest device, and what all threads of all devices computed
-together, which other work on the machine changes less.
+One process for each device of one stage, which holds the whole model. It is trained in three ways: each device has
+all parameters (replicate), its share of them, gathered layer by layer while it computes (shard), or its share of
+them, with which it computes a part of the output features of each layer, put together after it (tensor). Rows of a
+microbatch are split in the first two. All processes live at the same time and take turns of a few steps, so that they
+meet the same machine. Memory is what a process has grown by (resident, free memory given back) from before its model
+was made until after its steps. State is the bytes of parameters, gradients and the optimizer's state that a device
+keeps between steps. Time is that of the slowest device, and what all threads of all devices computed together, which
+other work on the machine changes less.
 
 What shards cost is the bytes that travel for each microbatch: each device gets the others' shares of every layer
 twice and sends as much of its gradient once. So it depends on the rows of a microbatch, as computing does and these
-bytes do not.
+bytes do not. What tensor parallelism costs are activations, which grow with the rows: the outputs of each layer in the
+forward pass, and the gradients of its inputs in the backward pass.
 
     python -m benchmarks.within_node [--mib 64] [--devices 2] [--rows 2048] [--rounds 5]
 """
@@ -28,7 +30,7 @@ from runtime.watch.pace import Pace
 from statemachine.messages.trainer import PipelineData, StageData, TrainingData
 
 MIB = 1024 * 1024
-WAYS: tuple[Within, ...] = ("replicate", "shard")
+WAYS: tuple[Within, ...] = ("replicate", "shard", "tensor")
 MICROBATCHES = 2
 
 
@@ -125,7 +127,7 @@ def run() -> None:
     arguments = parser.parse_args()
     result = Result(
         name="within_node",
-        what="Shards and replicas on the devices of a stage",
+        what="Replicas, shards and tensor parallelism on the devices of a stage",
         columns=(
             "",
             "state of a device",

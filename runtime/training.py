@@ -94,8 +94,9 @@ class Training:
     ``None``: its repeated blocks are found."""
     tensor_plan: Mapping[str, str] | None = None
     """Linear modules that the devices of a stage may compute in parts (``planner.within_node = "tensor"``), by name,
-    where ``*`` stands for one part of a name: ``colwise``, ``rowwise``, ``colwise_gather_output`` or
-    ``replicated_with_grad_allreduce``. ``None``: the plan that Hugging Face gives the model, if any."""
+    where ``*`` stands for one part of a name: ``colwise``, ``rowwise``, ``colwise_gather_output``,
+    ``rowwise_split_input`` or ``replicated_with_grad_allreduce`` (docs/models.md). ``None``: the plan that Hugging
+    Face gives the model, if any."""
     loss: Callable[[Any, Any], Any] | None = None
     """``loss(output, target)`` of layers, ``loss(output, batch)`` of a model: the *mean* over rows, a
     scalar, or a pair (sum, weight), whose global loss is the sum of sums over the sum of weights.

@@ -4,7 +4,8 @@
 A plan maps names of modules to styles. ``colwise``: each device has an equal part of the output features; what
 follows works on that part. ``rowwise``: each device has the part of the input features that it has of what came
 before, and the outputs are summed. Between the two lies a *split region*, in which each device has other features.
-``colwise_gather_output``: the parts of the output are put together. ``replicated_with_grad_allreduce``: the module
+``colwise_gather_output``: the parts of the output are put together. ``rowwise_split_input``: the input is whole, and
+each device takes its part. ``replicated_with_grad_allreduce``: the module
 is whole on each device, but runs in a split region, so that its gradients are summed.
 
 Plans are the user's (``Training.tensor_plan``) or those of Hugging Face models (``base_model_tp_plan``). A plan is
@@ -27,12 +28,15 @@ from torch.overrides import TorchFunctionMode
 from runtime.layers.randomness import DROPOUTS
 from runtime.training import TrainingError
 
-Style = Literal["colwise", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce"]
+LinearStyle = Literal["colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"]
+Style = LinearStyle | Literal["replicated_with_grad_allreduce"]
 _STYLES: dict[str, Style] = {
     "colwise": "colwise",
     "colwise_rep": "colwise_gather_output",
     "colwise_gather_output": "colwise_gather_output",
     "rowwise": "rowwise",
+    "rowwise_rep": "rowwise_split_input",
+    "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated_with_grad_allreduce",
 }
 """By the names that plans use."""
@@ -54,12 +58,17 @@ class SplitLinear:
     """A linear module of which each device of a stage computes a part."""
 
     name: str
-    style: Literal["colwise", "colwise_gather_output", "rowwise"]
+    style: LinearStyle
     module: nn.Linear
     layer: int
     weight: str
     """Canonical name."""
     bias: str | None
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether its input features are divided, and not its output features."""
+        return self.style in ("rowwise", "rowwise_split_input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +87,7 @@ class TensorPlan:
         return frozenset(
             name
             for one in self.linears
-            for name in (one.weight, None if one.style == "rowwise" else one.bias)
+            for name in (one.weight, None if one.is_rowwise else one.bias)
             if name is not None
         )
 
@@ -210,7 +219,7 @@ def _check_neighbours(
 
 def _features(one: SplitLinear) -> tuple[str, int]:
     """Return how many features are split, with the words that name them."""
-    if one.style == "rowwise":
+    if one.is_rowwise:
         return f"{_of_any(one.name)}.in_features", one.module.in_features
     return f"{_of_any(one.name)}.out_features", one.module.out_features
 
@@ -325,6 +334,10 @@ class SplitRegions(TorchFunctionMode):
             if one.style == "rowwise":
                 if self._open is None:
                     self._say(f"{one.name} is rowwise, and no colwise module comes before it in its layer")
+            elif one.style == "rowwise_split_input" and self._open is not None:
+                self._say(
+                    f"{one.name} is rowwise_split_input, and takes what {self._open} has split; make it rowwise"
+                )
             elif arguments and isinstance(arguments[0], torch.Tensor):
                 self._inputs[id(arguments[0])] = arguments[0]
 

@@ -419,7 +419,7 @@ def _tensor_split(given: _Given) -> TensorSplit | None:
         del output
     return TensorSplit(
         parameter_bytes=sum(sizes[name] for name in plan.alone if name in sizes),
-        column_bytes=sum(sizes[one.weight] for one in linears if one.style == "rowwise"),
+        column_bytes=sum(sizes[one.weight] for one in linears if one.is_rowwise),
         activation_bytes=sum(saved.values()),
         forward_bytes=sum(regions.forward_bytes),
         forward_exchanges=len(regions.forward_bytes),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runtime.groups.communicator import CommunicationError, Communicator, Members
+from runtime.groups.communicator import CommunicationError, Communicator, Members, run_of
 from runtime.layers.model import Model
 from runtime.layers.tensor_plan import SplitLinear, TensorPlan
 from runtime.watch.pace import Pace
@@ -69,6 +69,19 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.parts.own_features(gradients[0]), None
+
+
+class _Split(torch.autograd.Function):
+    """This device's part of an input; backward, the parts of its gradient, put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
+        ctx.parts = parts
+        return parts.own_features(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.put_features_together(gradients[0]), None
 
 
 class StageTensorParts(StageShards):
@@ -124,7 +137,7 @@ class StageTensorParts(StageShards):
                 if name is None or name not in plan.alone:
                     continue
                 number = numbers[name]
-                if linear.style == "rowwise":
+                if linear.is_rowwise:
                     columns = linear.module.in_features // len(members)
                     part = nn.Parameter(self.values[number].new_empty(linear.module.out_features, columns))
                     part.grad = torch.zeros_like(part)
@@ -172,7 +185,9 @@ class StageTensorParts(StageShards):
                     before.append((module, key, module._parameters[key]))
                     put_parameter(module, key, self._parts[name])
                     self._uses[self._numbers[name]] += counted
-                if linear.style == "rowwise":
+                if linear.is_rowwise:
+                    if linear.style == "rowwise_split_input":
+                        handles.append(module.register_forward_pre_hook(self._take_part))
                     handles.append(module.register_forward_hook(self._add_up))
                     if linear.bias is not None:
                         bias = module._parameters["bias"]
@@ -199,6 +214,9 @@ class StageTensorParts(StageShards):
             known = self._inputs[id(x)] = x, _Copied.apply(x, self)  # type: ignore[no-untyped-call]
         return known[1], *arguments[1:]
 
+    def _take_part(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _Split.apply(arguments[0], self), *arguments[1:]  # type: ignore[no-untyped-call]
+
     def _add_up(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         total: Tensor = _Summed.apply(output, self)  # type: ignore[no-untyped-call]
         return total
@@ -212,13 +230,21 @@ class StageTensorParts(StageShards):
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum over the devices.
 
+        It is made of a reduction and a gathering of runs, which wait for devices of this stage alone. All-reduces wait
+        in one lane: behind one of gradients that other stages have a part in, which may wait for this one in turn, a
+        sum that the backward pass needs would never come.
+
         :raises CommunicationError: aborted, or a peer is lost.
         """
         with _disable_current_modes():
             # Fresh memory each time: after an abort a stuck thread may still write into it.
-            total = torch.empty(x.shape, dtype=_sum_dtype(x.dtype), device=x.device).copy_(x)
-            self._wait(self._communicator.all_reduce(total, self._members))
-            return total.to(x.dtype)
+            terms = torch.empty(x.numel(), dtype=_sum_dtype(x.dtype), device=x.device)
+            terms.view(x.shape).copy_(x)
+            start, end = run_of(x.numel(), self._index, len(self._members))
+            run, total = terms.new_empty(end - start), torch.empty_like(terms)
+            self._wait(self._communicator.reduce_runs(run, terms, self._members))
+            self._wait(self._communicator.gather_runs(total, run, self._members))
+            return total.view(x.shape).to(x.dtype)
 
     def put_features_together(self, x: Tensor) -> Tensor:
         """Return what the devices have, one after the other in the last dimension."""

@@ -60,13 +60,13 @@ def check(run: Run, reference: Reference) -> None:
 
 
 def checkpoint_job(
-    directory: Path, *, zero1: bool = False, shards: bool = False, **options: object
+    directory: Path, *, zero1: bool = False, within: str = "auto", **options: object
 ) -> JobData:
     """Its checkpoints are in ``directory / "kept"``.
 
-    :param shards: the two devices of each stage have shards.
+    :param within: how the two devices of each stage share its work.
     """
-    path = write_job(directory, within_node="shard" if shards else "auto", **options)  # type: ignore[arg-type]
+    path = write_job(directory, within_node=within, **options)  # type: ignore[arg-type]
     text = path.read_text().replace("[training]\n", f"[training]\nzero1 = {str(zero1).lower()}\n")
     snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{"arc:1+aor" if zero1 else "aec"}"\n'
     path.write_text(text + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
@@ -162,7 +162,7 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_de
     """Four nodes of two devices, each with half of the state, then three of one. The job leaves its last step when
     it is finished."""
     url = tmp_path / "kept"
-    ground.submit(checkpoint_job(tmp_path, failures=3, shards=True))
+    ground.submit(checkpoint_job(tmp_path, failures=3, within="shard"))
     ground.until_event("CheckpointCompleted", times=2)
     same_losses(ground.stop_job())
     newest = steps_in(url)[0]
@@ -216,16 +216,17 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 
 
-def test_shards_are_gone_back_to_and_gone_on_with_as_replicas(
-    ground: Playground, tmp_path: Path, tied_reference: Reference
+@pytest.mark.parametrize("within", ["shard", "tensor"])
+def test_parts_of_devices_are_gone_back_to_and_gone_on_with_as_replicas(
+    ground: Playground, tmp_path: Path, tied_reference: Reference, within: str
 ) -> None:
     """Each of four nodes has all layers, in halves on its two devices: any one of them is enough to go back."""
     url = tmp_path / "kept"
-    job = checkpoint_job(tmp_path, shards=True, failures=3, arguments="tied = true")
+    job = checkpoint_job(tmp_path, within=within, failures=3, arguments="tied = true")
     run = ground.submit(job)
     ground.until_event("CheckpointCompleted")
     stages = [stage for pipeline in ground.state["pipelines"] for stage in pipeline["stages"]]
-    assert {(stage["within"], len(stage["devices"])) for stage in stages} == {("shard", 2)}
+    assert {(stage["within"], len(stage["devices"])) for stage in stages} == {(within, 2)}
     ground.play(
         {"after_s": 0, "do": "kill", "node": "node-1"},
         {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-2", "node-3"], "target": "trainer"},

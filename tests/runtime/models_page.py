@@ -35,6 +35,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "samples and whole microbatches without labels": matrix.test_samples_without_labels,
     "dropout: the same in every layout": matrix.test_dropout_does_not_depend_on_the_layout,
     "sharded optimizer state (`zero1`)": matrix.test_sharded_optimizer_state,
+    "tensor parallelism among the devices of a stage, by Hugging Face's plan": matrix.test_tensor_parallel_stages,
     "LoRA adapters of peft": matrix.test_adapters_alone_are_trained,
     "bfloat16, float16, float32": matrix.test_lower_precisions,
 }

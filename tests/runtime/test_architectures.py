@@ -258,6 +258,47 @@ def test_sharded_optimizer_state(architecture: str) -> None:
     check(train(job, three_and_two, three_and_one, leaves=1, steps=steps), expected)
 
 
+def in_parts(layers: int) -> Pipelines:
+    """Six ranks: two devices of a stage compute parts of its layers, beside shards and a stage of one."""
+    middle = (layers + 1) // 2
+    one, other = (
+        pipeline(
+            (0, middle, [0, 1]), (middle, layers, [2]), first_microbatch=0, microbatches=2, sharded=True
+        ),
+        pipeline(
+            (0, middle, [3]), (middle, layers, [4, 5]), first_microbatch=2, microbatches=2, sharded=True
+        ),
+    )
+    first, *others = one.stages
+    return (
+        msgspec.structs.replace(one, stages=(msgspec.structs.replace(first, within="tensor"), *others)),
+        other,
+    )
+
+
+def in_other_parts(layers: int) -> Pipelines:
+    """Five ranks: what were shards are parts."""
+    middle = layers // 2
+    one = pipeline((0, layers, [0, 1]), first_microbatch=0, microbatches=2)
+    other = pipeline((0, middle, [2]), (middle, layers, [3, 4]), first_microbatch=2, microbatches=2)
+    return tuple(
+        msgspec.structs.replace(
+            each, stages=tuple(msgspec.structs.replace(stage, within="tensor") for stage in each.stages)
+        )
+        for each in (one, other)
+    )
+
+
+@pytest.mark.usefixtures("wholly_float64")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3", "phi3", "olmo2"])
+def test_tensor_parallel_stages(architecture: str) -> None:
+    """By the plan that Hugging Face gives the model."""
+    steps = 6
+    job = job_of(architecture, steps=steps, within_node="tensor")
+    expected = plain_loop(lambda: build(architecture), job, steps)
+    check(train(job, in_parts, in_other_parts, leaves=4, steps=steps), expected)
+
+
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_adapters_alone_are_trained(architecture: str) -> None:
