@@ -377,7 +377,10 @@ class Run:
             self.state = without_leader(self.state, str(state.get("reason", "")))
             return
         self.state = state
-        self.job.learn(state.get("job") or {})
+        job = state.get("job") or {}
+        if self.job.id is not None and job.get("id") not in (None, self.job.id):
+            self.begin_job()  # The event of its submission comes later, or was lost.
+        self.job.learn(job)
 
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
         """Note the pid of a node's daemon, or of the trainer of ``device``.

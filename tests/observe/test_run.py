@@ -108,6 +108,20 @@ def test_another_job_begins_anew_and_the_same_one_does_not() -> None:
     assert (run.step, run.steps, run.ended, run.job.id, run.job.steps) == (0, {}, None, "gpt-2", 5)
 
 
+def test_a_job_that_the_state_shows_before_its_event_comes_begins_anew_once() -> None:
+    run = Run()
+    run.on_event(event("JobSubmitted", 1.0, job="gpt-1", name="gpt", steps=9))
+    run.on_event(commit(9, 2.0))
+    run.on_state({"phase": "WAITING", "step": 0, "job": {"id": "gpt-2", "name": "gpt", "steps": 5}})
+    assert run.step == 0
+    run.on_event(event("GenerationStarted", 3.0, generation=2, mode="boundary"))
+    run.on_event(event("RecoveryCompleted", 3.5, generation=2, recovery={"generation": 2, "cause": "start"}))
+    run.on_event(event("JobSubmitted", 2.9, job="gpt-2", name="gpt", steps=5))
+    first = run.on_event(commit(1, 4.0, generation=2))
+    assert isinstance(first, StepCommitted) and first.fresh
+    assert list(run.recoveries) == [2]
+
+
 def test_what_is_kept_is_bounded() -> None:
     run = Run(most=10)
     for number in range(1, 101):

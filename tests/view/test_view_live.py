@@ -307,3 +307,17 @@ def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], sta
     assert picture._losses.values == [1.0] * 7
     picture.see_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
     assert picture.step == 8 and picture._losses.values == [1.0] * 7 + [0.5]
+
+
+def test_the_chart_of_another_job_begins_anew_though_the_state_shows_it_first(
+    event: Callable[..., Json], state: Json
+) -> None:
+    picture = Picture(None)
+    picture.see_state(state)
+    for step in (1, 2, 3):
+        picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))
+    picture.see_state({**state, "step": 0, "job": {**state["job"], "id": "another-1"}})
+    submitted = {"job": "another-1", "name": "gpt", "steps": 120}
+    picture.see_event(event("JobSubmitted", 20, details=submitted))
+    picture.see_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
+    assert picture.step == 1 and picture._losses.values == [1.0]

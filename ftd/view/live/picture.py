@@ -73,7 +73,10 @@ class Picture:
         return int(job["steps"]) if job else self._total_steps
 
     def see_state(self, state: JsonMap) -> None:
+        before = self._run.job.id
         self._run.on_state(state)
+        if before not in (None, self._run.job.id):
+            self._forget_losses()
         self._several = self._several or bool(state.get("standbys") or state.get("barred"))
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
@@ -89,7 +92,7 @@ class Picture:
             return
         match fact:
             case JobSubmitted():
-                self._losses, self._loss = History(), None
+                self._forget_losses()
             case StepCommitted(fresh=True, loss=loss) if loss is not None:
                 self._losses.add(fact.step, loss)
                 self._loss = loss
@@ -109,6 +112,10 @@ class Picture:
                 if listed not in ROUTINE_EVENTS or listed == event.get("event"):
                     break
         self._events.append(event)
+
+    def _forget_losses(self) -> None:
+        """Another job begins: what its predecessor's steps were is no part of it."""
+        self._losses, self._loss = History(), None
 
     @property
     def _evaluations(self) -> list[Evaluated]:
