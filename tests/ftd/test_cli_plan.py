@@ -440,3 +440,25 @@ def test_json_loads_nothing_that_it_does_not_need(profile: Path) -> None:
     )
     assert json.loads(done.stdout)["nodes"] == 3
     assert not {"matplotlib", "pyomo", "scipy", "rich", "torch", "structlog"} & set(done.stderr.split())
+
+
+def test_stages_that_are_tensor_parallel_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    one = {"forward_ms": 1.0, "backward_ms": 2.0, "parameter_bytes": 100, "gradient_bytes": 100}
+    one |= {"optimizer_bytes": 800, "activation_bytes": 40, "output_bytes": 10}
+    names = ("parameter", "column", "activation", "forward", "backward")
+    one["tensor"] = {f"{name}_bytes": 0 for name in names} | {"forward_exchanges": 0, "backward_exchanges": 0}
+    tree = {"schema": "ftd-profile/1", "microbatch_rows": 4, "stage_devices": [2], "layers": [one] * 4}
+    tree["tensor_counts"] = [["the number of attention heads of blocks.*", 6]]
+    path.write_text(json.dumps(tree))
+    options = ("--profile", path, "--nodes", 1, "--microbatches", 8, "--within-node", "tensor")
+    plot = tmp_path / "plan.html"
+    told = planned(*options, "--gpus-per-node", 2, "--plot", plot)
+    (cost,) = told["templates"][0]["stage_costs"]
+    assert (told["within_node"], cost["within"]) == ("tensor", "tensor")
+    shown = ftd(*options, "--gpus-per-node", 2)
+    assert "1×2 tensor-parallel" in shown and "2, tensor-parallel" in shown
+    assert "layers 0–3 · 2 GPUs, tensor-parallel" in plot.read_text()
+    path.write_text(json.dumps(tree | {"stage_devices": [4]}))
+    said = refused(*options, "--gpus-per-node", 4)
+    assert "the number of attention heads of blocks.* is 6, which 4 devices do not divide" in said
