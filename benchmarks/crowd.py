@@ -70,7 +70,6 @@ class Crowd:
         self.command_bytes = 0
         self.read: tuple[bytes, m.Command] | None = None
         self.heard: tuple[bytes, ToNodes] | None = None
-        self.bodies: dict[m.Signal, bytes] = {}
         self.quiesced: dict[tuple[Any, ...], m.Quiesced] = {}
         self.resumed_at: dict[int, float] = {}
         self.lines = b""
@@ -132,14 +131,8 @@ class Crowd:
             node.out += publish_packet(node.signal_topic, payload, 0)
 
     def body_of(self, signal: m.Signal) -> bytes:
-        """The rest of a signal; many nodes say the same."""
-        body = self.bodies.get(signal)
-        if body is None:
-            if len(self.bodies) > MOST_BODIES:
-                self.bodies.clear()
-            body = msgspec.Raw(msgspec.msgpack.encode(signal))
-            body = self.bodies[signal] = pairs(type=type(signal).__name__, body=body)
-        return body
+        """Return the part of a message that follows the node's envelope."""
+        return pairs(type=type(signal).__name__, body=msgspec.Raw(msgspec.msgpack.encode(signal)))
 
     def say_state(self, node: Node, state: NodeState, reason: str) -> None:
         node.state, node.reason, node.state_at = state, reason, math.inf
